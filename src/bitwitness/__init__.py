@@ -1,0 +1,1 @@
+"""bitwitness: are the numbers of your training run true?"""

@@ -1,0 +1,48 @@
+"""The error tree. A message gives what was seen, where, what was expected, and what to do next."""
+
+from __future__ import annotations
+
+EXIT_FINDINGS = 1
+EXIT_USAGE = 2
+EXIT_ELSEWHERE = 16
+"""The run asks for a second opinion: resume it on other devices (the meaning Megatron-LM gave the code)."""
+EXIT_CONVICTED = 17
+"""A device was proven to compute wrongly, or a state to be corrupt; do not restart on it."""
+EXIT_RANK_LOST = 18
+"""A rank died or stopped answering while the ranks were questioning one another."""
+
+
+class BitwitnessError(Exception):
+    """Root of every error that bitwitness raises on purpose."""
+
+
+class UsageError(BitwitnessError):
+    """The caller asked for something that cannot be done as asked; the command line exits with 2."""
+
+
+class ConfigError(UsageError):
+    """A configuration key or value is not understood; the message names the nearest known key."""
+
+
+class SideChannelError(BitwitnessError):
+    """The ranks' side channel broke: a peer closed its connection or missed the deadline."""
+
+
+class TrainingStopped(SystemExit):
+    """Ends a training on purpose, past any ``except Exception`` of the script.
+
+    Parameters
+    ----------
+    code
+        The process's exit code: `EXIT_CONVICTED`, `EXIT_ELSEWHERE` or `EXIT_RANK_LOST`.
+    reason
+        One line, already printed when this is raised.
+
+    """
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(code)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return self.reason

@@ -1,0 +1,29 @@
+"""The number of the training step, counted the same by everyone who needs it."""
+
+from __future__ import annotations
+
+
+class StepClock:
+    """Counts optimizer steps from 0.
+
+    A step ends when an optimizer stepped or a gradient scaler updated (a scaler may skip the optimizer), and the next
+    one begins with the next training forward: two optimizers, or a scaler and its optimizer, end one step together.
+    """
+
+    def __init__(self, start: int = 0) -> None:
+        self.step = start
+        self.micro = 0
+        self._ended = False
+
+    def end_step(self) -> None:
+        """Say that an optimizer stepped or a scaler updated."""
+        self._ended = True
+
+    def begin_forward(self) -> bool:
+        """Say that a training forward begins; return whether it is the first of a new step."""
+        first = self._ended
+        if first:
+            self.step += 1
+            self.micro = 0
+            self._ended = False
+        return first

@@ -1,0 +1,115 @@
+"""Which module is running: names for operators, in forward by global module hooks, in backward by sequence number.
+
+Autograd gives every node a sequence number when the forward makes it. While a `ModuleTracker` is on, each operator's
+node is remembered with the module that called it, so that an operator of the backward pass gets the module (and the
+forward operator) that it belongs to.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.nn.modules import module as nn_module
+
+ROOT = "."
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return the user's own module inside DistributedDataParallel and ``torch.compile`` wrappers."""
+    while True:
+        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            module = module.module
+        elif isinstance(inner := getattr(module, "_orig_mod", None), nn.Module):
+            module = inner
+        else:
+            return module
+
+
+class ModuleTracker:
+    """Knows the path of the module that runs now; a context manager that leaves no hook behind.
+
+    It may be entered again while it is on (the injector and a deep step may share one); the hooks go when the last
+    user leaves.
+    """
+
+    def __init__(self) -> None:
+        self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        self._stack: list[nn.Module] = []
+        self._nodes: dict[int, tuple[str, str]] = {}
+        self._calls: dict[tuple[str, str, str], int] = {}
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._users = 0
+
+    def __enter__(self) -> ModuleTracker:
+        self._users += 1
+        if self._users == 1:
+            self._hooks = [
+                nn_module.register_module_forward_pre_hook(self._enter_module),
+                nn_module.register_module_forward_hook(self._leave_module, always_call=True),
+            ]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._users -= 1
+        if self._users == 0:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks.clear()
+            self._stack.clear()
+            self._nodes.clear()
+            self._calls.clear()
+
+    def name_tree(self, root: nn.Module) -> None:
+        """Learn the paths of all modules below ``root`` (wrappers looked through), each by its first name."""
+        root = unwrap(root)
+        for name, module in root.named_modules():
+            self._names[module] = name or ROOT
+
+    def _enter_module(self, module: nn.Module, _args: Any) -> None:
+        if not self._stack:
+            if module not in self._names:
+                self.name_tree(module)
+            if not torch._C._current_autograd_node():  # a recomputation inside backward goes on counting
+                self.restart_calls()
+        self._stack.append(module)
+
+    def _leave_module(self, module: nn.Module, _args: Any, _result: Any) -> None:
+        if module in self._stack:  # a hook that raised may have kept us from entering
+            while self._stack and self._stack.pop() is not module:
+                pass
+
+    def restart_calls(self) -> None:
+        """Count operator calls from zero: a new forward or a new backward begins."""
+        self._calls.clear()
+        if torch.is_grad_enabled() and not self._stack:
+            self._nodes = {k: v for k, v in self._nodes.items() if k >= self._oldest_needed()}
+
+    def _oldest_needed(self) -> int:
+        # Micro-batches may be pipelined, so nodes of some earlier forwards are kept; 200,000 nodes are about 20 MB.
+        return int(torch._C._autograd._get_sequence_nr()) - 200_000
+
+    def locate(self, op: str) -> tuple[str, str, int]:
+        """Return (module path, phase, call index) for an operator that is being dispatched now."""
+        node = torch._C._current_autograd_node()
+        if node is not None and not torch.is_grad_enabled():
+            module, forward_op = self._nodes.get(node._sequence_nr(), (ROOT, ""))
+            phase = "backward"
+        else:
+            module = self._names.get(self._stack[-1], ROOT) if self._stack else ROOT
+            phase = "forward"
+            self._nodes.setdefault(int(torch._C._autograd._get_sequence_nr()) - 1, (module, op))
+        key = (module, op, phase)
+        call = self._calls.get(key, 0)
+        self._calls[key] = call + 1
+        return module, phase, call
+
+    def forward_op(self) -> str:
+        """Return the forward operator to which the backward node that runs now belongs; empty if unknown."""
+        node = torch._C._current_autograd_node()
+        return "" if node is None else self._nodes.get(node._sequence_nr(), ("", ""))[1]

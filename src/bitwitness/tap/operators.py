@@ -1,0 +1,110 @@
+"""Every operator that torch dispatches, with its site: one dispatch mode, used by all who look at operators.
+
+An `OperatorTap` is entered only around a call that the guard owns (a root's forward, a backward). Entered while another
+tap is on, the newer one sees an operator first and runs it through the older one; the fault injector is entered
+before anything else, so that it stands for the device on which all the rest runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bitwitness.site import Site
+from bitwitness.tap.modules import ModuleTracker
+
+
+@dataclass(slots=True)
+class OpCall:
+    """One operator call: what ran, where, on what, and what came out."""
+
+    func: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+    op: str
+    module: str
+    phase: str
+    call: int
+
+    def site(self, slot: str = "out0") -> Site:
+        """Return the site of one of the call's values."""
+        return Site(self.module, self.op, self.call, self.phase, slot)
+
+    @property
+    def outputs(self) -> tuple[torch.Tensor, ...]:
+        """The tensors among the results, flat, in order: slots ``out0``, ``out1``, …"""
+        return tensors_in(self.result)
+
+
+def tensors_in(value: Any) -> tuple[torch.Tensor, ...]:
+    """Return the tensors in an operator's result: a tensor, or a sequence of tensors and other values."""
+    if isinstance(value, torch.Tensor):
+        return (value,)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return tuple(tensor for item in value for tensor in tensors_in(item))
+    return ()
+
+
+Handler = Callable[[OpCall], Any]
+"""Sees a call after it ran; what it returns, unless None, takes the result's place."""
+
+Selector = Callable[[torch._ops.OpOverload], bool]
+
+
+class OperatorTap(TorchDispatchMode):
+    """Show operator calls to a handler.
+
+    Parameters
+    ----------
+    tracker
+        Knows the running module; entered and left with the tap.
+    handler
+        Called after each selected operator with the `OpCall`. The tap is off while it runs.
+    select
+        Which operators the handler wants; asked once per overload. All by default.
+
+    """
+
+    def __init__(self, tracker: ModuleTracker, handler: Handler, select: Selector | None = None) -> None:
+        super().__init__()
+        self._tracker = tracker
+        self._handler = handler
+        self._select = select
+        self._wanted: dict[torch._ops.OpOverload, str | None] = {}
+
+    def __enter__(self) -> OperatorTap:
+        self._tracker.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._tracker.__exit__(*error)
+
+    def _name(self, func: torch._ops.OpOverload) -> str | None:
+        """Return the operator's name, or None where the handler does not want it."""
+        wanted = self._select is None or self._select(func)
+        name = func.overloadpacket.__name__ if wanted else None
+        self._wanted[func] = name
+        return name
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,  # noqa: ARG002 - torch's signature
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = self._wanted[func] if func in self._wanted else self._name(func)
+        if name is None:
+            return func(*args, **kwargs)
+        module, phase, call = self._tracker.locate(name)
+        result = func(*args, **kwargs)
+        changed = self._handler(OpCall(func, args, kwargs, result, name, module, phase, call))
+        return result if changed is None else changed
