@@ -1,0 +1,1 @@
+"""Fault injection: a device that computes wrongly, declared in TOML."""

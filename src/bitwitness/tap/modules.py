@@ -7,6 +7,9 @@ forward operator) that it belongs to.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,6 +19,25 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 
 ROOT = "."
+OWN = "(bitwitness)"
+"""The module path of operators that bitwitness itself runs: a faulty device computes our checks wrongly, too."""
+
+_NODES_KEPT = 200_000  # micro-batches may be pipelined, so the nodes of some earlier forwards are kept: about 20 MB
+_own_work: ContextVar[tuple[str, str, int] | None] = ContextVar("bitwitness_own_work", default=None)
+
+
+@contextmanager
+def own_work(module: str = OWN, phase: str = "forward", call: int = 0) -> Iterator[None]:
+    """Mark the operators run inside as bitwitness's own, so that they are not counted among the model's.
+
+    With a place given, they stand in for the model's operator there: a device whose kernel fails on just that operator
+    fails on its recomputation, too.
+    """
+    token = _own_work.set((module, phase, call))
+    try:
+        yield
+    finally:
+        _own_work.reset(token)
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -32,8 +54,8 @@ def unwrap(module: nn.Module) -> nn.Module:
 class ModuleTracker:
     """Knows the path of the module that runs now; a context manager that leaves no hook behind.
 
-    It may be entered again while it is on (the injector and a deep step may share one); the hooks go when the last
-    user leaves.
+    Each tap has a tracker of its own, since each counts the calls that it sees. It may be entered again while it is on;
+    the hooks go when the last user leaves.
     """
 
     def __init__(self) -> None:
@@ -71,6 +93,15 @@ class ModuleTracker:
         for name, module in root.named_modules():
             self._names[module] = name or ROOT
 
+    def parameters(self) -> dict[nn.Parameter, str]:
+        """Return the parameters of the modules named so far with their paths, each by its first name."""
+        paths: dict[nn.Parameter, str] = {}
+        for module, path in self._names.items():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    paths.setdefault(parameter, name if path == ROOT else f"{path}.{name}")
+        return paths
+
     def _enter_module(self, module: nn.Module, _args: Any) -> None:
         if not self._stack:
             if module not in self._names:
@@ -87,15 +118,14 @@ class ModuleTracker:
     def restart_calls(self) -> None:
         """Count operator calls from zero: a new forward or a new backward begins."""
         self._calls.clear()
-        if torch.is_grad_enabled() and not self._stack:
-            self._nodes = {k: v for k, v in self._nodes.items() if k >= self._oldest_needed()}
-
-    def _oldest_needed(self) -> int:
-        # Micro-batches may be pipelined, so nodes of some earlier forwards are kept; 200,000 nodes are about 20 MB.
-        return int(torch._C._autograd._get_sequence_nr()) - 200_000
+        if len(self._nodes) > 2 * _NODES_KEPT:
+            oldest = int(torch._C._autograd._get_sequence_nr()) - _NODES_KEPT
+            self._nodes = {number: place for number, place in self._nodes.items() if number >= oldest}
 
     def locate(self, op: str) -> tuple[str, str, int]:
         """Return (module path, phase, call index) for an operator that is being dispatched now."""
+        if (place := _own_work.get()) is not None:
+            return place
         node = torch._C._current_autograd_node()
         if node is not None and not torch.is_grad_enabled():
             module, forward_op = self._nodes.get(node._sequence_nr(), (ROOT, ""))
@@ -108,6 +138,13 @@ class ModuleTracker:
         call = self._calls.get(key, 0)
         self._calls[key] = call + 1
         return module, phase, call
+
+    def node(self) -> int:
+        """Return the sequence number of the autograd node to which the operator that runs now belongs."""
+        node = torch._C._current_autograd_node()
+        if node is not None and not torch.is_grad_enabled():
+            return int(node._sequence_nr())
+        return int(torch._C._autograd._get_sequence_nr()) - 1
 
     def forward_op(self) -> str:
         """Return the forward operator to which the backward node that runs now belongs; empty if unknown."""

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from bitwitness.site import Site
-from bitwitness.tap.modules import ModuleTracker
+from bitwitness.tap.modules import ModuleTracker, own_work
 
 
 @dataclass(slots=True)
@@ -67,11 +67,21 @@ class OperatorTap(TorchDispatchMode):
         Called after each selected operator with the `OpCall`. The tap is off while it runs.
     select
         Which operators the handler wants; asked once per overload. All by default.
+    before
+        Called with the same `OpCall` (its result still None) before the operator runs; it may change its
+        arguments.
 
     """
 
-    def __init__(self, tracker: ModuleTracker, handler: Handler, select: Selector | None = None) -> None:
+    def __init__(
+        self,
+        tracker: ModuleTracker,
+        handler: Handler,
+        select: Selector | None = None,
+        before: Callable[[OpCall], None] | None = None,
+    ) -> None:
         super().__init__()
+        self._before = before
         self._tracker = tracker
         self._handler = handler
         self._select = select
@@ -96,15 +106,22 @@ class OperatorTap(TorchDispatchMode):
     def __torch_dispatch__(
         self,
         func: Any,
-        types: Any,  # noqa: ARG002 - torch's signature
+        types: Any,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if types and any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # a DTensor dispatches again, with the local tensors of this device
         kwargs = kwargs or {}
         name = self._wanted[func] if func in self._wanted else self._name(func)
         if name is None:
             return func(*args, **kwargs)
         module, phase, call = self._tracker.locate(name)
-        result = func(*args, **kwargs)
-        changed = self._handler(OpCall(func, args, kwargs, result, name, module, phase, call))
-        return result if changed is None else changed
+        seen = OpCall(func, args, kwargs, None, name, module, phase, call)
+        if self._before is not None:
+            with own_work():
+                self._before(seen)
+        seen.result = func(*seen.args, **seen.kwargs)
+        with own_work():
+            changed = self._handler(seen)
+        return seen.result if changed is None else changed

@@ -1,0 +1,69 @@
+"""What was seen of what there was, and in words what was not, and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bitwitness.guard.watch import Watch
+from bitwitness.respond.reporter import Reporter
+
+
+def coverage_table(watch: Watch, reporter: Reporter) -> dict[str, Any]:
+    """Return the table, ready for JSON."""
+    root, sensors, proceedings = watch.root, watch.sensors, watch.proceedings
+    named = dict(root.root.named_parameters())
+    table: dict[str, Any] = {
+        "parameters": {"watched": len(root.parameters), "of": len(named)},
+        "local_gradients": watch.gradients.mode,
+        "steps": {"training_forwards": root.forwards_seen, "held": watch.steps_held, "deep": watch.deep_steps},
+        "outputs": {"loss_inside": root.scalar, "outputs_seen": root.outputs_seen},
+        "sensors": {"off": sensors.off},
+        "suspicions": proceedings.suspicions,
+        "dismissed": proceedings.dismissed,
+        "verdicts": [f"step {v.step}: {v.cause} {list(v.ranks)} {v.action}" for v in proceedings.verdicts],
+        "replay": {
+            "calibrations": proceedings.laboratory.calibrated,
+            "same_bits": proceedings.laboratory.reproducible,
+            "spread": proceedings.laboratory.spread,
+            "this_step": root.record.unreplayable or "can be run again",
+        },
+        "own_seconds": round(watch.own_seconds, 3),
+        "failures": dict(reporter.failures),
+        "not_covered": _gaps(watch),
+    }
+    if sensors.checksum is not None:
+        table["operators"] = sensors.checksum.coverage()
+    return table
+
+
+def _gaps(watch: Watch) -> list[str]:
+    gaps = []
+    root = watch.root
+    if root.forwards_seen and not root.outputs_seen:
+        gaps.append("the model returns no tensor that asks for a gradient: no step can be run again")
+    elif root.forwards_seen and not root.scalar:
+        gaps.append(
+            "the loss is computed outside the model: a fault in those operators is sensed, but cannot be replayed; have the "
+            "model return its loss to have them covered"
+        )
+    if watch.ranks.size == 1:
+        gaps.append("one rank: no second device can be asked; a repeating fault needs an operator's proof")
+    elif watch.sensors.peers is None:
+        gaps.append("peers: needs at least three ranks")
+    return gaps
+
+
+def coverage_lines(table: dict[str, Any]) -> list[str]:
+    """Return the table as the few lines that a user reads at the end of a run."""
+    steps, parameters = table["steps"], table["parameters"]
+    lines = [
+        f"covered: {parameters['watched']} of {parameters['of']} parameters, {steps['held']} steps, {steps['deep']} of them "
+        f"deep; {table['suspicions']} suspicions, {table['dismissed']} dismissed, {len(table['verdicts'])} verdicts"
+    ]
+    operators = table.get("operators")
+    if operators and operators.get("flops_seen"):
+        lines.append(f"covered: {operators['share_checked']:.1%} of the FLOPs seen on deep steps were checked")
+        lines += [f"not covered: {name}, {share:.1%} of the FLOPs" for name, share in operators["unchecked"].items()]
+    lines += [f"not covered: {gap}" for gap in table["not_covered"]]
+    lines += [f"sensor {name} is off: {why}" for name, why in table["sensors"]["off"].items()]
+    return lines

@@ -1,0 +1,180 @@
+"""``bw.Guard``: put a training under watch.
+
+    with bw.Guard(model, optimizer, out="run/"):
+        train()
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from bitwitness.config import Config, load_config, to_dict
+from bitwitness.errors import UsageError
+from bitwitness.finding import Note, Severity
+from bitwitness.guard.coverage import coverage_lines, coverage_table
+from bitwitness.guard.watch import Watch
+from bitwitness.ranks import Alone, Ranks, SideChannel
+from bitwitness.respond.reporter import Reporter
+from bitwitness.store.writer import RunWriter
+from bitwitness.tap.holdpoints import HoldPoints
+from bitwitness.tap.modules import unwrap
+
+_guarded: WeakSet[nn.Module] = WeakSet()  # only to refuse a second guard on one module
+
+
+class Guard:
+    """Watches a training: senses wrong numbers, proves them by re-execution, and acts as configured.
+
+    Parameters
+    ----------
+    model
+        What the training calls: an `nn.Module`, or the `DistributedDataParallel` around it. Build the guard after the
+        wrapper, on every rank.
+    optimizer
+        One optimizer or several; without any, every optimizer that steps one of the model's parameters counts.
+    out
+        Folder for what is recorded; none by default.
+    config
+        A `Config`, or a path to a TOML file; environment variables and keywords override it.
+    **overrides
+        Single settings, for example ``act="protect"``.
+
+    Raises
+    ------
+    UsageError
+        If the model has no parameters, is guarded already, or the optimizer holds none of its parameters.
+    ConfigError
+        If a setting is not understood.
+
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Iterable[Optimizer] | None = None,
+        *,
+        out: str | os.PathLike[str] | None = None,
+        config: Config | str | os.PathLike[str] | None = None,
+        **overrides: Any,
+    ) -> None:
+        if out is not None:
+            overrides["out"] = os.fspath(out)
+        loaded = load_config(config, overrides)
+        self.config, self._warnings = loaded.config, loaded.warnings
+        self.model = model
+        self.optimizers = _as_list(optimizer)
+        _check(model, self.optimizers)
+        self._stack = ExitStack()
+        self._used = False
+        self.watch: Watch | None = None
+        self.reporter: Reporter | None = None
+
+    def __enter__(self) -> Guard:
+        root = unwrap(self.model)
+        if self._used:
+            raise UsageError("this Guard was used before; make a new one for another training")
+        if root in _guarded:
+            raise UsageError(f"this {type(root).__name__} is guarded already; one guard watches one model")
+        self._used = True
+        ranks = join_ranks(self.model, self.config.ranks.deadline_s)
+        writer = None if self.config.out is None else RunWriter(self.config.out, ranks.rank, ranks.size)
+        self.reporter = Reporter(writer, ranks.rank)
+        if writer is not None:
+            self._stack.callback(writer.close)
+        for warning in self._warnings:
+            self.reporter.once(warning)
+        self.watch = Watch(self.model, self.optimizers or None, self.config, ranks, self.reporter)
+        _guarded.add(root)
+        self._stack.callback(_guarded.discard, root)
+        self._stack.callback(self.watch.close)
+        self._stack.enter_context(HoldPoints(self.watch))
+        if writer is not None:
+            writer.describe(
+                config=to_dict(self.config),
+                world_size=ranks.size,
+                devices=[str(device) for device in self.watch.proceedings.devices],
+                parameters=len(self.watch.root.parameters),
+            )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._report()
+        finally:
+            self._stack.close()
+
+    def close(self) -> None:
+        """Leave the guard, as at the end of a ``with``."""
+        self.__exit__(None, None, None)
+
+    def coverage(self) -> dict[str, Any]:
+        """Return what was seen so far of what there was: parameters, steps, operators, and what is not covered and why."""
+        if self.watch is None or self.reporter is None:
+            return {}
+        return coverage_table(self.watch, self.reporter)
+
+    def _report(self) -> None:
+        watch, reporter = self.watch, self.reporter
+        if watch is None or reporter is None:
+            return
+        table = self.coverage()
+        reporter.event(Note("coverage", watch.clock.step, watch.ranks.rank, evidence=table))
+        if watch.ranks.rank == 0:
+            for line in coverage_lines(table):
+                reporter.say(line)
+        if watch.root.forwards_seen and not watch.optimizer_steps and not watch.steps_held:
+            reporter.note(
+                Note(
+                    "no optimizer step was seen: the guard could check nothing. Does another optimizer own the parameters, "
+                    "or does the training loop run outside the guard?",
+                    severity=Severity.WARNING,
+                    rank=watch.ranks.rank,
+                ),
+                speak=True,
+            )
+
+
+def join_ranks(model: nn.Module, deadline_s: float) -> Ranks:
+    """Return the side channel among the ranks that train ``model`` together, or `Alone`."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        group = model.process_group
+        return SideChannel(group, deadline_s=deadline_s) if dist.get_world_size(group) > 1 else Alone()
+    return Alone()
+
+
+def _as_list(optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
+    if optimizer is None:
+        return []
+    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+
+
+def _check(model: Any, optimizers: list[Optimizer]) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"Guard expects a torch.nn.Module as its first argument, not {type(model).__name__}")
+    root = unwrap(model)
+    if not any(p.requires_grad for p in root.parameters()):
+        raise UsageError(
+            f"{type(root).__name__} has no parameters that require a gradient; there is nothing to guard. Pass the model "
+            "that is trained, after its parameters are made"
+        )
+    ours = {id(p) for p in root.parameters()}
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise UsageError(f"Guard expects torch optimizers, not {type(optimizer).__name__}")
+        if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
+            raise UsageError(
+                f"the {type(optimizer).__name__} given holds none of the parameters of {type(root).__name__}; was it made "
+                "before the model was replaced or moved?"
+            )

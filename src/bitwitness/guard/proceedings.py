@@ -1,0 +1,169 @@
+"""From a suspicious step to a verdict that was acted on: when to ask, whom to tell, when to stop asking."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from bitwitness.config import Config
+from bitwitness.device import this_device
+from bitwitness.errors import EXIT_ELSEWHERE, TrainingStopped
+from bitwitness.finding import Cause, Device, Finding, Note, Severity, Verdict
+from bitwitness.judge.experiments import Laboratory
+from bitwitness.judge.fingerprint import NEAR, Fingerprint
+from bitwitness.judge.judge import Judge, Outcome
+from bitwitness.ranks import Ranks
+from bitwitness.replay.run import Replayer
+from bitwitness.respond.act import Responder, Root
+from bitwitness.respond.reference_log import alert_fields
+from bitwitness.respond.reporter import Reporter
+from bitwitness.sense.light import LightStep
+from bitwitness.tap.capture import StepRecord
+from bitwitness.tap.gradients import LocalGradients
+from bitwitness.tap.modules import unwrap
+from bitwitness.tap.root import RootTap
+
+_CALIBRATIONS = (1, 3, 10)
+_CALIBRATE_EVERY = 1000
+_LONGEST_REST = 1024
+_INNOCENT = (Cause.DISMISSED, Cause.INCONCLUSIVE, Cause.DATA, Cause.SOFTWARE)
+
+
+class Proceedings:
+    """Leads one root's suspicions to verdicts."""
+
+    def __init__(
+        self, config: Config, root: RootTap, gradients: LocalGradients, ranks: Ranks, reporter: Reporter
+    ) -> None:
+        self._config = config
+        self._ranks = ranks
+        self._reporter = reporter
+        self._root = root
+        parameters = list(root.parameters.values())
+        low = any(p.dtype in (torch.bfloat16, torch.float16) for p in parameters)
+        replayer = Replayer(root.root, root.parameters, root.device)
+        self.laboratory = Laboratory(ranks, replayer, NEAR["low" if low else "full"])
+        self.devices = gather_devices(ranks, this_device(root.device))
+        broadcasts = bool(getattr(root.wrapper, "broadcast_buffers", False)) and root.wrapper is not unwrap(root.wrapper)
+        self._judge = Judge(self.laboratory, root.root, replicated_buffers=broadcasts, devices=self.devices)
+        healable = Root(root.wrapper, root.root, parameters, root.device, gradients.collect, gradients.take)
+        self._responder = Responder(config.act, ranks, healable)
+        self._innocent_in_a_row = 0
+        self._rests_until = -1
+        self.verdicts: list[Verdict] = []
+        self.suspicions = 0
+        self.dismissed = 0
+
+    def worth_asking(self, findings: list[Finding]) -> list[Finding]:
+        """Record findings; return those that call for experiments.
+
+        After experiments that found nothing, statistical suspicions rest for 1, 2, 4, … steps, so that a model that has
+        changed its ways does not pay for a replay at every step. A failed checksum never rests.
+        """
+        for finding in findings:
+            self._reporter.finding(finding)
+        loud = [finding for finding in findings if finding.severity is not Severity.INFO]
+        if self._rests_until >= self._root.record.step:
+            return [finding for finding in loud if finding.sensor == "checksum"]
+        return loud
+
+    def question(
+        self, record: StepRecord, original: Fingerprint, findings: list[Finding], light: LightStep, *, scalar: bool
+    ) -> bool:
+        """Prove or dismiss, act, tell; collective. Return whether this step's numbers were proven wrong.
+
+        Raises
+        ------
+        TrainingStopped
+            If the configured response to the verdict is to stop.
+
+        """
+        self.suspicions += 1
+        loud = [finding for finding in findings if finding.severity is not Severity.INFO]
+        if self._config.act == "stop":
+            self._stop_unproven(loud, record.step)
+        if any(forward.autocast.enabled for forward in record.forwards):
+            self.laboratory.tolerance = NEAR["low"]
+        outcome = self._judge.question(record, original, loud, scalar=scalar)
+        outcome = self._attach(outcome, loud)
+        verdict, code = self._responder.respond(outcome, record, scaled=light.scaled)
+        self._announce(verdict, loud)
+        if code is not None:
+            self._stop(verdict, code)
+        return verdict.cause not in _INNOCENT
+
+    def calibration_due(self, step: int) -> bool:
+        """Tell whether this innocent step is to be replayed to learn the model's own spread."""
+        if not (self._config.replay.enabled and self._config.replay.calibrate):
+            return False
+        return step in _CALIBRATIONS or (step > 0 and step % _CALIBRATE_EVERY == 0)
+
+    def calibrate(self, record: StepRecord, original: Fingerprint, light: LightStep) -> None:
+        """Replay a step that nobody suspects; collective. A spread that only a few ranks show is questioned at once."""
+        problem = self.laboratory.calibrate(record, original)
+        if problem is None:
+            return
+        if self.laboratory.odd:
+            site = light.site(0)
+            finding = Finding("replay", site, Severity.WARNING, problem, {}, light.step, light.rank)
+            self.question(record, original, [finding] if self.laboratory.odd_here else [], light, scalar=self._root.scalar)
+            return
+        self._reporter.once(f"replay: {problem}; such differences will not be taken for faults")
+
+    # -- telling -------------------------------------------------------------------------------------------------
+
+    def _attach(self, outcome: Outcome, loud: list[Finding]) -> Outcome:
+        """Put every rank's suspicions, short, beside the verdict, so that the file of all ranks tells the story."""
+        mine = [{"sensor": f.sensor, "site": str(f.site), "message": f.message, **_numbers(f)} for f in loud[:3]]
+        told = [json.loads(text) if text else [] for text in self._ranks.tell_all(json.dumps(mine, default=str))]
+        evidence: dict[str, Any] = {
+            **outcome.verdict.evidence,
+            "suspicions": {f"rank {rank}": items for rank, items in enumerate(told) if items},
+        }
+        if outcome.verdict.fault_code is not None:
+            evidence["alert"] = alert_fields()
+        outcome.verdict = replace(outcome.verdict, evidence=evidence)
+        return outcome
+
+    def _announce(self, verdict: Verdict, loud: list[Finding]) -> None:
+        speaks = self._ranks.rank == (verdict.ranks[0] if verdict.ranks else 0)
+        innocent = verdict.cause in _INNOCENT
+        if innocent:
+            self._innocent_in_a_row += 1
+            rest = min(_LONGEST_REST, 2 ** (self._innocent_in_a_row - 1))
+            self._rests_until = verdict.step + (rest if loud else 0)
+        else:
+            self._innocent_in_a_row = 0
+        if verdict.cause is Cause.DISMISSED:
+            self.dismissed += 1
+            note = Note(f"dismissed: {verdict.message}", verdict.step, self._ranks.rank, "judge", evidence=verdict.evidence)
+            self._reporter.note(note, speak=bool(loud))
+            return
+        self.verdicts.append(verdict)
+        self._reporter.verdict(verdict, speak=speaks)
+
+    def _stop(self, verdict: Verdict, code: int) -> None:
+        self._ranks.barrier(min(30.0, self._config.ranks.deadline_s))
+        raise TrainingStopped(code, verdict.message)
+
+    def _stop_unproven(self, loud: list[Finding], step: int) -> None:
+        """End at the anomaly, without proof, as the reference systems do."""
+        told = [text for text in self._ranks.tell_all(loud[0].message if loud else "") if text]
+        message = f"step {step}: stopped at an anomaly, unproven (act = stop): {told[0] if told else 'unnamed'}"
+        note = Note(message, step, self._ranks.rank, "judge", Severity.ERROR, evidence={"alert": alert_fields()})
+        self._reporter.note(note, speak=bool(loud))
+        self._ranks.barrier(min(30.0, self._config.ranks.deadline_s))
+        raise TrainingStopped(EXIT_ELSEWHERE, message)
+
+
+def _numbers(finding: Finding) -> dict[str, Any]:
+    return {key: value for key, value in finding.evidence.items() if isinstance(value, float | int | str)}
+
+
+def gather_devices(ranks: Ranks, here: Device) -> list[Device]:
+    """Return every rank's device; collective."""
+    told = ranks.tell_all(json.dumps([here.host, here.index, here.uuid, here.kind]))
+    return [Device(*json.loads(text)) for text in told]

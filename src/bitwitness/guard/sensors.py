@@ -1,0 +1,100 @@
+"""The sensors that a configuration asks for, asked together; one that fails is turned off and named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from bitwitness.config import Config
+from bitwitness.finding import Finding
+from bitwitness.ranks import Ranks
+from bitwitness.respond.reporter import Reporter
+from bitwitness.sense.checksum import ChecksumSensor
+from bitwitness.sense.light import LightStep
+from bitwitness.sense.nonfinite import NonfiniteSensor
+from bitwitness.sense.peers import PeersSensor
+from bitwitness.sense.trend import TrendSensor
+from bitwitness.tap.modules import ModuleTracker
+from bitwitness.tap.operators import OperatorTap
+from bitwitness.tap.root import RootTap
+
+_PEERS_NEEDED = 3
+
+
+class Sensors:
+    """Holds one root's sensors."""
+
+    def __init__(self, config: Config, root: RootTap, ranks: Ranks, reporter: Reporter) -> None:
+        self.names = tuple(root.parameters)
+        self._ranks = ranks
+        self._reporter = reporter
+        count = len(self.names)
+        self._off: dict[str, str] = {}
+        self.nonfinite = NonfiniteSensor() if config.nonfinite.enabled else None
+        self.trend = TrendSensor(count, warmup=config.trend.warmup, z=config.trend.z) if config.trend.enabled else None
+        enough = ranks.size >= _PEERS_NEEDED
+        self.peers = PeersSensor(count, z=config.peers.z) if config.peers.enabled and enough else None
+        self.checksum = ChecksumSensor() if config.checksum.enabled else None
+        self._tracker = ModuleTracker()
+        self._tracker.name_tree(root.root)
+        self._step = 0
+
+    def close(self) -> None:
+        """Let go of what the sensors hold."""
+
+    @property
+    def off(self) -> dict[str, str]:
+        """Sensors that turned themselves off, and why."""
+        return dict(self._off)
+
+    def operator_tap(self) -> AbstractContextManager[Any] | None:
+        """Return the dispatch mode of a deep step."""
+        if self.checksum is None or "checksum" in self._off:
+            return None
+        return OperatorTap(self._tracker, self._checked, self.checksum.select)
+
+    def _checked(self, call: Any) -> None:
+        if self.checksum is not None and "checksum" not in self._off:
+            try:
+                self.checksum(call)
+            except Exception as error:
+                self._turn_off("checksum", error)
+
+    def look(self, light: LightStep, *, deep: bool) -> list[Finding]:
+        """Ask every sensor about this step. Collective, by what `peers` exchanges."""
+        findings: list[Finding] = []
+        if self.nonfinite is not None:
+            findings += self._safely("nonfinite", lambda s=self.nonfinite: s.look(light))
+        if self.trend is not None:
+            findings += self._safely("trend", lambda s=self.trend: s.look(light))
+        if self.peers is not None:
+            findings += self._compare(self.peers, light)
+        if deep and self.checksum is not None:
+            findings += self._safely("checksum", lambda s=self.checksum: s.drain(light.step, light.rank))
+        return findings
+
+    def learn(self, light: LightStep) -> None:
+        """Take an innocent step into the sensors' histories."""
+        if self.trend is not None and "trend" not in self._off:
+            self.trend.learn(light)
+
+    def _compare(self, peers: PeersSensor, light: LightStep) -> list[Finding]:
+        # The exchange happens whatever this rank's own state, so that the others do not wait for it.
+        total = self._ranks.sum(torch.from_numpy(peers.row(light)))
+        return self._safely("peers", lambda: peers.look(light, total.numpy()))
+
+    def _safely(self, name: str, ask: Callable[[], list[Finding]]) -> list[Finding]:
+        if name in self._off:
+            return []
+        try:
+            return ask()
+        except Exception as error:
+            self._turn_off(name, error)
+            return []
+
+    def _turn_off(self, name: str, error: Exception) -> None:
+        self._off[name] = f"{type(error).__name__}: {error}"
+        self._reporter.failure(f"sensor {name} (now off)", error, self._step)

@@ -1,0 +1,240 @@
+"""One training step under guard: what is looked at, when, and what follows from it.
+
+`Watch` hears of the moments of a step (`tap.holdpoints`), reads the light features at the hold point, asks the sensors,
+exchanges one number with the other ranks, and hands a suspicious step to the judge and its verdict to the responder.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim.optimizer import Optimizer
+
+from bitwitness.config import Config
+from bitwitness.errors import EXIT_RANK_LOST, SideChannelError, TrainingStopped
+from bitwitness.judge.fingerprint import Fingerprint
+from bitwitness.guard.proceedings import Proceedings
+from bitwitness.ranks import Ranks
+from bitwitness.respond.reporter import Reporter
+from bitwitness.sense.light import LightStep
+from bitwitness.guard.sensors import Sensors
+from bitwitness.tap.clock import StepClock
+from bitwitness.tap.gradients import LocalGradients
+from bitwitness.tap.root import RootTap
+
+_DEEP_AFTER_SUSPICION = 3
+
+
+class Watch:
+    """Listens to one root's training steps.
+
+    Parameters
+    ----------
+    model
+        What the training calls; DistributedDataParallel or the module itself.
+    optimizers
+        Those whose steps count; None takes every optimizer that holds one of the root's parameters.
+    config, ranks, reporter
+        How to guard, the other ranks, and where findings go.
+
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: list[Optimizer] | None,
+        config: Config,
+        ranks: Ranks,
+        reporter: Reporter,
+    ) -> None:
+        self.config = config
+        self.clock = StepClock()
+        self.reporter = reporter
+        self.ranks = ranks
+        self.own_seconds = 0.0
+        self.steps_held = 0
+        self.deep_steps = 0
+        self.optimizer_steps = 0
+        self._optimizers = optimizers
+        self._known: dict[int, bool] = {}
+        self.root = RootTap(
+            model,
+            self.clock,
+            capture_limit=config.replay.capture_limit_mib << 20,
+            around_forward=self._deep_tap,
+            local_gradients=self._collect,
+            fail=self._fail,
+        )
+        parameters = list(self.root.parameters.values())
+        self.gradients = LocalGradients(model, parameters, self.root.device)
+        self.sensors = Sensors(config, self.root, ranks, reporter)
+        self.proceedings = Proceedings(config, self.root, self.gradients, ranks, reporter)
+        self._losses: list[torch.Tensor] = []
+        self._armed = False
+        self._busy = False
+        self._in_step = False
+        self._deep_until = -1
+
+    def close(self) -> None:
+        """Remove every hook."""
+        self.sensors.close()
+        self.gradients.close()
+        self.root.close()
+
+    # -- moments -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def around_backward(self, roots: tuple[Any, ...]) -> Iterator[None]:
+        """Record a backward; on a deep step, look at its operators."""
+        if self._busy:
+            yield
+            return
+        self.root.begin_backward()
+        if self._in_step:
+            self.root.record.give_up("backward ran inside the optimizer's step (a closure)")
+        self._losses += [t.detach() for t in roots if isinstance(t, torch.Tensor) and t.numel() == 1]
+        tap = self._deep_tap()
+        try:
+            if tap is None:
+                yield
+            else:
+                with tap:
+                    yield
+        finally:
+            self.root.end_backward()
+            self._armed = self._armed or self.root.touched
+
+    def hold(self, *, scaler: GradScaler | None = None, optimizer: Optimizer | None = None) -> None:
+        """Look at the step's gradients, and act on what they show."""
+        if self._busy:
+            return
+        if optimizer is not None and not self._ours(optimizer):
+            return
+        if self.root.in_backward:
+            self.root.record.give_up("an optimizer runs inside the backward")
+            return
+        if self._armed:
+            self._armed = False
+            self._busy = True
+            started = time.perf_counter()
+            try:
+                self._hold(scaler)
+            except SideChannelError as error:
+                self._lost(error)
+            except Exception as error:
+                self._fail("hold point", error)
+            finally:
+                self._busy = False
+                self.own_seconds += time.perf_counter() - started
+        if optimizer is not None and scaler is None:
+            self._in_step = True
+
+    def optimizer_stepped(self, optimizer: Optimizer) -> None:
+        """Note that parameters changed."""
+        if not self._busy and self._ours(optimizer):
+            self._in_step = False
+            self.optimizer_steps += 1
+            self.clock.end_step()
+
+    def scaler_updated(self) -> None:
+        """Note that a scaler ended the step."""
+        if not self._busy:
+            self.clock.end_step()
+
+    # -- the step ------------------------------------------------------------------------------------------------
+
+    def _deep_tap(self) -> AbstractContextManager[Any] | None:
+        return self.sensors.operator_tap() if self.is_deep(self.clock.step) and not self._busy else None
+
+    def is_deep(self, step: int) -> bool:
+        """Tell whether a step's operators are looked at: the same steps on all ranks."""
+        every = self.config.deep_every
+        return self.config.checksum.enabled and (
+            step <= self._deep_until or (every > 0 and step % every == min(1, every - 1))
+        )
+
+    def _collect(self) -> None:
+        started = time.perf_counter()
+        self.gradients.collect()
+        self.own_seconds += time.perf_counter() - started
+
+    def _hold(self, scaler: GradScaler | None) -> None:
+        record = self.root.record
+        features = self.gradients.take()
+        losses, self._losses = self._losses, []
+        if features is None:
+            self.reporter.once("no synchronising backward was seen before the optimizer's step; the step is not covered")
+            return
+        outputs = [digest for group in record.passes() for forward in group for digest in forward.output_digests]
+        device = self.root.device
+        hashes = torch.stack(outputs).to(device) if outputs else torch.zeros(0, dtype=torch.int64, device=device)
+        original = Fingerprint.from_features(features, hashes)
+        light = self._light(original, losses, scaler)
+        self.steps_held += 1
+        self.deep_steps += self.is_deep(light.step)
+        findings = self.sensors.look(light, deep=self.is_deep(light.step))
+        flagged = self.proceedings.worth_asking(findings)
+        if self._anyone(bool(flagged)):
+            self._deep_until = light.step + _DEEP_AFTER_SUSPICION
+            self.root.paused = True
+            try:
+                wrong = self.proceedings.question(record, original, findings, light, scalar=self.root.scalar)
+            finally:
+                self.root.paused = False
+            if wrong:
+                return  # numbers that were proven wrong teach the sensors nothing
+        elif self.proceedings.calibration_due(light.step):
+            self.root.paused = True
+            try:
+                self.proceedings.calibrate(record, original, light)
+            finally:
+                self.root.paused = False
+        self.sensors.learn(light)
+
+    def _anyone(self, here: bool) -> bool:
+        return bool(float(self.ranks.max(torch.tensor([float(here)]))))
+
+    def _light(self, original: Fingerprint, losses: list[torch.Tensor], scaler: GradScaler | None) -> LightStep:
+        scale = 1.0 if scaler is None else float(scaler.get_scale())
+        absmax = original.absmax.numpy() / scale
+        l2 = original.l2.numpy() / scale
+        # A float32 norm overflows where the values do not: the largest value is then the norm's better estimate.
+        l2 = np.where(np.isinf(l2) & np.isfinite(absmax), absmax, l2)
+        values = torch.stack([loss.reshape(()).double() for loss in losses]).cpu().tolist() if losses else []
+        return LightStep(
+            step=self.root.record.step,
+            rank=self.ranks.rank,
+            names=self.sensors.names,
+            l2=l2,
+            absmax=absmax,
+            losses=tuple(value / scale for value in values),
+            scaled=scaler is not None,
+        )
+
+    def _ours(self, optimizer: Optimizer) -> bool:
+        if self._optimizers is not None:
+            return any(optimizer is known for known in self._optimizers)
+        key = id(optimizer)
+        if key not in self._known:
+            ours = {id(p) for p in self.root.parameters.values()}
+            self._known[key] = any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
+        return self._known[key]
+
+    # -- trouble -------------------------------------------------------------------------------------------------
+
+    def _fail(self, part: str, error: BaseException) -> None:
+        """An error of our own: said once, the step is given up, the training goes on."""
+        self.root.record.give_up(f"the guard's {part} failed: {type(error).__name__}")
+        self.reporter.failure(part, error, self.clock.step)
+
+    def _lost(self, error: SideChannelError) -> None:
+        missing = self.reporter.rank_lost(error, self.ranks, self.clock.step)
+        raise TrainingStopped(EXIT_RANK_LOST, missing)
+

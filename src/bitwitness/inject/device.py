@@ -1,0 +1,261 @@
+"""A device that computes wrongly, as far as everything that runs on it can tell.
+
+`FaultyDevice` strikes what operators compute, in forward and backward, what collectives send and deliver,
+and what lies in memory after an optimizer's step. It knows nothing of who watches: entered before anything
+else, it is what the training, the guard, its checks and its replays all run on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.nn.modules import module as nn_module
+from torch.optim.optimizer import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
+
+from bitwitness.inject.faults import Fault, load_faults
+from bitwitness.inject.outputs import change_contribution, computed, computes, delivered, is_collective
+from bitwitness.inject.patterns import corrupt, count_changed, reaches
+from bitwitness.inject.schedule import Firing, Trigger
+from bitwitness.site import Site, matches
+from bitwitness.tap.clock import StepClock
+from bitwitness.tap.holdpoints import HoldPoints
+from bitwitness.tap.modules import ModuleTracker, own_work
+from bitwitness.tap.operators import OpCall, OperatorTap
+
+ENVIRONMENT = "BITWITNESS_INJECT"
+_OPERATOR_PHASES = ("forward", "backward", "comm")
+
+
+class FaultyDevice:
+    """The faulty device of one rank; a context manager, to be entered before anything else.
+
+    Only operators that a fault can match cost more than a look-up; where no fault concerns operators, no
+    operator is looked at. Compiled regions run eagerly while operators are looked at (torch does so under any
+    dispatch mode). Integer, bool, complex, sparse and quantized values are never struck, and neither are
+    views.
+
+    Parameters
+    ----------
+    faults
+        Those of all ranks; the others' are ignored.
+    rank
+        The rank on this device.
+    clock
+        Numbers the steps; if None, the device counts them itself, by optimizer steps and training forwards.
+    seed
+        Of the device's own random numbers. Torch's, NumPy's and Python's global ones are never drawn from.
+    model
+        Names the parameters; if None, they have the names of the modules whose forward was seen.
+
+    Attributes
+    ----------
+    fired
+        What struck so far: `Firing` records, in order.
+
+    """
+
+    def __init__(
+        self,
+        faults: Sequence[Fault],
+        rank: int = 0,
+        clock: StepClock | None = None,
+        seed: int = 0,
+        model: nn.Module | None = None,
+    ) -> None:
+        self.fired: list[Firing] = []
+        self.clock = StepClock() if clock is None else clock
+        self._counts_steps = clock is None
+        self._rank = rank
+        self._triggers = [
+            Trigger(fault, index, seed=seed, rank=rank)
+            for index, fault in enumerate(faults)
+            if fault.rank is None or fault.rank == rank
+        ]
+        self._on_operators = [t for t in self._triggers if _can_be_in(t.fault, _OPERATOR_PHASES)]
+        self._on_state = [t for t in self._triggers if _can_be_in(t.fault, ("param", "optim"))]
+        self._names_backward = any(_can_be_in(t.fault, ("backward",)) for t in self._on_operators)
+        self._targets: dict[torch._ops.OpOverload, list[Trigger]] = {}
+        self._tracker = ModuleTracker()
+        self._stack = ExitStack()
+        if model is not None:
+            self._tracker.name_tree(model)
+
+    @classmethod
+    def from_environment(
+        cls, rank: int = 0, clock: StepClock | None = None, seed: int = 0
+    ) -> FaultyDevice | None:
+        """Return the device that ``BITWITNESS_INJECT`` (a TOML file) declares, or None where it is not set.
+
+        Raises
+        ------
+        ConfigError
+            The file cannot be read or is not understood.
+
+        """
+        path = os.environ.get(ENVIRONMENT)
+        return cls(load_faults(path), rank, clock, seed) if path else None
+
+    def __enter__(self) -> Self:
+        self._stack.enter_context(HoldPoints(_Moments(self)))
+        self._stack.enter_context(self._tracker)
+        if self._counts_steps:
+            self._stack.callback(nn_module.register_module_forward_pre_hook(self._before_module).remove)
+        if self._on_operators:
+            self._stack.enter_context(OperatorTap(self._tracker, self._after, self._select, self._before))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    # -- operators ---------------------------------------------------------------------------------------
+
+    def _select(self, func: torch._ops.OpOverload) -> bool:
+        name = func.overloadpacket.__name__
+        targets = (
+            [t for t in self._on_operators if fnmatchcase(name, t.fault.op_glob)] if computes(func) else []
+        )
+        if is_collective(func):
+            targets = [t for t in targets if _can_be_in(t.fault, ("comm",))]
+        self._targets[func] = targets
+        # A backward operator is named after the forward operator of its node: the tracker must see all.
+        return bool(targets) or self._names_backward
+
+    def _due(self, call: OpCall) -> list[Trigger]:
+        step = self.clock.step
+        return [trigger for trigger in self._targets[call.func] if trigger.due(step)]
+
+    def _before(self, call: OpCall) -> None:
+        if is_collective(call.func) and (due := self._due(call)):
+            change_contribution(call, lambda slot, tensor: self._struck(_comm_site(call, slot), tensor, due))
+
+    def _after(self, call: OpCall) -> None:
+        due = self._due(call)
+        if not due:
+            return
+        if not is_collective(call.func):
+            for slot, tensor in computed(call):
+                self._strike(call.site(slot), tensor, due)
+        elif any(
+            _can_strike_delivery(trigger.fault) for trigger in due
+        ):  # to look is to wait for the collective
+            for slot, tensor in delivered(call):
+                self._strike(_comm_site(call, slot), tensor, due)
+
+    # -- memory ------------------------------------------------------------------------------------------
+
+    def optimizer_stepped(self, optimizer: Optimizer) -> None:
+        """Strike weights and optimizer state, then let the step end."""
+        due = [trigger for trigger in self._on_state if trigger.due(self.clock.step)]
+        if due:
+            with torch.no_grad(), _disable_current_modes(), own_work():
+                self._strike_state(optimizer, due)
+        self.end_step()
+
+    def _strike_state(self, optimizer: Optimizer, due: list[Trigger]) -> None:
+        paths = self._tracker.parameters()
+        for number, group in enumerate(optimizer.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                path = paths.get(parameter, f"param_groups.{number}.{index}")
+                self._strike(Site(path, path.rpartition(".")[2], phase="param"), _stored(parameter), due)
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, torch.Tensor):
+                        self._strike(Site(path, str(key), phase="optim"), _stored(value), due)
+
+    # -- striking ----------------------------------------------------------------------------------------
+
+    def _strike(self, site: Site, tensor: torch.Tensor, due: list[Trigger]) -> None:
+        struck = self._struck(site, tensor, due)
+        if struck is not None:
+            tensor.copy_(struck)
+
+    def _struck(self, site: Site, tensor: torch.Tensor, due: list[Trigger]) -> torch.Tensor | None:
+        """Return a corrupted copy, or None if nothing struck."""
+        if not _is_plain(tensor):
+            return None
+        result = None
+        for trigger in due:
+            fault = trigger.fault
+            if not (matches(fault.site, site) and reaches(fault, tensor) and trigger.due(self.clock.step)):
+                continue
+            before = tensor if result is None else result
+            after = corrupt(before, fault, trigger.rng) if trigger.draw() else None
+            if after is None:
+                continue
+            trigger.fired += 1
+            where = site.at(rank=self._rank, step=self.clock.step, micro=self.clock.micro)
+            self.fired.append(Firing(self.clock.step, where, trigger.index, count_changed(before, after)))
+            result = after
+        return result
+
+    # -- steps -------------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """Number the operators of the backward pass from zero."""
+        self._tracker.restart_calls()
+
+    def end_step(self) -> None:
+        """Let the step end, unless somebody else numbers the steps."""
+        if self._counts_steps:
+            self.clock.end_step()
+
+    def _before_module(self, module: nn.Module, _args: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            self.clock.begin_forward()
+
+
+class _Moments:
+    """What the device hears of a training step; see `bitwitness.tap.holdpoints.StepListener`."""
+
+    def __init__(self, device: FaultyDevice) -> None:
+        self._device = device
+
+    def around_backward(self, _roots: tuple[Any, ...]) -> AbstractContextManager[None]:
+        self._device.begin_backward()
+        return nullcontext()
+
+    def hold(self, **_who: Any) -> None:
+        pass
+
+    def optimizer_stepped(self, optimizer: Optimizer) -> None:
+        self._device.optimizer_stepped(optimizer)
+
+    def scaler_updated(self) -> None:
+        self._device.end_step()
+
+
+def _can_be_in(fault: Fault, phases: Sequence[str]) -> bool:
+    return any(fnmatchcase(phase, fault.phase_glob) for phase in phases)
+
+
+def _can_strike_delivery(fault: Fault) -> bool:
+    return fnmatchcase("out0", fault.slot_glob)
+
+
+def _comm_site(call: OpCall, slot: str) -> Site:
+    return replace(call.site(slot), phase="comm")
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is an ordinary dense one; fake, sparse and wrapped ones hold no bits here."""
+    return (
+        type(tensor) in {torch.Tensor, nn.Parameter}
+        and tensor.layout is torch.strided
+        and tensor.device.type != "meta"
+    )
+
+
+def _stored(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a parameter or state on this rank; hardware bumps no version counter."""
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local.data

@@ -1,0 +1,235 @@
+"""From who-agrees-with-whom to who is wrong: the pure part of the judgement, without torch and without ranks.
+
+Every rank's captured step (its *capsule*) was executed five times: in the training itself, twice more on its own device,
+once on the next rank's device and, where anything differed, once on the one after. A result is *right* when executions on
+two different devices agree on it; every other execution of the capsule was wrong, and is counted against the device
+that made it. Alone, a process has no second device: there, the result that its two replays share is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from itertools import combinations
+
+from bitwitness.finding import Cause
+
+NAMES = ("training", "replay 1", "replay 2", "elsewhere 1", "elsewhere 2")
+PAIRS = tuple(combinations(range(len(NAMES)), 2))
+LOCAL = (0, 1, 2)
+
+
+class Match(IntEnum):
+    """How two executions of one capsule compare. MISSING: one of them was not made."""
+
+    MISSING = -1
+    FAR = 0
+    NEAR = 1
+    EQUAL = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One rank's account: how the executions of its capsule compare (in the order of `PAIRS`).
+
+    ``suspicious``: a sensor fired on this rank. ``proven_by_checksum``: an operator's own invariant failed there.
+    ``outputs_changed``: the replayed forward returned other values than the training's, and its output gradient was
+    computed from those. ``failed``: the capsule could not be run again.
+    """
+
+    matches: tuple[Match, ...]
+    suspicious: bool = False
+    proven_by_checksum: bool = False
+    outputs_changed: bool = False
+    failed: bool = False
+
+    def match(self, a: int, b: int) -> Match:
+        """Return how executions ``a`` and ``b`` compare."""
+        return self.matches[PAIRS.index((min(a, b), max(a, b)))]
+
+    def made(self) -> list[int]:
+        """Return the executions that were made."""
+        return [i for i in range(len(NAMES)) if i == 0 or self.match(0, i) is not Match.MISSING]
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What the table says. ``ranks`` are the culprits; ``heal`` tells that all gradients can be replaced by agreed ones.
+
+    ``skip``: the replay is right but the gradient it started from is not. ``disputed``: two ranks that contradict each
+    other where no third can decide.
+    """
+
+    cause: Cause
+    ranks: tuple[int, ...] = ()
+    heal: bool = False
+    skip: bool = False
+    intermittent: bool = False
+    disputed: tuple[int, ...] = ()
+    reason: str = ""
+    wrong: dict[int, list[str]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Wrong executions by device, and what stayed open."""
+
+    wrong: dict[int, list[tuple[int, int, Match]]] = field(default_factory=dict)
+    disputes: list[tuple[int, int]] = field(default_factory=list)
+    unresolved: list[int] = field(default_factory=list)
+
+
+def device_of(execution: int, rank: int, size: int) -> int:
+    """Return the rank on whose device an execution of ``rank``'s capsule ran."""
+    return rank if execution in LOCAL else (rank + execution - 2) % size
+
+
+def _right(row: Row, rank: int, size: int) -> list[int] | None:
+    """Return the executions that agree on the right result, or None where nothing decides."""
+    made = row.made()
+    classes: list[list[int]] = []
+    for execution in made:
+        home = next((c for c in classes if row.match(c[0], execution) is Match.EQUAL), None)
+        if home is None:
+            classes.append([execution])
+        else:
+            home.append(execution)
+    alone = size == 1
+
+    def weight(members: list[int]) -> tuple[int, int]:
+        return len({device_of(e, rank, size) for e in members}), len(members)
+
+    classes.sort(key=weight, reverse=True)
+    best = weight(classes[0])
+    if best[1] < 2 or (not alone and best[0] < 2):
+        return None
+    if len(classes) > 1 and weight(classes[1])[0] == best[0] and (not alone or weight(classes[1]) == best):
+        return None
+    return classes[0]
+
+
+def _count(rows: Sequence[Row]) -> _Tally:
+    size = len(rows)
+    tally = _Tally()
+    for rank, row in enumerate(rows):
+        right = _right(row, rank, size)
+        if right is None:
+            tally.unresolved.append(rank)
+            local = {row.match(0, 1), row.match(0, 2), row.match(1, 2)}
+            if size == 2 and local == {Match.EQUAL}:
+                tally.disputes.append((rank, device_of(3, rank, size)))
+            continue
+        for execution in row.made():
+            if execution not in right:
+                device = device_of(execution, rank, size)
+                how = row.match(right[0], execution)
+                tally.wrong.setdefault(device, []).append((rank, execution, how))
+    return tally
+
+
+def decide(rows: Sequence[Row], *, reproducible: bool) -> Judgement:
+    """Conclude from all ranks' rows.
+
+    Parameters
+    ----------
+    rows
+        One per rank, in order.
+    reproducible
+        Healthy replays of this model gave the same bits on every rank when they were tried (calibration). Where they
+        did not, executions that differ by rounding only must already have been reported as `Match.EQUAL`.
+
+    """
+    if any(row.failed for row in rows):
+        return Judgement(Cause.INCONCLUSIVE, reason="the step cannot be run again")
+    tally = _count(rows)
+    wrong = {
+        device: [f"{NAMES[e]} of rank {rank}'s step" for rank, e, _ in found] for device, found in tally.wrong.items()
+    }
+    if not tally.wrong:
+        return _without_culprit(rows, tally, reproducible=reproducible)
+    if len(tally.wrong) > max(1, len(rows) // 2):
+        return Judgement(
+            Cause.INCONCLUSIVE,
+            reason="executions differ on most devices: a nondeterministic kernel or differing platforms",
+            wrong=wrong,
+        )
+    verdicts = {device: _device_cause(device, found, rows, tally) for device, found in tally.wrong.items()}
+    convicted = {device: cause for device, cause in verdicts.items() if cause is not Cause.INCONCLUSIVE}
+    if not convicted:
+        reason = "a result differed once and by rounding only, which a nondeterministic kernel does, too"
+        return Judgement(Cause.INCONCLUSIVE, reason=reason, wrong=wrong)
+    if not reproducible and Cause.PERSISTENT_HARDWARE not in convicted.values() and not _far(tally, convicted):
+        reason = "healthy replays of this model differ, and no more than these do"
+        return Judgement(Cause.INCONCLUSIVE, reason=reason, wrong=wrong)
+    return _convict(rows, tally, convicted, wrong)
+
+
+def _spreading(rows: Sequence[Row]) -> list[int]:
+    """Return the ranks whose own executions differ among themselves by more than rounding."""
+    own = [pair for pair in PAIRS if set(pair) <= set(LOCAL)]
+    return [rank for rank, row in enumerate(rows) if any(row.match(*pair) is Match.FAR for pair in own)]
+
+
+def _without_culprit(rows: Sequence[Row], tally: _Tally, *, reproducible: bool) -> Judgement:
+    spreading = _spreading(rows)
+    if reproducible and len(spreading) == 1 and (len(rows) == 1 or set(tally.unresolved) <= _neighbours(spreading[0], rows)):
+        reason = "this device alone gives another result each time, where healthy replays gave the same bits"
+        return Judgement(
+            Cause.PERSISTENT_HARDWARE, (spreading[0],), intermittent=True, reason=reason, wrong={spreading[0]: ["spread"]}
+        )
+    if tally.disputes:
+        pair = tuple(sorted(tally.disputes[0]))
+        return Judgement(
+            Cause.INCONCLUSIVE, disputed=pair, reason="two devices contradict each other and there is no third"
+        )
+    if tally.unresolved:
+        who = ", ".join(map(str, tally.unresolved))
+        return Judgement(
+            Cause.INCONCLUSIVE, reason=f"no two devices agree on the step of rank {who}: a nondeterministic kernel"
+        )
+    if len(rows) == 1:
+        return Judgement(Cause.DISMISSED, reason="two replays gave the training's bits; no other device was asked")
+    return Judgement(Cause.DISMISSED, reason="every execution, on every device asked, gave the same bits")
+
+
+def _neighbours(rank: int, rows: Sequence[Row]) -> set[int]:
+    """Return the ranks whose capsules were executed on ``rank``'s device."""
+    size = len(rows)
+    return {rank, (rank - 1) % size, (rank - 2) % size}
+
+
+def _device_cause(device: int, found: list[tuple[int, int, Match]], rows: Sequence[Row], tally: _Tally) -> Cause:
+    own = [execution for rank, execution, _ in found if rank == device and execution in LOCAL]
+    row = rows[device]
+    repeatable = len(own) == len(LOCAL) and row.match(1, 2) is Match.EQUAL and row.match(0, 1) is Match.EQUAL
+    if repeatable:
+        return Cause.PERSISTENT_HARDWARE
+    near_only = all(how is Match.NEAR for _, _, how in found)
+    if near_only and not row.proven_by_checksum:
+        return Cause.INCONCLUSIVE
+    if len(found) == 1 and device not in tally.unresolved:
+        return Cause.TRANSIENT_HARDWARE
+    return Cause.PERSISTENT_HARDWARE
+
+
+def _far(tally: _Tally, convicted: dict[int, Cause]) -> bool:
+    return any(how is Match.FAR for device in convicted for _, _, how in tally.wrong[device])
+
+
+def _convict(
+    rows: Sequence[Row], tally: _Tally, convicted: dict[int, Cause], wrong: dict[int, list[str]]
+) -> Judgement:
+    ranks = tuple(sorted(convicted))
+    persistent = any(cause is Cause.PERSISTENT_HARDWARE for cause in convicted.values())
+    row = rows[ranks[0]]
+    steady = row.match(0, 1) is Match.EQUAL and row.match(1, 2) is Match.EQUAL
+    spoiled = any(rows[rank].outputs_changed for rank in convicted)
+    return Judgement(
+        Cause.PERSISTENT_HARDWARE if persistent else Cause.TRANSIENT_HARDWARE,
+        ranks,
+        heal=not persistent and not spoiled and not tally.unresolved,
+        skip=not persistent and spoiled,
+        intermittent=persistent and not steady,
+        wrong=wrong,
+    )

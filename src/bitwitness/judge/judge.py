@@ -1,0 +1,254 @@
+"""The order of the experiments, and the verdict.
+
+0. Do all ranks hold the same parameters (and broadcast buffers)? If not: corrupt state.
+1. Replay in place, twice. 2. Replay on other ranks' devices. 3. Name the operator, and ask float64 which result is right.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from bitwitness.errors import SideChannelError
+from bitwitness.finding import Action, Cause, Device, Finding, Verdict
+from bitwitness.judge.alone import examine
+from bitwitness.judge.decide import NAMES, PAIRS, Judgement, Match
+from bitwitness.judge.experiments import Experiments, Laboratory
+from bitwitness.judge.localize import Located, locate
+from bitwitness.judge.replicas import Desync, find_desync
+from bitwitness.site import Site
+from bitwitness.stats import bit_hash
+from bitwitness.tap.capture import StepRecord
+
+FAULT_CODE = "80818C00"
+_REPEATED = 3  # transients on one device that make a persistent, intermittent fault
+
+
+@dataclass(slots=True)
+class Outcome:
+    """The verdict (action still ``reported``), and what acting on it needs."""
+
+    verdict: Verdict
+    experiments: Experiments | None = None
+    judgement: Judgement | None = None
+    evidence: dict[str, Any] = field(default_factory=dict)
+
+
+class Judge:
+    """Questions a suspicious step and says who was wrong; remembers earlier transients.
+
+    Parameters
+    ----------
+    laboratory
+        Makes the experiments, over its ranks.
+    root
+        The guarded module.
+    replicated_buffers
+        Buffers are broadcast before each forward, so that they must be equal over the ranks, too.
+    devices
+        Every rank's device.
+
+    """
+
+    def __init__(
+        self, laboratory: Laboratory, root: nn.Module, *, replicated_buffers: bool, devices: list[Device]
+    ) -> None:
+        self._laboratory = laboratory
+        self._ranks = laboratory.ranks
+        self._root = root
+        self._replicated_buffers = replicated_buffers
+        self._devices = devices
+        self._transients: Counter[int] = Counter()
+
+    def question(self, record: StepRecord, original: Any, findings: list[Finding], *, scalar: bool) -> Outcome:
+        """Make the experiments; collective.
+
+        Raises
+        ------
+        SideChannelError
+            If a rank died or missed the deadline meanwhile.
+
+        """
+        suspicious = self._suspects(bool(findings))
+        desync = self._state(record)
+        if desync is not None:
+            return self._corrupt_state(record.step, desync, findings)
+        proven = any(finding.sensor == "checksum" for finding in findings)
+        found = self._laboratory.question(
+            record, original, suspicious=bool(findings), proven_by_checksum=proven, scalar=scalar
+        )
+        judgement, located = self._name_operator(record, found, anyone_suspicious=bool(suspicious))
+        evidence = self._evidence(found, located)
+        evidence["suspected_by"] = suspicious
+        return self._verdict(record.step, found, judgement, located, evidence)
+
+    def _suspects(self, here: bool) -> list[int]:
+        flags = self._ranks.gather(torch.tensor([int(here)])).reshape(-1)
+        return [rank for rank, flag in enumerate(flags.tolist()) if flag]
+
+    # -- experiment 0 --------------------------------------------------------------------------------------------
+
+    def replicas(self, record: StepRecord) -> Desync | None:
+        """Compare replicated state over the ranks; collective."""
+        return self._state(record)
+
+    def _state(self, record: StepRecord) -> Desync | None:
+        named = dict(self._root.named_parameters())
+        if self._replicated_buffers and record.forwards:
+            buffers = [name for name, _ in self._root.named_buffers()]
+            named |= dict(zip(buffers, record.forwards[-1].buffers, strict=False))
+        with torch.no_grad():
+            hashes = [bit_hash(value.detach()) for value in named.values()]
+        return find_desync(self._ranks, list(named), torch.stack(hashes) if hashes else torch.zeros(0).long())
+
+    def _corrupt_state(self, step: int, desync: Desync, findings: list[Finding]) -> Outcome:
+        module, _, leaf = desync.name.rpartition(".")
+        who = desync.ranks if desync.majority else ()
+        named = f"rank {', '.join(map(str, who))}" if who else "no majority tells which rank"
+        message = (
+            f"replicated state differs between ranks before step {step}: {desync.name} and "
+            f"{desync.count - 1} more tensors; {named} holds other bits than the rest"
+        )
+        evidence = {
+            "hashes_by_rank": [f"{value & (1 << 64) - 1:016x}" for value in desync.hashes],
+            "tensors_that_differ": desync.count,
+            "suspicions_here": [finding.message for finding in findings],
+        }
+        verdict = Verdict(
+            Cause.CORRUPT_STATE,
+            step,
+            who,
+            tuple(self._devices[rank] for rank in who),
+            Action.REPORTED,
+            message,
+            Site(module or ".", leaf, 0, "param", "value"),
+            evidence=evidence,
+            fault_code=FAULT_CODE,
+        )
+        return Outcome(verdict)
+
+    # -- experiment 3 --------------------------------------------------------------------------------------------
+
+    def _name_operator(
+        self, record: StepRecord, found: Experiments, *, anyone_suspicious: bool
+    ) -> tuple[Judgement, Located | None]:
+        """Find the operator where two devices part; settle a dispute with it. Collective."""
+        judgement = found.judgement
+        size = self._ranks.size
+        try:
+            if judgement.disputed:
+                owner, witness = judgement.disputed
+                located = locate(self._ranks, self._laboratory.replayer, record, found.guests, owner, witness)
+                return _settled(judgement, located), located
+            if size == 1:
+                return self._alone(record, judgement) if anyone_suspicious else (judgement, None)
+            if judgement.cause is Cause.PERSISTENT_HARDWARE:
+                owner = judgement.ranks[0]
+                witness = next(r for r in ((owner + 1) % size, (owner + 2) % size) if r not in judgement.ranks[1:])
+                return judgement, locate(
+                    self._ranks, self._laboratory.replayer, record, found.guests, owner, witness
+                )
+        except SideChannelError:
+            raise
+        except Exception as error:
+            found.problem = f"the operator was not named: {type(error).__name__}: {error}"
+        return judgement, None
+
+    def _alone(self, record: StepRecord, judgement: Judgement) -> tuple[Judgement, Located | None]:
+        if judgement.cause not in (Cause.DISMISSED, Cause.PERSISTENT_HARDWARE):
+            return judgement, None
+        located = examine(self._laboratory.replayer, record, self._ranks.rank)
+        if located is None:
+            return judgement, None
+        reason = "an operator's result contradicts float64"
+        return Judgement(Cause.PERSISTENT_HARDWARE, (0,), reason=reason, wrong=judgement.wrong), located
+
+    # -- the verdict ---------------------------------------------------------------------------------------------
+
+    def _evidence(self, found: Experiments, located: Located | None) -> dict[str, Any]:
+        """Lay the executions side by side: what each gave for this rank's step, then who agrees on every rank."""
+        made = [(name, x) for name, x in zip(NAMES, found.executions, strict=True) if x is not None]
+        evidence: dict[str, Any] = {"ranks": [_row_text(row.matches) for row in found.rows]}
+        if len(made) > 1:
+            original = made[0][1]
+            other = max((x for _, x in made[1:]), key=original.distance)
+            worst = original.worst(other)
+            evidence["parameter"] = list(self._laboratory.replayer.parameters)[worst]
+            evidence["l2_by_execution"] = {name: float(x.l2[worst]) for name, x in made}
+            evidence["hash_by_execution"] = {name: f"{int(x.digest[worst]) & (1 << 64) - 1:016x}" for name, x in made}
+        if located is not None:
+            evidence["operator"] = {"site": located.site, "line": located.line, **located.evidence}
+        if found.problem:
+            evidence["problem"] = found.problem
+        return evidence
+
+    def _verdict(
+        self,
+        step: int,
+        found: Experiments,
+        judgement: Judgement,
+        located: Located | None,
+        evidence: dict[str, Any],
+    ) -> Outcome:
+        if judgement.cause is Cause.TRANSIENT_HARDWARE:
+            judgement = self._repeated(judgement)
+        evidence |= {"wrong_executions": judgement.wrong, "reason": judgement.reason or found.problem or ""}
+        hardware = judgement.cause in (Cause.TRANSIENT_HARDWARE, Cause.PERSISTENT_HARDWARE)
+        verdict = Verdict(
+            judgement.cause,
+            step,
+            judgement.ranks,
+            tuple(self._devices[rank] for rank in judgement.ranks),
+            Action.REPORTED,
+            self._message(step, judgement, located, found),
+            None if located is None else Site.parse(located.site),
+            evidence=evidence,
+            fault_code=FAULT_CODE if hardware else None,
+        )
+        return Outcome(verdict, found, judgement, evidence)
+
+    def _repeated(self, judgement: Judgement) -> Judgement:
+        for rank in judgement.ranks:
+            self._transients[rank] += 1
+        often = [rank for rank in judgement.ranks if self._transients[rank] >= _REPEATED]
+        if not often:
+            return judgement
+        reason = f"rank {often[0]} was caught in a transient fault {self._transients[often[0]]} times"
+        return Judgement(
+            Cause.PERSISTENT_HARDWARE, tuple(often), intermittent=True, reason=reason, wrong=judgement.wrong
+        )
+
+    def _message(self, step: int, judgement: Judgement, located: Located | None, found: Experiments) -> str:
+        who = ", ".join(f"rank {rank}: {self._devices[rank]}" for rank in judgement.ranks)
+        what = f" in {located.site}" + (f" ({located.line})" if located and located.line else "") if located else ""
+        match judgement.cause:
+            case Cause.TRANSIENT_HARDWARE:
+                text = f"{who} computed step {step} wrongly once; repeated executions agree on another result"
+            case Cause.PERSISTENT_HARDWARE:
+                kind = "intermittently" if judgement.intermittent else "every time"
+                text = f"{who} computes step {step} wrongly {kind}{what}"
+            case Cause.DISMISSED:
+                text = f"step {step}: {judgement.reason}"
+            case _:
+                reason = judgement.reason + (f" ({found.problem})" if found.problem else "")
+                text = f"step {step} is suspicious, but nothing is proven: {reason}{what}"
+        return text
+
+
+def _settled(judgement: Judgement, located: Located | None) -> Judgement:
+    if located is None or located.culprit is None:
+        return judgement
+    reason = "two devices contradict each other, and float64 contradicts this one"
+    return Judgement(Cause.PERSISTENT_HARDWARE, (located.culprit,), reason=reason)
+
+
+def _row_text(matches: tuple[Match, ...]) -> dict[str, str]:
+    return {
+        f"{NAMES[a]} = {NAMES[b]}": match.name.lower()
+        for (a, b), match in zip(PAIRS, matches, strict=True)
+        if match is not Match.MISSING
+    }

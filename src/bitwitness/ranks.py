@@ -1,0 +1,266 @@
+"""The ranks' side channel: a gloo group of its own, tensors only, a deadline on everything.
+
+Built from a prefix of the user's own store right after the user's process group, so that it needs no port, survives
+``destroy_process_group`` and never shares a queue with the training's collectives. Values travel as host tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from bitwitness.errors import SideChannelError
+
+Result = TypeVar("Result")
+_ROLL_CALL_S = 1.0
+
+
+class Ranks(Protocol):
+    """What the guard asks of the other ranks. All methods but the properties are collective."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's number within the group."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the element-wise sum over the ranks."""
+
+    def max(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the element-wise maximum over the ranks."""
+
+    def gather(self, row: torch.Tensor) -> torch.Tensor:
+        """Return every rank's ``row``, stacked by rank."""
+
+    def shift(self, tensors: Sequence[torch.Tensor], by: int) -> list[torch.Tensor]:
+        """Send ``tensors`` to the rank ``by`` further on and return those of the rank ``by`` before."""
+
+    def swap(self, tensors: Sequence[torch.Tensor], other: int) -> list[torch.Tensor]:
+        """Send ``tensors`` to one rank and return those it sends; only the two take part."""
+
+    def tell(self, text: str, source: int) -> str:
+        """Return the text that rank ``source`` gave, on every rank."""
+
+    def tell_all(self, text: str) -> list[str]:
+        """Return every rank's text, by rank. For short texts: each rank receives all of them."""
+
+    def missing(self) -> list[int]:
+        """Return the ranks that do not answer, after an exchange broke."""
+
+    def barrier(self, seconds: float) -> None:
+        """Wait for all ranks, at most ``seconds``."""
+
+
+class Alone:
+    """One rank: every collective is the identity."""
+
+    rank = 0
+    size = 1
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values."""
+        return values
+
+    def max(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values."""
+        return values
+
+    def gather(self, row: torch.Tensor) -> torch.Tensor:
+        """Return the one row."""
+        return row.unsqueeze(0)
+
+    def shift(self, tensors: Sequence[torch.Tensor], by: int) -> list[torch.Tensor]:
+        """Return the tensors."""
+        del by
+        return list(tensors)
+
+    def swap(self, tensors: Sequence[torch.Tensor], other: int) -> list[torch.Tensor]:
+        """Return the tensors."""
+        del other
+        return list(tensors)
+
+    def tell(self, text: str, source: int) -> str:
+        """Return the text."""
+        del source
+        return text
+
+    def tell_all(self, text: str) -> list[str]:
+        """Return the one text."""
+        return [text]
+
+    def missing(self) -> list[int]:
+        """Return none."""
+        return []
+
+    def barrier(self, seconds: float) -> None:
+        """Return at once."""
+        del seconds
+
+
+class SideChannel:
+    """The ranks of one process group, reached over a gloo group of our own.
+
+    Parameters
+    ----------
+    group
+        The group that the training uses; None for the default group.
+    deadline_s
+        Seconds that any one exchange may take.
+
+    Raises
+    ------
+    SideChannelError
+        From every exchange, if a peer closed its connection or missed the deadline; the message names the ranks that
+        did not answer a roll call through the store.
+
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, deadline_s: float) -> None:
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.deadline_s = deadline_s
+        self.broken = False
+        members = dist.get_process_group_ranks(group)
+        store = dist.distributed_c10d._get_default_store()
+        name = "bitwitness/" + "-".join(map(str, (members[0], members[-1], len(members))))
+        # Every rank builds its guards in the same order, so counting one's own gives all the same number.
+        number = store.add(f"{name}/guards/{dist.get_rank()}", 1)
+        self._store = dist.PrefixStore(f"{name}/{number}", store)
+        self._group = dist.ProcessGroupGloo(self._store, self.rank, self.size, timedelta(seconds=deadline_s))
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the element-wise sum over the ranks."""
+        return self._reduce(values, dist.ReduceOp.SUM, "sum")
+
+    def max(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the element-wise maximum over the ranks."""
+        return self._reduce(values, dist.ReduceOp.MAX, "max")
+
+    def _reduce(self, values: torch.Tensor, op: Any, what: str) -> torch.Tensor:
+        result = values.detach().to("cpu", copy=True).contiguous()
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        self._guarded(lambda: self._group.allreduce([result], options).wait(), what)
+        return result
+
+    def gather(self, row: torch.Tensor) -> torch.Tensor:
+        """Return every rank's ``row`` (same shape and dtype everywhere), stacked by rank."""
+        mine = row.detach().to("cpu").contiguous()
+        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        self._guarded(lambda: self._group.allgather([rows], [mine]).wait(), "gather")
+        return torch.stack(rows)
+
+    def shift(self, tensors: Sequence[torch.Tensor], by: int) -> list[torch.Tensor]:
+        """Send tensors of any shape and dtype to the rank ``by`` further on; return those sent to this one."""
+        return self._transfer(tensors, (self.rank + by) % self.size, (self.rank - by) % self.size)
+
+    def swap(self, tensors: Sequence[torch.Tensor], other: int) -> list[torch.Tensor]:
+        """Send tensors to one rank and return those it sends; only the two take part."""
+        return self._transfer(tensors, other, other)
+
+    def tell(self, text: str, source: int) -> str:
+        """Return the text that rank ``source`` gave, on every rank."""
+        words = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.zeros(0).byte()
+        length = int(self.sum(torch.tensor([words.numel() if self.rank == source else 0])))
+        if not length:
+            return ""
+        # The sum over ranks of one rank's bytes and the others' zeros: a broadcast by the one reduction that is tried.
+        mine = words.to(torch.int64) if self.rank == source else torch.zeros(length, dtype=torch.int64)
+        return bytes(self.sum(mine).to(torch.uint8).numpy()).decode()
+
+    def tell_all(self, text: str) -> list[str]:
+        """Return every rank's text, by rank."""
+        words = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
+        longest = int(self.max(torch.tensor([words.numel()])))
+        padded = torch.full((longest,), ord(" "), dtype=torch.uint8)
+        padded[: words.numel()] = words
+        return [bytes(row.numpy()).decode().rstrip(" ") for row in self.gather(padded)]
+
+    def _transfer(self, tensors: Sequence[torch.Tensor], to: int, source: int) -> list[torch.Tensor]:
+        header, payload = _pack(tensors)
+        size_in = torch.zeros(2, dtype=torch.int64)
+        size_out = torch.tensor([header.numel(), payload.numel()], dtype=torch.int64)
+        self._exchange(size_out, size_in, to, source)
+        header_in = torch.empty(int(size_in[0]), dtype=torch.uint8)
+        payload_in = torch.empty(int(size_in[1]), dtype=torch.uint8)
+        self._exchange(header, header_in, to, source)
+        if payload_in.numel() or payload.numel():
+            self._exchange(payload, payload_in, to, source)
+        return _unpack(header_in, payload_in)
+
+    def _exchange(self, out: torch.Tensor, into: torch.Tensor, to: int, source: int) -> None:
+        def both() -> None:
+            works = []
+            if out.numel():
+                works.append(self._group.send([out], to, 0))
+            if into.numel():
+                works.append(self._group.recv([into], source, 0))
+            for work in works:
+                work.wait()
+
+        self._guarded(both, f"exchange with ranks {to} and {source}")
+
+    def barrier(self, seconds: float) -> None:
+        """Wait for all ranks, at most ``seconds`` (a shorter deadline than the channel's)."""
+        options = dist.AllreduceOptions()
+        options.timeout = timedelta(seconds=seconds)
+        self._guarded(lambda: self._group.allreduce([torch.zeros(1)], options).wait(), "barrier")
+
+    def _guarded(self, action: Callable[[], Result], what: str) -> Result:
+        if self.broken:
+            raise SideChannelError("the side channel broke earlier and is not used again")
+        started = time.monotonic()
+        try:
+            return action()
+        except Exception as error:
+            self.broken = True
+            waited = time.monotonic() - started
+            reason = str(error).splitlines()[0][:200]
+            raise SideChannelError(
+                f"rank {self.rank}: the ranks' side channel broke after {waited:.1f} s in a {what} "
+                f"(deadline {self.deadline_s:g} s): {reason}"
+            ) from error
+
+    def missing(self) -> list[int]:
+        """Call the roll through the store after a break; return the ranks that did not answer within a second."""
+        try:
+            self._store.set(f"roll/{self.rank}", "here")
+            end = time.monotonic() + _ROLL_CALL_S
+            absent = set(range(self.size)) - {self.rank}
+            while absent and time.monotonic() < end:
+                absent -= {rank for rank in absent if self._store.check([f"roll/{rank}"])}
+                time.sleep(0.02)
+            return sorted(absent)
+        except Exception:
+            return [0] if self.rank else []  # the store itself is gone, and rank 0 keeps it where no agent does
+
+
+def _pack(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lay tensors out as one header (JSON: dtypes and shapes) and one payload, both uint8 vectors."""
+    shapes = [(str(t.dtype).removeprefix("torch."), list(t.shape)) for t in tensors]
+    header = torch.frombuffer(bytearray(json.dumps(shapes).encode()), dtype=torch.uint8)
+    flat = [t.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8) for t in tensors if t.numel()]
+    return header, torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
+
+
+def _unpack(header: torch.Tensor, payload: torch.Tensor) -> list[torch.Tensor]:
+    tensors: list[torch.Tensor] = []
+    start = 0
+    for name, shape in json.loads(bytes(header.numpy()).decode()):
+        dtype = getattr(torch, name)
+        empty = torch.empty(shape, dtype=dtype)
+        size = empty.numel() * empty.element_size()
+        if size:
+            empty = payload[start : start + size].clone().view(dtype).reshape(shape)
+        tensors.append(empty)
+        start += size
+    return tensors

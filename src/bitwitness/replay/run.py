@@ -1,0 +1,180 @@
+"""Running a captured step again, locally: no gradient is accumulated, no communication, nothing left changed.
+
+The replay calls ``torch.autograd.grad`` on the root's parameters, so that neither ``p.grad`` nor any hook behind the
+accumulation (DistributedDataParallel's reducer, an optimizer inside backward) takes part. Gradients of several
+micro-batches are added in the order in which autograd added them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from bitwitness.tap.capture import ForwardRecord, StepRecord
+from bitwitness.tap.randomness import randomness_kept
+from bitwitness.tap.structure import fresh, map_tensors, tensors_of
+from bitwitness.stats import Features, bit_hash
+from bitwitness.tap.gradients import features_with_absent
+from bitwitness.tap.modules import own_work
+
+
+class ReplayError(Exception):
+    """The step cannot be run again; the text says why."""
+
+
+@dataclass(slots=True)
+class Execution:
+    """What one execution of a step's local work produced.
+
+    ``features`` describe the local gradients (before reduction) of the parameters in order, those without a gradient
+    as zeros; ``outputs`` is the int64 vector of the outputs' bit hashes, all forwards in order. ``grads`` are the
+    gradients themselves where they were asked for.
+    """
+
+    features: Features
+    outputs: torch.Tensor
+    grads: list[torch.Tensor | None] | None = None
+    buffers: list[torch.Tensor] | None = None
+
+
+Around = Callable[[], AbstractContextManager[object]]
+
+
+class Replayer:
+    """Runs captured steps of one root again.
+
+    Parameters
+    ----------
+    root
+        The user's module (not its DistributedDataParallel wrapper).
+    parameters
+        Those whose gradients are compared, by name, in a fixed order.
+
+    """
+
+    def __init__(self, root: nn.Module, parameters: dict[str, nn.Parameter], device: torch.device) -> None:
+        self.root = root
+        self.parameters = parameters
+        self.device = device
+
+    def run(
+        self,
+        record: StepRecord,
+        passes: list[list[ForwardRecord]] | None = None,
+        *,
+        keep: bool = False,
+        around: Around = nullcontext,
+    ) -> Execution:
+        """Execute the step again and describe its local gradients.
+
+        Parameters
+        ----------
+        record
+            The step.
+        passes
+            Its forwards grouped by backward; another rank's, to run its batch on this device.
+        keep
+            Keep the gradients and the buffers as the replay left them.
+        around
+            Context for each forward and each backward (an operator tap).
+
+        Raises
+        ------
+        ReplayError
+            If the step cannot be run again.
+
+        """
+        passes = record.passes() if passes is None else passes
+        self.check(record, passes)
+        totals: list[torch.Tensor | None] = [None] * len(self.parameters)
+        outputs: list[torch.Tensor] = []
+        buffers = [buffer.detach().clone() for buffer in self.root.buffers()]
+        with self._gradients_kept(), randomness_kept(self.device), torch.enable_grad():
+            try:
+                for group in passes:
+                    self._run_pass(group, totals, outputs, around=around, zero_start=record.zero_start)
+                after = [buffer.detach().clone() for buffer in self.root.buffers()] if keep else None
+            finally:
+                self._set_buffers(buffers)
+        with torch.no_grad(), own_work():
+            digests = torch.stack(outputs) if outputs else torch.zeros(0, dtype=torch.int64, device=self.device)
+            return Execution(
+                features_with_absent(totals, self.device), digests, totals if keep else None, after
+            )
+
+    def check(self, record: StepRecord, passes: list[list[ForwardRecord]]) -> None:
+        """Raise `ReplayError` if the step cannot be run again."""
+        if record.unreplayable is not None:
+            raise ReplayError(record.unreplayable)
+        if not passes:
+            raise ReplayError("no forward of the guarded module took part in the backward")
+        if record.versions != [p._version for p in self.parameters.values()]:
+            raise ReplayError("parameters were changed between the forward and the optimizer step")
+        if any(module.training is not mode for module, mode in zip(self.root.modules(), record.training, strict=True)):
+            raise ReplayError("training flags were changed between the forward and the optimizer step")
+        if record.start_norm is not None and float(record.start_norm) != 0:
+            raise ReplayError("gradients were not zero when the step began")
+
+    def _run_pass(
+        self,
+        group: list[ForwardRecord],
+        totals: list[torch.Tensor | None],
+        outputs: list[torch.Tensor],
+        *,
+        around: Around,
+        zero_start: bool,
+    ) -> None:
+        results: list[torch.Tensor] = []
+        grads: list[torch.Tensor] = []
+        for record in group:
+            for value, grad in zip(self._forward(record, outputs, around), record.output_grads, strict=True):
+                if grad is not None:
+                    results.append(value)
+                    grads.append(grad)
+        parameters = list(self.parameters.values())
+        with around():
+            new = torch.autograd.grad(results, parameters, grads, allow_unused=True)
+        for index, grad in enumerate(new):
+            if grad is None:
+                continue
+            total = totals[index]
+            if total is None and zero_start:
+                total = torch.zeros_like(grad)
+            totals[index] = grad.detach() if total is None else total.add_(grad)
+
+    def _forward(self, record: ForwardRecord, outputs: list[torch.Tensor], around: Around) -> list[torch.Tensor]:
+        with torch.no_grad():
+            self._set_buffers(record.buffers)
+        record.random.restore(self.device)
+        args, kwargs = map_tensors(record.args, fresh), map_tensors(record.kwargs, fresh)
+        with record.autocast.context(), around():
+            result = self.root(*args, **kwargs)
+        values = [tensor for tensor in tensors_of(result) if tensor.requires_grad]
+        if len(values) != len(record.output_grads):
+            raise ReplayError(
+                f"the replayed forward returned {len(values)} differentiable outputs, the step {len(record.output_grads)}"
+            )
+        with torch.no_grad(), own_work():
+            outputs += [bit_hash(tensor.detach()) for tensor in values]
+        return values
+
+    def _set_buffers(self, values: list[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for buffer, value in zip(self.root.buffers(), values, strict=True):
+                buffer.copy_(value)
+
+    @contextmanager
+    def _gradients_kept(self) -> Iterator[None]:
+        """Put ``p.grad`` back should the model's own code write it in a replay."""
+        parameters = list(self.parameters.values())
+        held = [p.grad for p in parameters]
+        try:
+            yield
+        finally:
+            for parameter, grad in zip(parameters, held, strict=True):
+                if parameter.grad is not grad:
+                    parameter.grad = grad

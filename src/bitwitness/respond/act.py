@@ -1,0 +1,100 @@
+"""What is done about a verdict: heal, skip, stop, or only report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import nn
+
+from bitwitness.errors import EXIT_CONVICTED, SideChannelError
+from bitwitness.finding import Action, Cause, Verdict
+from bitwitness.judge.fingerprint import Fingerprint
+from bitwitness.judge.judge import Outcome
+from bitwitness.ranks import Ranks
+from bitwitness.replay.heal import heal_alone, heal_together
+from bitwitness.stats import Features
+from bitwitness.tap.capture import StepRecord
+
+Act = Literal["observe", "protect", "stop"]
+_TRIES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """What healing works on.
+
+    ``describe`` is called in each backward of a lockstep replay once the local gradients are there; ``take`` returns
+    what it described.
+    """
+
+    wrapper: nn.Module
+    module: nn.Module
+    parameters: list[nn.Parameter]
+    device: torch.device
+    describe: Callable[[], None]
+    take: Callable[[], Features | None]
+
+
+class Responder:
+    """Acts on verdicts as configured. ``observe`` never touches the training."""
+
+    def __init__(self, act: Act, ranks: Ranks, root: Root) -> None:
+        self._act = act
+        self._ranks = ranks
+        self._root = root
+
+    def respond(self, outcome: Outcome, record: StepRecord, *, scaled: bool) -> tuple[Verdict, int | None]:
+        """Act; return the verdict with the action taken, and the exit code if the training is to end. Collective."""
+        verdict, judgement = outcome.verdict, outcome.judgement
+        if self._act == "observe" or verdict.cause in (Cause.DISMISSED, Cause.INCONCLUSIVE):
+            return verdict, None
+        if verdict.cause in (Cause.PERSISTENT_HARDWARE, Cause.CORRUPT_STATE):
+            return replace(verdict, action=Action.STOPPED), EXIT_CONVICTED
+        if judgement is None or verdict.cause is not Cause.TRANSIENT_HARDWARE:
+            return verdict, None
+        if judgement.heal and self._heal(outcome, record):
+            return replace(verdict, action=Action.HEALED, message=f"{verdict.message}; healed with it"), None
+        if judgement.heal or judgement.skip:
+            self._skip(scaled=scaled)
+            why = "the gradient that entered the model was computed from wrong outputs"
+            if judgement.heal:
+                why = f"{_TRIES} lockstep replays did not give the agreed gradients"
+            return replace(verdict, action=Action.SKIPPED, message=f"{verdict.message}; step skipped: {why}"), None
+        return verdict, None
+
+    def _heal(self, outcome: Outcome, record: StepRecord) -> bool:
+        """Replace all gradients by ones that two executions agree on; return whether that succeeded on every rank."""
+        found = outcome.experiments
+        if found is None or found.good is None:
+            return False
+        root = self._root
+        if self._ranks.size == 1:
+            heal_alone(root.module, root.parameters, found.good)
+            return True
+        agreed = Fingerprint.of(found.good)
+        for _ in range(_TRIES):
+            try:
+                heal_together(root.wrapper, root.module, root.parameters, record, root.device, root.describe)
+                features = root.take()
+                same = features is not None and torch.equal(features.digest.cpu(), agreed.digest)
+            except SideChannelError:
+                raise
+            except Exception:
+                same = False
+            if not float(self._ranks.max(torch.tensor([float(not same)]))):
+                return True
+        return False
+
+    def _skip(self, *, scaled: bool) -> None:
+        """Keep every optimizer from using this step's gradients."""
+        for parameter in self._root.parameters:
+            if parameter.grad is None:
+                continue
+            if scaled:
+                # A scaler insists on gradients; it skips the optimizer by itself where they are not finite.
+                parameter.grad.fill_(float("nan"))
+            else:
+                parameter.grad = None

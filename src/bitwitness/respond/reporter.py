@@ -1,0 +1,94 @@
+"""Where everything that the guard has to say goes: the run folder, and plain lines on this rank's stderr."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+
+from bitwitness.errors import SideChannelError
+from bitwitness.finding import Event, Finding, Note, Severity, Verdict
+from bitwitness.ranks import Ranks
+from bitwitness.store.writer import RunWriter
+
+
+class Reporter:
+    """Writes events and prints lines for one rank.
+
+    Parameters
+    ----------
+    writer
+        The run folder's writer; None records nothing.
+    rank
+        Whose lines these are.
+    quiet
+        Print warnings and errors only.
+
+    """
+
+    def __init__(self, writer: RunWriter | None, rank: int, *, quiet: bool = False) -> None:
+        self._writer = writer
+        self._rank = rank
+        self._quiet = quiet
+        self._said: set[str] = set()
+        self.failures: dict[str, str] = {}
+
+    def say(self, text: str) -> None:
+        """Print a line on stderr."""
+        try:
+            sys.stderr.write(f"bitwitness [rank {self._rank}] {text}\n")
+            sys.stderr.flush()
+        except (OSError, ValueError):
+            pass  # a closed stderr must not end a training
+
+    def event(self, event: Event, *, shared: bool = False) -> None:
+        """Record an event; with ``shared`` it also goes to the file of all ranks (kept by the lowest one)."""
+        if self._writer is not None:
+            self._writer.event(event)
+            if shared:
+                self._writer.shared_event(event)
+
+    def finding(self, finding: Finding) -> None:
+        """Record a suspicion, and print it unless it is only informative."""
+        self.event(finding)
+        if finding.severity is not Severity.INFO:
+            self.say(f"step {finding.step}: suspicion ({finding.sensor}): {finding.message}")
+
+    def verdict(self, verdict: Verdict, *, speak: bool) -> None:
+        """Record a verdict on every rank; one rank prints it."""
+        self.event(verdict, shared=True)
+        if speak:
+            self.say(f"VERDICT step {verdict.step}: {verdict.cause}, action {verdict.action}: {verdict.message}")
+
+    def note(self, note: Note, *, speak: bool = False) -> None:
+        """Record a remark; print it where ``speak`` or not quiet."""
+        self.event(note)
+        if speak or (note.severity is not Severity.INFO and not self._quiet):
+            self.say(note.message)
+
+    def once(self, message: str, *, severity: Severity = Severity.WARNING) -> None:
+        """Say something the first time only."""
+        if message not in self._said:
+            self._said.add(message)
+            self.note(Note(message, rank=self._rank, severity=severity))
+
+    def failure(self, part: str, error: BaseException, step: int) -> None:
+        """Report an error of our own, once for each part; it is kept for the coverage table."""
+        if part in self.failures:
+            return
+        self.failures[part] = f"{type(error).__name__}: {error}"
+        where = traceback.extract_tb(error.__traceback__)
+        at = f" at {where[-1].filename}:{where[-1].lineno}" if where else ""
+        message = f"the guard failed in its {part} and does without it; the training is untouched: {self.failures[part]}{at}"
+        self.note(Note(message, step, self._rank, severity=Severity.WARNING), speak=True)
+
+    def rank_lost(self, error: SideChannelError, ranks: Ranks, step: int) -> str:
+        """Say that a rank is gone; return the line."""
+        self.say(f"step {step}: {error}")  # at once: a launcher may end this process within a tenth of a second
+        missing = ranks.missing()
+        who = f"rank {', '.join(map(str, missing))} does not answer" if missing else "every rank still answers"
+        line = f"step {step}: the ranks can no longer be questioned ({who}); this rank ends instead of waiting"
+        self.say(line)
+        self.event(Note(line, step, self._rank, "ranks", Severity.ERROR, evidence={"missing": missing}))
+        return line
+
+

@@ -1,0 +1,56 @@
+"""What a light step gives the sensors: the local gradients' sizes, on the host, once a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bitwitness.finding import Finding, Severity
+from bitwitness.site import Site
+
+Vector = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class LightStep:
+    """One rank's local gradients of one step, before reduction, clipping and unscaling.
+
+    ``l2`` and ``absmax``: float64 [P], divided by the loss scale; ``names``: the P parameters' paths; ``losses``: the
+    arguments of the step's ``backward()`` calls that are scalars, divided by the loss scale. ``scaled`` tells that a
+    gradient scaler is at work, under which an overflow is ordinary and the step is skipped by it.
+    """
+
+    step: int
+    rank: int
+    names: tuple[str, ...]
+    l2: Vector
+    absmax: Vector
+    losses: tuple[float, ...] = ()
+    scaled: bool = False
+
+    def site(self, index: int) -> Site:
+        """Return the site of a parameter's gradient."""
+        return parameter_site(self.names[index], "grad").at(rank=self.rank, step=self.step)
+
+    def finding(self, sensor: str, index: int, message: str, evidence: dict[str, object]) -> Finding:
+        """Return a suspicion about one parameter's gradient."""
+        evidence = {"l2": float(self.l2[index]), "absmax": float(self.absmax[index]), **evidence}
+        return Finding(sensor, self.site(index), Severity.WARNING, message, evidence, self.step, self.rank)
+
+
+def parameter_site(name: str, phase: str) -> Site:
+    """Return the site of a parameter (``phase`` "param") or of its gradient ("grad")."""
+    module, _, leaf = name.rpartition(".")
+    return Site(module or ".", leaf, 0, phase, "value" if phase == "param" else "local")
+
+
+def log_sizes(light: LightStep) -> Vector:
+    """Return ln absmax, ln l2 and their difference, float64 [3, P]; NaN where a gradient is zero or not finite."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        top = np.log(light.absmax)
+        norm = np.log(light.l2)
+    sizes = np.stack([top, norm, top - norm])
+    sizes[~np.isfinite(sizes)] = np.nan
+    return sizes

@@ -1,0 +1,7 @@
+"""What a tensor's numbers look like: full statistics, the cheap features of every gradient, and a hash of the bits."""
+
+from bitwitness.stats.digest import bit_hash
+from bitwitness.stats.features import Features, features_of
+from bitwitness.stats.summary import Stats, exact_l2, stats_of
+
+__all__ = ["Features", "Stats", "bit_hash", "exact_l2", "features_of", "stats_of"]

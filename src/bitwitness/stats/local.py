@@ -1,0 +1,53 @@
+"""The plain tensors that this rank really holds behind whatever kind of tensor it was given."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bitwitness.errors import UsageError
+
+_COMPRESSED_BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
+_COMPRESSED = (*_COMPRESSED_BY_ROW, torch.sparse_csc, torch.sparse_bsc)
+
+
+def local_values(tensor: Tensor) -> Tensor:
+    """Return the strided tensor of the values that ``tensor`` stores on this rank.
+
+    A DTensor gives its local shard (unreduced, if it is a partial one), a sparse or jagged tensor its stored values.
+    Nothing is copied, except for lazily conjugated or negated views.
+
+    Raises
+    ------
+    UsageError
+        For a tensor without values (on the meta device) or a quantized one.
+
+    """
+    return local_parts(tensor)[0]
+
+
+def local_parts(tensor: Tensor) -> list[Tensor]:
+    """Return `local_values`, then the index tensors that say where the values stand (none for a dense tensor)."""
+    tensor = tensor.detach()
+    if hasattr(tensor, "to_local"):  # DTensor; named by its method because importing its module takes a second
+        tensor = tensor.to_local()
+    if tensor.is_meta:
+        raise UsageError(
+            f"a tensor of shape {list(tensor.shape)} is on the meta device and holds no numbers; materialise it first"
+        )
+    if tensor.is_quantized:
+        raise UsageError(
+            f"a tensor of shape {list(tensor.shape)} is quantized ({tensor.dtype}); "
+            "pass its dequantize() for the numbers or its int_repr() for the bits"
+        )
+    if tensor.layout == torch.strided:
+        return [tensor.resolve_conj().resolve_neg()]
+    if tensor.layout == torch.sparse_coo:
+        return [tensor._values(), tensor._indices()]
+    if tensor.layout in _COMPRESSED_BY_ROW:
+        return [tensor.values(), tensor.crow_indices(), tensor.col_indices()]
+    if tensor.layout in _COMPRESSED:
+        return [tensor.values(), tensor.ccol_indices(), tensor.row_indices()]
+    if tensor.layout == torch.jagged:
+        return [tensor.values(), tensor.offsets()]
+    raise UsageError(f"a tensor of layout {tensor.layout} cannot be read; pass its to_dense()")

@@ -1,0 +1,86 @@
+"""What is kept of a step so that it can be run again: inputs, random state, autocast, buffers, output gradients.
+
+The output gradient is taken at *aliases* of the root's outputs (``t.view_as(t)``), so that only what arrives from outside
+the root is kept: where a model computes its loss inside, that is the gradient of the loss (1, or the loss scale), and
+replaying from it runs the whole model again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from bitwitness.tap.randomness import RandomState
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """The autocast setting under which a forward ran."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+    cache: bool
+
+    @classmethod
+    def read(cls, device: torch.device) -> Autocast:
+        """Read the setting that holds now for ``device``'s type."""
+        return cls(
+            device.type,
+            torch.is_autocast_enabled(device.type),
+            torch.get_autocast_dtype(device.type),
+            torch.is_autocast_cache_enabled(),
+        )
+
+    def context(self) -> torch.autocast:
+        """Return a context manager that sets it again."""
+        return torch.autocast(self.device_type, enabled=self.enabled, dtype=self.dtype, cache_enabled=self.cache)
+
+
+@dataclass(slots=True)
+class ForwardRecord:
+    """One training forward of the root and, once its backward ran, the gradient that reached its outputs.
+
+    ``args`` and ``kwargs`` hold clones of the input tensors. ``output_digests`` is one int64 0-d tensor per output that
+    takes part in the backward; ``output_grads`` stands parallel to it (None where no gradient arrived).
+    ``backward`` is the number of the backward call that consumed this forward.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    random: RandomState
+    autocast: Autocast
+    buffers: list[torch.Tensor]
+    sync: bool
+    output_digests: list[torch.Tensor] = field(default_factory=list)
+    output_grads: list[torch.Tensor | None] = field(default_factory=list)
+    backward: int | None = None
+    after_buffers: list[torch.Tensor] | None = None
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """All that is kept of one step. ``unreplayable`` names the reason where the step cannot be run again."""
+
+    step: int
+    forwards: list[ForwardRecord] = field(default_factory=list)
+    zero_start: bool = False
+    start_norm: torch.Tensor | None = None
+    versions: list[int] = field(default_factory=list)
+    training: list[bool] = field(default_factory=list)
+    unreplayable: str | None = None
+
+    def give_up(self, reason: str) -> None:
+        """Say why this step cannot be run again; the first reason stands."""
+        if self.unreplayable is None:
+            self.unreplayable = reason
+
+    def passes(self) -> list[list[ForwardRecord]]:
+        """Group the forwards by the backward call that consumed them, in order; unused forwards are left out."""
+        groups: dict[int, list[ForwardRecord]] = {}
+        for record in self.forwards:
+            if record.backward is not None:
+                groups.setdefault(record.backward, []).append(record)
+        return [groups[number] for number in sorted(groups)]

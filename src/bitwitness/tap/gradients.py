@@ -1,0 +1,101 @@
+"""A rank's local gradients, before any reduction, described on their device without waiting for it.
+
+How they are reached depends on who owns them:
+
+``hold``      no DistributedDataParallel: ``p.grad`` is local, and is read at the hold point
+``callback``  DistributedDataParallel: ``p.grad`` stays local until the reducer's final callback copies the reduced
+              buckets back; ours is queued before it
+``hooks``     ``gradient_as_bucket_view=True``: a gradient lives in its bucket and is reduced there as soon as the bucket is
+              full, so each is read in its own post-accumulate hook, the last moment at which it is surely local
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from bitwitness.stats import Features, features_of
+from bitwitness.tap.modules import own_work
+
+
+def queue_after_backward(action: Callable[[], None]) -> None:
+    """Have ``action`` called when the backward that runs now has computed everything; callbacks run in queueing order."""
+    torch.autograd.Variable._execution_engine.queue_callback(action)  # type: ignore[attr-defined]
+
+
+def features_with_absent(grads: list[torch.Tensor | None], device: torch.device) -> Features:
+    """Return the features of gradients some of which are absent (None); an absent one reads as zeros."""
+    here = [grad for grad in grads if grad is not None]
+    features = features_of(here)
+    if len(here) == len(grads):
+        return features
+    index = torch.tensor([i for i, grad in enumerate(grads) if grad is not None], dtype=torch.int64).to(device)
+
+    def spread(values: torch.Tensor) -> torch.Tensor:
+        empty = torch.zeros(len(grads), dtype=values.dtype, device=device)
+        return empty.index_copy_(0, index, values.to(device)) if here else empty
+
+    return Features(spread(features.l2), spread(features.absmax), spread(features.digest))
+
+
+class LocalGradients:
+    """Describes the local gradients of a root's parameters, once a step.
+
+    Parameters
+    ----------
+    wrapper
+        What the training calls: a DistributedDataParallel instance or the module itself.
+    parameters
+        In the order of the description.
+
+    """
+
+    def __init__(self, wrapper: nn.Module, parameters: list[nn.Parameter], device: torch.device) -> None:
+        self._wrapper = wrapper
+        self._parameters = parameters
+        self._device = device
+        self._latest: Features | None = None
+        self._parts: list[Features | None] = [None] * len(parameters)
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self.mode = "hold"
+        if isinstance(wrapper, nn.parallel.DistributedDataParallel):
+            self.mode = "hooks" if wrapper.gradient_as_bucket_view else "callback"
+        if self.mode == "hooks":
+            for index, parameter in enumerate(parameters):
+                handle = parameter.register_post_accumulate_grad_hook(lambda p, i=index: self._one(i, p))
+                self._handles.append(handle)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _one(self, index: int, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None and self._wrapper.require_backward_grad_sync:
+            with torch.no_grad(), own_work():
+                self._parts[index] = features_of([parameter.grad])
+
+    def collect(self) -> None:
+        """Describe the gradients as they stand: called when a backward has left them local and complete."""
+        if self.mode != "hooks":
+            self._latest = features_with_absent([p.grad for p in self._parameters], self._device)
+            return
+        zero = torch.zeros(1, device=self._device)
+        none = Features(zero, zero, torch.zeros(1, dtype=torch.int64, device=self._device))
+        parts = [part or none for part in self._parts]
+        self._parts = [None] * len(parts)
+        self._latest = Features(
+            torch.cat([part.l2 for part in parts]),
+            torch.cat([part.absmax for part in parts]),
+            torch.cat([part.digest for part in parts]),
+        )
+
+    def take(self) -> Features | None:
+        """Return the step's description and forget it; None if no synchronising backward was seen."""
+        if self.mode == "hold":
+            with torch.no_grad(), own_work():
+                self.collect()
+        latest, self._latest = self._latest, None
+        return latest

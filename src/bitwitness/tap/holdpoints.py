@@ -1,0 +1,132 @@
+"""The moments of a training step at which the guard may look or act, each from one choke point inside torch.
+
+======================  =============================================================================================
+backward                ``torch.autograd._engine_run_backward``: every ``backward()`` and ``autograd.grad`` goes through it
+before clipping         ``torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype``: every clipping function calls it,
+                        also one that a script imported by name before we came
+before unscaling        ``torch.amp.GradScaler.unscale_``: ``scaler.step`` calls it too, even if it then skips the optimizer
+before / after a step   torch's global optimizer hooks
+end under a scaler      ``torch.amp.GradScaler.update``: ends a step whose optimizer was skipped
+======================  =============================================================================================
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch.amp import GradScaler
+from torch.nn.utils import clip_grad
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+RunBackward = Callable[..., Any]
+
+
+class StepListener(Protocol):
+    """Who is told of the moments. The guard is one."""
+
+    def around_backward(self, roots: tuple[Any, ...]) -> AbstractContextManager[None]:
+        """Return what a backward from ``roots`` (tensors or gradient edges) is run inside."""
+
+    def hold(self, *, scaler: GradScaler | None = None, optimizer: Optimizer | None = None) -> None:
+        """Gradients are complete, raw, and about to be unscaled, clipped or used, whichever comes first."""
+
+    def optimizer_stepped(self, optimizer: Optimizer) -> None:
+        """Parameters changed."""
+
+    def scaler_updated(self) -> None:
+        """A scaler ended the step; its optimizers may have been skipped."""
+
+
+class HoldPoints:
+    """Tells a listener of the moments while entered; leaves torch as it found it.
+
+    Several may be on at once (one a guard); each wraps what it finds and, on leaving, puts back what it wrapped if it
+    is still on top, else becomes a plain pass-through.
+    """
+
+    def __init__(self, listener: StepListener) -> None:
+        self._listener = listener
+        self._stack = ExitStack()
+        self._on = False
+
+    def __enter__(self) -> HoldPoints:
+        self._on = True
+        self._patch(torch.autograd, "_engine_run_backward", self._wrap_backward)
+        self._patch(clip_grad, "_group_tensors_by_device_and_dtype", self._wrap_grouping)
+        self._patch(GradScaler, "unscale_", self._wrap_unscale)
+        self._patch(GradScaler, "update", self._wrap_update)
+        before = register_optimizer_step_pre_hook(self._before_step)
+        after = register_optimizer_step_post_hook(self._after_step)
+        self._stack.callback(before.remove)
+        self._stack.callback(after.remove)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._on = False
+        self._stack.close()
+
+    def _patch(self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        original = getattr(owner, name)
+        ours = wrap(original)
+        setattr(owner, name, ours)
+
+        def restore() -> None:
+            if getattr(owner, name) is ours:
+                setattr(owner, name, original)
+
+        self._stack.callback(restore)
+
+    def _wrap_backward(self, original: RunBackward) -> RunBackward:
+        @functools.wraps(original)
+        def run_backward(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._on:
+                return original(t_outputs, *args, **kwargs)
+            with self._listener.around_backward(tuple(t_outputs)):
+                return original(t_outputs, *args, **kwargs)
+
+        return run_backward
+
+    def _wrap_grouping(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def group(*args: Any, **kwargs: Any) -> Any:
+            if self._on:
+                self._listener.hold()
+            return original(*args, **kwargs)
+
+        return group
+
+    def _wrap_unscale(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def unscale(scaler: GradScaler, optimizer: Optimizer) -> Any:
+            if self._on and scaler.is_enabled():
+                self._listener.hold(scaler=scaler, optimizer=optimizer)
+            return original(scaler, optimizer)
+
+        return unscale
+
+    def _wrap_update(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def update(scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
+            result = original(scaler, *args, **kwargs)
+            if self._on and scaler.is_enabled():
+                self._listener.scaler_updated()
+            return result
+
+        return update
+
+    def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        self._listener.hold(optimizer=optimizer)
+
+    def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        self._listener.optimizer_stepped(optimizer)

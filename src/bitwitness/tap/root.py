@@ -1,0 +1,248 @@
+"""The root module's forwards and backwards, recorded so that the step can be run again.
+
+Hooks go on the user's own module (inside DistributedDataParallel), so that a rank can replay it alone. They are
+`ModuleHook` objects: a copy or a pickle of the module carries an inert one, so that ``copy.deepcopy(model)`` (an EMA, say)
+and ``torch.save(model)`` work as without the guard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from bitwitness.stats import bit_hash
+from bitwitness.tap.capture import Autocast, ForwardRecord, StepRecord
+from bitwitness.tap.clock import StepClock
+from bitwitness.tap.gradients import queue_after_backward
+from bitwitness.tap.modules import own_work, unwrap
+from bitwitness.tap.randomness import RandomState
+from bitwitness.tap.structure import fresh, map_tensors, nbytes, tensors_of
+
+
+class ModuleHook:
+    """A module hook that does nothing once copied, pickled or let go."""
+
+    def __init__(self, call: Callable[..., Any] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return None if self._call is None else self._call(*args, **kwargs)
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> ModuleHook:
+        return ModuleHook()
+
+    def __reduce__(self) -> tuple[type[ModuleHook], tuple[()]]:
+        return ModuleHook, ()
+
+    def let_go(self) -> None:
+        """Become inert, also in modules that were copied by reference."""
+        self._call = None
+
+
+class RootTap:
+    """Records the training forwards of one root.
+
+    Parameters
+    ----------
+    model
+        The module that the training calls; a DistributedDataParallel wrapper or the module itself.
+    clock
+        Numbers the steps.
+    capture_limit
+        Bytes that one step's inputs and output gradients may take; beyond it the step is not replayable.
+    around_forward
+        Returns a context in which a forward is run (a deep step's operator tap), or None.
+    local_gradients
+        Called once in each synchronising backward, after all local gradients are there and before they are reduced.
+    fail
+        Told of an error inside the guard; recording then stops for the step.
+
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        clock: StepClock,
+        *,
+        capture_limit: int,
+        around_forward: Callable[[], AbstractContextManager[Any] | None] = lambda: None,
+        local_gradients: Callable[[], None] | None = None,
+        fail: Callable[[str, BaseException], None],
+    ) -> None:
+        self.wrapper = model
+        self.root = unwrap(model)
+        self.parameters = {name: p for name, p in self.root.named_parameters() if p.requires_grad}
+        self.record = StepRecord(clock.step)
+        self.backwards = 0
+        self.forwards_seen = 0
+        self.outputs_seen = 0
+        self.paused = False
+        self._clock = clock
+        self._limit = capture_limit
+        self._around = around_forward
+        self._local_gradients = local_gradients
+        self._fail = fail
+        self._entered: list[AbstractContextManager[Any]] = []
+        self._open: list[ForwardRecord | None] = []
+        self._in_backward = False
+        self._queued = False
+        self._only_scalars = True
+        first = next(iter(self.parameters.values()), None)
+        self.device = torch.device("cpu") if first is None else first.device
+        self._hooks = [ModuleHook(self._before), ModuleHook(self._after)]
+        self._handles = [
+            self.root.register_forward_pre_hook(self._hooks[0], with_kwargs=True),
+            self.root.register_forward_hook(self._hooks[1], with_kwargs=True, always_call=True),
+        ]
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.let_go()
+        for handle in self._handles:
+            handle.remove()
+
+    # -- forward -------------------------------------------------------------------------------------------------
+
+    def _before(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._entered.append(nullcontext())
+        self._open.append(None)
+        if self.paused or not torch.is_grad_enabled() or not root.training or torch.compiler.is_compiling():
+            return
+        try:
+            with own_work():
+                self._open[-1] = self._begin(root, args, kwargs)
+            context = self._around()
+            if context is not None:
+                context.__enter__()
+                self._entered[-1] = context
+        except Exception as error:
+            self._fail("capture", error)
+
+    def _begin(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardRecord:
+        self.forwards_seen += 1
+        if self._clock.begin_forward() or self.record.step != self._clock.step:
+            self.record = StepRecord(self._clock.step)
+        if not self.record.forwards:
+            self._begin_step(root)
+        self._clock.micro = len(self.record.forwards)
+        if nbytes(tensors_of((args, kwargs))) > self._limit:
+            self.record.give_up(f"the batch is larger than the capture limit of {self._limit >> 20} MiB")
+            args, kwargs = (), {}
+        if len(tensors_of((args, kwargs))) == 0:
+            self.record.give_up("the model is called without tensors; its inputs cannot be captured")
+        record = ForwardRecord(
+            args=map_tensors(args, fresh),
+            kwargs=map_tensors(kwargs, fresh),
+            random=RandomState.read(self.device),
+            autocast=Autocast.read(self.device),
+            buffers=[buffer.detach().clone() for buffer in root.buffers()],
+            sync=bool(getattr(self.wrapper, "require_backward_grad_sync", True)),
+        )
+        self.record.forwards.append(record)
+        return record
+
+    def _begin_step(self, root: nn.Module) -> None:
+        record = self.record
+        parameters = list(self.parameters.values())
+        record.versions = [p._version for p in parameters]
+        record.training = [module.training for module in root.modules()]
+        present = [p.grad for p in parameters if p.grad is not None]
+        if present:
+            # zero_grad(set_to_none=False): -0.0 + 0.0 is +0.0, so a replay must start from zeros, too
+            record.zero_start = True
+            record.start_norm = torch.stack(
+                [norm.to(self.device, torch.float32) for norm in torch._foreach_norm(present)]
+            ).sum()
+
+    def _after(self, _root: nn.Module, _args: Any, _kwargs: Any, result: Any) -> Any:
+        record = self._open.pop() if self._open else None
+        context = self._entered.pop() if self._entered else nullcontext()
+        try:
+            context.__exit__(None, None, None)
+            if record is None or result is None:
+                return None
+            with own_work():
+                return self._alias(record, result)
+        except Exception as error:
+            self._fail("capture", error)
+            return None
+
+    def _alias(self, record: ForwardRecord, result: Any) -> Any:
+        def alias(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.requires_grad:
+                return tensor
+            index = len(record.output_digests)
+            self._only_scalars &= tensor.numel() == 1
+            record.output_digests.append(bit_hash(tensor.detach()))
+            record.output_grads.append(None)
+            twin = tensor.view_as(tensor)
+            twin.register_hook(lambda grad: self._output_grad(record, index, grad))
+            return twin
+
+        aliased = map_tensors(result, alias)
+        self.outputs_seen += len(record.output_digests)
+        return aliased
+
+    # -- backward ------------------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """Say that a backward begins (any backward of the process; it may not reach this root)."""
+        self.backwards += 1
+        self._in_backward = True
+        self._queued = False
+
+    def end_backward(self) -> None:
+        """Say that it ended."""
+        self._in_backward = False
+
+    def _output_grad(self, record: ForwardRecord, index: int, grad: torch.Tensor) -> None:
+        try:
+            self._keep_output_grad(record, index, grad)
+        except Exception as error:
+            self._fail("capture", error)
+
+    def _keep_output_grad(self, record: ForwardRecord, index: int, grad: torch.Tensor) -> None:
+        if record.backward is None:
+            record.backward = self.backwards
+        elif record.backward != self.backwards:
+            self.record.give_up("one forward was backpropagated more than once")
+            return
+        if nbytes([grad]) > self._limit:
+            self.record.give_up(f"an output gradient is larger than the capture limit of {self._limit >> 20} MiB")
+        elif grad.requires_grad:
+            self.record.give_up("backward ran with create_graph: second derivatives are not replayed")
+        else:
+            record.output_grads[index] = grad.detach()
+        if record.sync and self._local_gradients is not None and not self._queued:
+            # Queued before DistributedDataParallel queues its own, so it runs when all local gradients are there
+            # and none has been replaced by the reduced one.
+            self._queued = True
+            queue_after_backward(self._run_local_gradients)
+
+    def _run_local_gradients(self) -> None:
+        try:
+            if self._local_gradients is not None:
+                with torch.no_grad(), own_work():
+                    self._local_gradients()
+        except Exception as error:
+            self._fail("local gradients", error)
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward is running now."""
+        return self._in_backward
+
+    @property
+    def scalar(self) -> bool:
+        """Whether the root's differentiable outputs are scalars only: its loss is computed inside."""
+        return self.outputs_seen > 0 and self._only_scalars
+
+    @property
+    def touched(self) -> bool:
+        """Whether a backward has reached this root since the step began."""
+        return any(record.backward is not None for record in self.record.forwards)

@@ -1,0 +1,95 @@
+"""The operators of one replay in order: a bit hash of what each computed, and one of them kept whole."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from bitwitness.stats import bit_hash
+from bitwitness.tap.modules import ModuleTracker
+from bitwitness.tap.operators import OpCall, OperatorTap
+
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # noqa: PTH120 - frames hold plain strings
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep  # noqa: PTH120
+
+
+def user_line() -> str:
+    """Return ``file:line in function`` of the innermost frame that is neither torch's nor ours; empty if there is none."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_OWN, _TORCH, "<")):
+            return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
+
+
+def computes(func: torch._ops.OpOverload) -> bool:
+    """Tell whether an operator computes its result, rather than returning a view or an alias of its input."""
+    returns = func._schema.returns
+    if not returns:
+        return False
+    info = returns[0].alias_info
+    return info is None or info.is_write
+
+
+@dataclass(slots=True)
+class OperatorTrace:
+    """What one replay's operators computed, in order.
+
+    ``hashes``: one int64 0-d tensor an operator (all its outputs together), on its device; ``sites``: their printable
+    sites. The operator numbered ``keep`` is kept whole in ``kept``, with the user's line that called it (for a backward
+    operator: the line of the forward operator that it belongs to) in ``line``.
+    """
+
+    keep: int | None = None
+    hashes: list[torch.Tensor] = field(default_factory=list)
+    sites: list[str] = field(default_factory=list)
+    kept: OpCall | None = None
+    line: str = ""
+    _tracker: ModuleTracker = field(default_factory=ModuleTracker)
+    _lines: dict[int, str] = field(default_factory=dict)
+
+    def tap(self) -> OperatorTap:
+        """Return the dispatch mode that records; enter it around each forward and each backward."""
+        return OperatorTap(self._tracker, self._see, computes, before=self._keep_inputs)
+
+    def _keep_inputs(self, call: OpCall) -> None:
+        if self.keep is None:
+            return
+        if call.phase == "forward":
+            self._lines.setdefault(self._tracker.node(), user_line())
+        if len(self.hashes) == self.keep:
+            # in-place operators overwrite their inputs, so these are copied before it runs
+            self.kept = OpCall(
+                call.func, _copied(call.args), _copied(call.kwargs), None, call.op, call.module, call.phase, call.call
+            )
+            self.line = self._lines.get(self._tracker.node(), "")
+
+    def _see(self, call: OpCall) -> None:
+        outputs = call.outputs
+        if self.keep is not None:
+            if len(self.hashes) == self.keep and self.kept is not None:
+                self.kept.result = _copied(call.result)
+            self.hashes.append(torch.zeros((), dtype=torch.int64))
+            return
+        total = torch.zeros((), dtype=torch.int64)
+        for position, tensor in enumerate(outputs):
+            digest = bit_hash(tensor.detach())
+            total = total.to(digest.device) * 31 + digest + position
+        self.hashes.append(total)
+        self.sites.append(call.site().short)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return value

@@ -1,0 +1,572 @@
+"""Fault injection: what a fault does to the bits, when and where it strikes, and that it stays away otherwise."""
+
+import random
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from bitwitness.errors import ConfigError, UsageError
+from bitwitness.inject import patterns
+from bitwitness.inject.device import FaultyDevice
+from bitwitness.inject.eod_mask import eod_mask_v2
+from bitwitness.inject.faults import DEFAULT_PATTERN, Fault, from_mapping, load_faults
+from bitwitness.tap.clock import StepClock
+from bitwitness.tap.modules import own_work
+
+DTYPES = list(patterns.FORMATS)
+SHAPES = [(), (1,), (5,), (3, 40), (2, 17, 33)]
+
+
+def bits(x):
+    return x.detach().contiguous().view(patterns.FORMATS[x.dtype].raw)
+
+
+def rng(seed=0):
+    return np.random.default_rng(seed)
+
+
+def sample(shape, dtype, seed=0):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return x.to(torch.float32).to(dtype)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1 = nn.Linear(8, 16)
+        self.fc2 = nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.fc2(torch.relu(self.fc1(x)))
+
+
+def net(seed=0):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Net()
+
+
+def train(model, steps=4, optimizer=None, replays=0):
+    """Train; return each execution's loss. Every step is run ``1 + replays`` times before the optimizer steps."""
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
+    data = torch.randn(steps, 6, 8, generator=torch.Generator().manual_seed(1))
+    losses = []
+    for batch in data:
+        for _ in range(1 + replays):
+            optimizer.zero_grad()
+            loss = model(batch).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+    return losses
+
+
+def struck_sites(device):
+    return [str(firing.site.short) for firing in device.fired]
+
+
+# -- what a fault does to the bits ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", DEFAULT_PATTERN)
+def test_every_kind_changes_only_what_it_strikes_on_every_dtype(kind, dtype):
+    x = sample((20, 40), dtype) if kind != "nullify" else torch.ones(20, 40).to(dtype)
+    before = bits(x).clone()
+    pattern = "row" if DEFAULT_PATTERN[kind] != "element" else None
+    fault = Fault(kind=kind, element=45, pattern=pattern, factor=4.0, ulps=2)
+    after = patterns.corrupt(x, fault, rng())
+    assert torch.equal(bits(x), before)
+    assert after.dtype is dtype
+    assert after.shape == x.shape
+    changed = torch.nonzero(bits(after).reshape(-1) != before.reshape(-1)).flatten().tolist()
+    assert changed
+    assert set(changed) <= ({45} if pattern is None else set(range(40, 80)))
+    assert patterns.count_changed(x, after) == len(changed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bit_positions_count_from_the_sign(dtype):
+    x = torch.ones(3).to(dtype)
+    form = patterns.FORMATS[dtype]
+    assert patterns.flip_bit(x, np.array([1]), 0).float().tolist() == [1.0, -1.0, 1.0]
+    assert patterns.flip_bit(x, np.array([1]), form.exponent + 1).float()[1] == 1.5  # the highest mantissa bit
+    for bit in range(form.width):
+        twice = patterns.flip_bit(patterns.flip_bit(x, None, bit), None, bit)
+        assert torch.equal(bits(twice), bits(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_highest_zero_exponent_bit(dtype):
+    x = torch.tensor([0.0, 1.0, 2.0, float("inf")], dtype=dtype)
+    raised = patterns.raise_exponent(x, None).tolist()
+    assert raised[:2] == [2.0, float("inf")]
+    assert raised[2] == 2.0 * 2.0 ** (2 ** (patterns.FORMATS[dtype].exponent - 2))
+    assert raised[3] == float("inf")
+
+
+def test_a_lost_carry_runs_through_the_exponent_but_spares_the_sign():
+    x = torch.tensor([1.0, -1.0, 2.0])
+    up = torch.nextafter(x, torch.tensor([9.0, -9.0, 9.0]))
+    assert torch.equal(patterns.add_ulps(x, None, 1), up)
+    assert patterns.add_ulps(x, None, -1).tolist() == torch.nextafter(x, torch.zeros(3)).tolist()
+    assert patterns.add_ulps(x, None, 2**23).tolist() == [2.0, -2.0, 4.0]
+    assert patterns.add_ulps(torch.ones(1, dtype=torch.float64), None, -(2**52)).item() == 0.5
+
+
+def test_stuck_bit_is_the_same_after_a_second_time():
+    x = sample((7,), torch.float32)
+    for value in (0, 1):
+        once = patterns.force_bit(x, None, 0, value)
+        assert torch.equal(torch.signbit(once), torch.full((7,), bool(value)))
+        assert torch.equal(patterns.force_bit(once, None, 0, value), once)
+
+
+def test_maximum_kinds():
+    x = torch.tensor([1.0, -3.0, 2.0, 3.0])
+    assert patterns.multiply_max(x, None, 2.0).tolist() == [1.0, -6.0, 2.0, 6.0]
+    assert patterns.fill_max(x, np.array([0, 2])).tolist() == [3.0, -3.0, 3.0, 3.0]
+
+
+def test_permuting_moves_values_and_invents_none():
+    x = torch.arange(32.0 * 32).reshape(32, 32)
+    after = patterns.corrupt(x, Fault(kind="permute", element=17 * 32 + 3), rng())
+    assert not torch.equal(after, x)
+    assert torch.equal(after[:16], x[:16])
+    assert torch.equal(after[16:, 16:], x[16:, 16:])
+    assert torch.equal(after[16:, :16].flatten().sort().values, x[16:, :16].flatten().sort().values)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("element", {(2, 17)}),
+        ("row", {(2, c) for c in range(40)}),
+        ("column", {(r, 17) for r in range(20)}),
+        ("tile", {(r, c) for r in range(16) for c in range(16, 32)}),
+        ("warp", {divmod(i, 40) for i in range(97 % 32, 800, 32)}),
+        ("all", {(r, c) for r in range(20) for c in range(40)}),
+    ],
+)
+def test_patterns_hold_the_given_element(pattern, expected):
+    x = torch.ones(20, 40)
+    after = patterns.corrupt(x, Fault(kind="nullify", pattern=pattern, element=97), rng())
+    assert {tuple(place) for place in torch.nonzero(after == 0).tolist()} == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=st.lists(st.integers(0, 35), max_size=3),
+    pattern=st.sampled_from(("element", "all", "row", "column", "tile", "warp")),
+    kind=st.sampled_from(sorted(set(DEFAULT_PATTERN) - {"permute"})),
+    dtype=st.sampled_from(DTYPES),
+    flipped=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_any_shape_and_layout(shape, pattern, kind, dtype, flipped, seed):
+    x = sample(shape, dtype, seed)
+    if flipped:
+        x = x.permute(*reversed(range(x.dim())))
+    after = patterns.corrupt(x, Fault(kind=kind, pattern=pattern), rng(seed))
+    if x.numel() == 0:
+        assert after is None
+        return
+    assert after.stride() == x.clone().stride()
+    dense = patterns.corrupt(x.contiguous(), Fault(kind=kind, pattern=pattern), rng(seed))
+    assert torch.equal(bits(after), bits(dense))
+
+
+@pytest.mark.parametrize("view", [lambda x: x[:, ::2], lambda x: x[:1].expand(4, 6), lambda x: x.t()])
+def test_views_keep_their_base(view):
+    base = torch.ones(4, 6)
+    after = patterns.nullify(view(base), np.array([1]))
+    assert torch.equal(base, torch.ones(4, 6))
+    assert after.flatten()[1] == 0
+    assert int((after == 0).sum()) == 1
+
+
+def test_impossible_strikes_are_named():
+    with pytest.raises(UsageError, match=r"there is no bit 20 in bfloat16; expected 0 \(the sign\) to 15"):
+        patterns.flip_bit(torch.ones(2, dtype=torch.bfloat16), None, 20)
+    with pytest.raises(UsageError, match=r"element 9 is not in a tensor of shape \(2, 3\); expected one below 6"):
+        patterns.choose("row", (2, 3), rng(), 9)
+    with pytest.raises(UsageError, match=r"dtype int64 cannot be struck; expected float64, float32"):
+        patterns.nullify(torch.ones(2, dtype=torch.int64), None)
+
+
+# -- declarations --------------------------------------------------------------------------------------------
+
+
+def test_a_file_of_faults(tmp_path):
+    path = tmp_path / "faults.toml"
+    path.write_text(
+        '[[fault]]\nsite = "*/mm:backward"\nrank = 2\nsteps = [5, 8]\nkind = "bitflip_designed"\n'
+        '[[fault]]\nkind = "multiply"\ncycle = 5\nstart = 2\nfactor = 3\npattern = "column"\n'
+    )
+    first, second = load_faults(path)
+    assert (first.kind, first.rank, first.steps, first.pattern) == ("exponent_msb", 2, (5, 8), "element")
+    assert (second.site, second.factor, second.times) == ("*", 3, None)
+    assert [step for step in range(20) if first.due(step)] == [5, 8]
+    assert [step for step in range(20) if second.due(step)] == [7, 12, 17]
+    assert [step for step in range(5) if Fault(kind="carry", from_step=3).due(step)] == [3, 4]
+    assert from_mapping({}) == ()
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"kind": "bitflip", "ranc": 1}, r"fault 0: unknown key 'ranc'; did you mean 'rank'\?"),
+        ({"kind": "bitflop"}, r"fault 0: unknown kind 'bitflop'; did you mean 'bitflip'\?"),
+        ({}, "fault 0: no kind; expected one of bitflip"),
+        ({"kind": "bitflip", "pattern": "rows"}, r"unknown pattern 'rows'; did you mean 'row'\?"),
+        ({"kind": "bitflip", "site": "*/mm:backwards"}, r"phase 'backwards'; did you mean 'backward'\?"),
+        ({"kind": "bitflip", "steps": 5}, "steps = 5, expected a list of steps"),
+        ({"kind": "bitflip", "rank": True}, "rank = True, expected a rank"),
+        ({"kind": "bitflip", "bit": 64}, "bit = 64, expected a bit position"),
+        ({"kind": "bitflip", "probability": 1.5}, "probability = 1.5, expected a number from 0 to 1"),
+        ({"kind": "bitflip", "steps": [1], "cycle": 2}, "steps and cycle are both given; keep one"),
+        ({"kind": "bitflip", "start": 2}, "start = 2 without a cycle"),
+        ({"kind": "bitflip", "element": 1, "element_probability": 0.5}, "leave pattern and element out"),
+        ({"kind": "permute", "pattern": "element"}, "one element cannot be permuted"),
+        ({"kind": 3}, "kind = 3, expected a word"),
+    ],
+)
+def test_what_is_not_understood_is_named(row, message):
+    with pytest.raises(ConfigError, match=message):
+        from_mapping({"fault": [row]})
+
+
+def test_files_that_cannot_be_used(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot read the faults from .*missing\.toml: No such file"):
+        load_faults(tmp_path / "missing.toml")
+    (tmp_path / "bad.toml").write_text("[[fault")
+    with pytest.raises(ConfigError, match=r"bad\.toml is not TOML: .*expected \[\[fault\]\] tables"):
+        load_faults(tmp_path / "bad.toml")
+    (tmp_path / "bad.toml").write_text('[fault]\nkind = "carry"\n')
+    with pytest.raises(ConfigError, match=r"bad\.toml: expected \[\[fault\]\] tables \(with two brackets\)"):
+        load_faults(tmp_path / "bad.toml")
+    with pytest.raises(ConfigError, match="unknown key 'faults'"):
+        from_mapping({"faults": []})
+
+
+# -- GenerateEodMaskV2 ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_the_preset_as_the_documented_demo_uses_it(dtype):
+    for step in range(12):
+        x = torch.zeros(8, 8, dtype=dtype, requires_grad=True)
+        y = eod_mask_v2(x, 0, step, 0, 0, 0, [5], "cycle", "bitflip_designed", 1.0, 0, 0.0)
+        assert y[0, 0].item() == (2.0 if step in {5, 10} else 0.0)
+        assert y.sum().item() == y[0, 0].item()
+        y.backward(torch.full_like(y, 3.0))
+        assert torch.equal(x.grad, torch.full_like(x, 3.0))
+        healthy = eod_mask_v2(x, 0, step, 0, 0, 0, [5], "cycle", "multiply", 1.0, 0, 0.0)
+        assert torch.equal(healthy, x)
+
+
+def test_the_presets_modes():
+    x = torch.tensor([[[0.1]], [[-0.2]]])
+    common = {"error_mode": "cycle", "steps": [1], "cur_step": 3}
+    assert eod_mask_v2(x, 0, flip_mode="bitflip", bit_pos=0, **common).tolist() == [[[-x[0].item()]], [[x[1].item()]]]
+    assert torch.equal(eod_mask_v2(x, [0, 1], flip_mode="bitflip", **common), -x)
+    assert torch.equal(eod_mask_v2(x, torch.tensor(1), flip_mode="multiply", multiply_factor=2.0, **common)[1], 2 * x[1])
+    tops = eod_mask_v2(x, 0, flip_mode="multiply_max", multiply_factor=2.0, **common)
+    assert torch.equal(tops, x * torch.tensor([1.0, 2.0]).reshape(2, 1, 1))
+    assert torch.equal(eod_mask_v2(x, 0, flip_probability=1.0, **common), -x)
+
+
+def test_the_presets_steps():
+    x = torch.ones(1)
+    fired = [s for s in range(12) if eod_mask_v2(x, 0, s, start=2, steps=[0, 4], error_mode="specific").item() < 0]
+    assert fired == [2, 6]
+    fired = [s for s in range(12) if eod_mask_v2(x, 0, torch.tensor(s), start=2, steps=4).item() < 0]
+    assert fired == [6, 10]
+
+
+def test_the_presets_probability_is_seeded():
+    x = torch.ones(10_000)
+    first = eod_mask_v2(x, 0, 1, seed=3, flip_probability=0.01)
+    assert torch.equal(first, eod_mask_v2(x, 0, 1, seed=1, offset=2, flip_probability=0.01))
+    assert 60 < int((first < 0).sum()) < 140
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"flip_mode": "flip"}, "flip_mode = 'flip', expected one of bitflip, bitflip_designed"),
+        ({"error_mode": "once"}, "error_mode = 'once', expected one of cycle, specific"),
+        ({"steps": [0]}, "expected a first step of 1 or more"),
+        ({"ele_pos": 4}, r"ele_pos = \[4\], but x has 4 elements"),
+        ({"bit_pos": 32}, "there is no bit 32 in float32"),
+        ({"x": torch.ones(2, dtype=torch.float64)}, "expected bfloat16, float16 or float32"),
+    ],
+)
+def test_the_preset_names_bad_arguments(change, message):
+    with pytest.raises(UsageError, match=message):
+        eod_mask_v2(**{"x": torch.ones(4), "ele_pos": 0, "cur_step": 1} | change)
+
+
+# -- the device ----------------------------------------------------------------------------------------------
+
+
+def test_a_device_that_does_not_fire_leaves_bits_and_randomness_alone():
+    def run(context):
+        torch.manual_seed(0)
+        np.random.seed(0)  # noqa: NPY002 - the global generator is what must stay untouched
+        random.seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4))
+        with context:
+            losses = train(model)
+        drawn = (torch.rand(1).item(), np.random.rand(), random.random())  # noqa: NPY002
+        return losses, [p.detach().clone() for p in model.parameters()], drawn
+
+    hooks = len(nn.modules.module._global_forward_pre_hooks)
+    faults = [
+        Fault(kind="bitflip", from_step=1000),
+        Fault(kind="bitflip", probability=1e-12),
+        Fault(kind="nullify", site="nowhere.*"),
+        Fault(kind="nullify", rank=3),
+    ]
+    device = FaultyDevice(faults)
+    plain, watched = run(nullcontext()), run(device)
+    assert device.fired == []
+    assert plain[0] == watched[0]
+    assert all(torch.equal(a, b) for a, b in zip(plain[1], watched[1], strict=True))
+    assert plain[2] == watched[2]
+    assert len(nn.modules.module._global_forward_pre_hooks) == hooks
+
+
+@pytest.mark.parametrize(
+    ("glob", "expected"),
+    [
+        ("fc1/addmm:forward", ["fc1/addmm#0:forward.out0"]),
+        ("fc1/mm:backward", ["fc1/mm#0:backward.out0"]),
+        ("fc2/mm:backward", ["fc2/mm#0:backward.out0", "fc2/mm#1:backward.out0"]),
+        ("*/mm#1:backward", ["fc2/mm#1:backward.out0"]),
+        ("./relu", ["./relu#0:forward.out0"]),
+        ("*/threshold_backward", ["./threshold_backward#0:backward.out0"]),
+        ("./_foreach_lerp_:*.out2", ["./_foreach_lerp_#0:forward.out2"]),
+    ],
+)
+def test_sites_are_selected_by_glob(glob, expected):
+    model = net()
+    with FaultyDevice([Fault(kind="multiply", site=glob, steps=[1], factor=1.5)]) as device:
+        train(model, optimizer=torch.optim.AdamW(model.parameters(), foreach=True))
+    assert struck_sites(device) == expected
+    assert {firing.step for firing in device.fired} == {1}
+    assert all(firing.changed <= 1 for firing in device.fired)
+
+
+def test_forward_and_backward_are_computed_wrongly():
+    x = torch.ones(2, 8)
+    clean, model = net(), net()
+    clean(x).sum().backward()
+    faults = [Fault(kind="nullify", site="fc2/mm#0:backward", pattern="all")]
+    with FaultyDevice(faults):
+        y = model(x)
+        y.sum().backward()
+    assert torch.equal(y, clean(x))
+    assert torch.equal(model.fc2.bias.grad, clean.fc2.bias.grad)
+    different = [n for (n, p), q in zip(model.named_parameters(), clean.parameters(), strict=True) if not torch.equal(p.grad, q.grad)]
+    assert different
+    with FaultyDevice([Fault(kind="bitflip", site="fc1/addmm", element=3, bit=1)]):
+        corrupt = model.fc1(x)
+    assert torch.nonzero(corrupt != clean.fc1(x)).tolist() == [[0, 3]]
+
+
+def test_in_place_and_several_outputs_are_struck_and_views_are_not():
+    x = torch.ones(4, 8)
+    with FaultyDevice([Fault(kind="nullify", pattern="all")]) as device:
+        view = x.view(8, 4).t()[1:].detach()
+        torch.ops.aten._unsafe_view(x, [32])
+        torch.empty(3).resize_(4)
+    assert device.fired == []
+    assert view.sum() == 28
+    with FaultyDevice([Fault(kind="nullify", pattern="all", site="*/mul_")]) as device:
+        y = x.clone()
+        assert y.mul_(3) is y
+    assert y.sum() == 0
+    assert x.sum() == 32
+    with FaultyDevice([Fault(kind="nullify", pattern="all", site="*/native_layer_norm:*.out2")]) as device:
+        out, mean, rstd = torch.native_layer_norm(x + torch.arange(8.0), [8], None, None, 0.0)
+    assert rstd.sum() == 0
+    assert mean.sum() != 0
+    assert out.abs().sum() != 0
+    assert struck_sites(device) == ["./native_layer_norm#0:forward.out2"]
+
+
+def test_integers_short_tensors_and_narrow_dtypes_are_not_struck():
+    faults = [Fault(kind="bitflip", bit=20), Fault(kind="nullify", element=9)]
+    with FaultyDevice(faults) as device:
+        torch.arange(20) + 1
+        torch.ones(4, dtype=torch.bfloat16) + 1
+    assert device.fired == []
+
+
+def test_a_transient_does_not_strike_the_replay_and_a_persistent_fault_does():
+    clean = train(net(), replays=2)
+    site = "fc2/addmm:forward"
+    with FaultyDevice([Fault(kind="exponent_msb", site=site, steps=[2], times=1)]) as device:
+        transient = train(net(), replays=2)
+    assert [firing.step for firing in device.fired] == [2]
+    assert [i for i in range(12) if transient[i] != clean[i]] == [6]
+    with FaultyDevice([Fault(kind="multiply", site=site, from_step=2, element=0)]) as device:
+        persistent = train(net(), replays=2)
+    assert [firing.step for firing in device.fired] == [2, 2, 2, 3, 3, 3]
+    assert persistent[6] == persistent[7] == persistent[8] != clean[6]
+
+
+def test_intermittent_faults_strike_as_often_as_declared():
+    x = torch.ones(50, 20)
+    with FaultyDevice([Fault(kind="multiply", site="*/neg", probability=0.2)], seed=5) as device:
+        for _ in range(500):
+            torch.neg(x)
+    assert 70 < len(device.fired) < 130
+    with FaultyDevice([Fault(kind="multiply", site="*/neg", element_probability=1e-3)], seed=5) as elements:
+        for _ in range(500):
+            torch.neg(x)
+    assert 420 < sum(firing.changed for firing in elements.fired) < 580
+    again = FaultyDevice([Fault(kind="multiply", site="*/neg", probability=0.2)], seed=5)
+    with again:
+        for _ in range(500):
+            torch.neg(x)
+    assert again.fired == device.fired
+
+
+def test_weights_are_struck_after_the_optimizers_step():
+    model, clean = net(), net()
+    train(clean, steps=3)
+    fault = Fault(kind="bitflip", site="fc1.weight/weight:param", steps=[2], element=5, bit=3)
+    with FaultyDevice([fault]) as device:
+        train(model, steps=3)
+    assert struck_sites(device) == ["fc1.weight/weight#0:param.out0"]
+    assert device.fired[0].changed == 1
+    assert torch.nonzero(model.fc1.weight.flatten() != clean.fc1.weight.flatten()).tolist() == [[5]]
+    assert torch.equal(model.fc2.weight, clean.fc2.weight)
+
+
+def test_optimizer_state_is_struck_and_unseen_models_are_named_if_given():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    fault = Fault(kind="nullify", site="fc2.*/exp_avg:optim", steps=[0], pattern="all")
+    with FaultyDevice([fault], model=model) as device:
+        train(model, steps=1, optimizer=optimizer)
+    assert struck_sites(device) == ["fc2.weight/exp_avg#0:optim.out0", "fc2.bias/exp_avg#0:optim.out0"]
+    assert optimizer.state[model.fc2.weight]["exp_avg"].abs().sum() == 0
+    assert optimizer.state[model.fc1.weight]["exp_avg"].abs().sum() > 0
+    assert optimizer.state[model.fc2.weight]["exp_avg_sq"].abs().sum() > 0
+
+    lone = nn.Parameter(torch.ones(3, requires_grad=True))
+    with FaultyDevice([Fault(kind="nullify", site="*:param")]) as device:
+        lone.sum().backward()
+        torch.optim.SGD([lone], lr=0.1).step()
+    assert struck_sites(device) == ["param_groups.0.0/0#0:param.out0"]
+
+
+def test_only_faults_of_this_rank_count_and_a_given_clock_is_obeyed():
+    clock = StepClock(7)
+    faults = [Fault(kind="nullify", site="*/neg", rank=1), Fault(kind="nullify", site="*/neg", rank=0, steps=[7])]
+    with FaultyDevice(faults, rank=0, clock=clock) as device:
+        torch.neg(torch.ones(2))
+        clock.end_step()
+        clock.begin_forward()
+        torch.neg(torch.ones(2))
+    (firing,) = device.fired
+    assert (firing.step, firing.fault, firing.site.rank, firing.site.step) == (7, 1, 0, 7)
+
+
+def test_evaluation_does_not_count_steps_and_a_scaler_that_skips_does():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    with FaultyDevice([Fault(kind="bitflip", site="*/neg")]) as device:
+        for _ in range(2):
+            scaler.scale(model(torch.full((2, 8), float("inf"))).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            with torch.no_grad():
+                model(torch.ones(2, 8))
+            torch.neg(torch.ones(2))
+    assert [firing.step for firing in device.fired] == [0, 1]
+
+
+def test_the_guards_own_operators_run_on_the_same_device():
+    with FaultyDevice([Fault(kind="nullify", pattern="all", site="(bitwitness)/*")]) as device:
+        healthy = torch.neg(torch.ones(2))
+        with own_work():
+            check = torch.neg(torch.ones(2))
+    assert healthy.tolist() == [-1, -1]
+    assert check.tolist() == [0, 0]
+    assert {firing.site.module for firing in device.fired} == {"(bitwitness)"}
+
+
+def test_from_environment(tmp_path, monkeypatch):
+    monkeypatch.delenv("BITWITNESS_INJECT", raising=False)
+    assert FaultyDevice.from_environment() is None
+    (tmp_path / "faults.toml").write_text('[[fault]]\nkind = "nullify"\nsite = "*/neg"\nrank = 3\n')
+    monkeypatch.setenv("BITWITNESS_INJECT", str(tmp_path / "faults.toml"))
+    with FaultyDevice.from_environment(rank=3) as device:
+        torch.neg(torch.ones(2))
+    assert len(device.fired) == 1
+
+
+# -- collectives ---------------------------------------------------------------------------------------------
+
+COMM_CASES = {
+    "contribution": [Fault(kind="nullify", pattern="all", site="*/allreduce_:comm.in0", rank=1)],
+    "delivery": [Fault(kind="nullify", pattern="all", site="*/allreduce_:comm.out0", rank=1)],
+    "gathered": [Fault(kind="multiply", pattern="all", factor=10.0, site="*/*gather*:comm.in0", rank=1)],
+    "functional": [Fault(kind="multiply", pattern="all", factor=10.0, site="*/all_reduce:comm.out0", rank=0)],
+}
+
+
+def rank_main(rank, store):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    results = {}
+    for case, faults in COMM_CASES.items():
+        model = net()
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        with FaultyDevice(faults, rank=rank) as device:
+            wrapped(torch.full((2, 8), rank + 1.0)).sum().backward()
+            sent = torch.full((2,), rank + 1.0)
+            received = [torch.zeros(2), torch.zeros(2)]
+            dist.all_gather(received, sent)
+            functional = dist._functional_collectives.all_reduce(sent, "sum", dist.group.WORLD) + 0
+        results[case] = {
+            "grad": model.fc2.bias.grad.tolist(),
+            "sent": sent.tolist(),
+            "received": [x[0].item() for x in received],
+            "functional": functional.tolist(),
+            "sites": struck_sites(device),
+        }
+        del wrapped
+    torch.save(results, f"{store}.{rank}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(not dist.is_available(), reason="this torch is built without torch.distributed")
+def test_collectives_of_two_ranks(tmp_path):
+    store = tmp_path / "store"
+    torch.multiprocessing.spawn(rank_main, (str(store),), nprocs=2)
+    first, second = (torch.load(f"{store}.{rank}") for rank in range(2))
+    # each rank's local gradient of fc2's bias is 2 (a batch of two, summed); the reducer averages over the ranks
+    assert first["contribution"]["grad"] == second["contribution"]["grad"] == [1.0] * 4
+    assert second["contribution"]["sites"] == ["./allreduce_#0:comm.in0"]
+    assert first["contribution"]["sites"] == []
+    assert first["delivery"]["grad"] == [2.0] * 4
+    assert second["delivery"]["grad"] == [0.0] * 4
+    assert first["gathered"]["received"] == second["gathered"]["received"] == [1.0, 20.0]
+    assert second["gathered"]["sent"] == [2.0, 2.0]  # what it read in its memory is untouched
+    assert first["functional"]["functional"] == [30.0, 30.0]
+    assert second["functional"]["functional"] == [3.0, 3.0]
+    assert first["functional"]["sites"] == ["./all_reduce#0:comm.out0"]
