@@ -1,4 +1,4 @@
-"""Fault injection: what a fault does to the bits, when and where it strikes, and that it stays away otherwise."""
+"""Fault injection: what a fault does to the bits, when and where it strikes, and that it stays away else."""
 
 import random
 from contextlib import nullcontext
@@ -53,7 +53,7 @@ def net(seed=0):
 
 
 def train(model, steps=4, optimizer=None, replays=0):
-    """Train; return each execution's loss. Every step is run ``1 + replays`` times before the optimizer steps."""
+    """Train; return each execution's loss. A step is run ``1 + replays`` times before the optimizer steps."""
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
     data = torch.randn(steps, 6, 8, generator=torch.Generator().manual_seed(1))
     losses = []
@@ -96,7 +96,9 @@ def test_bit_positions_count_from_the_sign(dtype):
     x = torch.ones(3).to(dtype)
     form = patterns.FORMATS[dtype]
     assert patterns.flip_bit(x, np.array([1]), 0).float().tolist() == [1.0, -1.0, 1.0]
-    assert patterns.flip_bit(x, np.array([1]), form.exponent + 1).float()[1] == 1.5  # the highest mantissa bit
+    assert (
+        patterns.flip_bit(x, np.array([1]), form.exponent + 1).float()[1] == 1.5
+    )  # the highest mantissa bit
     for bit in range(form.width):
         twice = patterns.flip_bit(patterns.flip_bit(x, None, bit), None, bit)
         assert torch.equal(bits(twice), bits(x))
@@ -169,10 +171,12 @@ def test_patterns_hold_the_given_element(pattern, expected):
     flipped=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_any_shape_and_layout(shape, pattern, kind, dtype, flipped, seed):
+def test_any_shape_and_layout(  # noqa: PLR0917 - hypothesis names them all
+    shape, pattern, kind, dtype, flipped, seed
+):
     x = sample(shape, dtype, seed)
     if flipped:
-        x = x.permute(*reversed(range(x.dim())))
+        x = x.permute(tuple(reversed(range(x.dim()))))
     after = patterns.corrupt(x, Fault(kind=kind, pattern=pattern), rng(seed))
     if x.numel() == 0:
         assert after is None
@@ -194,7 +198,9 @@ def test_views_keep_their_base(view):
 def test_impossible_strikes_are_named():
     with pytest.raises(UsageError, match=r"there is no bit 20 in bfloat16; expected 0 \(the sign\) to 15"):
         patterns.flip_bit(torch.ones(2, dtype=torch.bfloat16), None, 20)
-    with pytest.raises(UsageError, match=r"element 9 is not in a tensor of shape \(2, 3\); expected one below 6"):
+    with pytest.raises(
+        UsageError, match=r"element 9 is not in a tensor of shape \(2, 3\); expected one below 6"
+    ):
         patterns.choose("row", (2, 3), rng(), 9)
     with pytest.raises(UsageError, match=r"dtype int64 cannot be struck; expected float64, float32"):
         patterns.nullify(torch.ones(2, dtype=torch.int64), None)
@@ -274,9 +280,14 @@ def test_the_preset_as_the_documented_demo_uses_it(dtype):
 def test_the_presets_modes():
     x = torch.tensor([[[0.1]], [[-0.2]]])
     common = {"error_mode": "cycle", "steps": [1], "cur_step": 3}
-    assert eod_mask_v2(x, 0, flip_mode="bitflip", bit_pos=0, **common).tolist() == [[[-x[0].item()]], [[x[1].item()]]]
+    assert eod_mask_v2(x, 0, flip_mode="bitflip", bit_pos=0, **common).tolist() == [
+        [[-x[0].item()]],
+        [[x[1].item()]],
+    ]
     assert torch.equal(eod_mask_v2(x, [0, 1], flip_mode="bitflip", **common), -x)
-    assert torch.equal(eod_mask_v2(x, torch.tensor(1), flip_mode="multiply", multiply_factor=2.0, **common)[1], 2 * x[1])
+    assert torch.equal(
+        eod_mask_v2(x, torch.tensor(1), flip_mode="multiply", multiply_factor=2.0, **common)[1], 2 * x[1]
+    )
     tops = eod_mask_v2(x, 0, flip_mode="multiply_max", multiply_factor=2.0, **common)
     assert torch.equal(tops, x * torch.tensor([1.0, 2.0]).reshape(2, 1, 1))
     assert torch.equal(eod_mask_v2(x, 0, flip_probability=1.0, **common), -x)
@@ -284,7 +295,9 @@ def test_the_presets_modes():
 
 def test_the_presets_steps():
     x = torch.ones(1)
-    fired = [s for s in range(12) if eod_mask_v2(x, 0, s, start=2, steps=[0, 4], error_mode="specific").item() < 0]
+    fired = [
+        s for s in range(12) if eod_mask_v2(x, 0, s, start=2, steps=[0, 4], error_mode="specific").item() < 0
+    ]
     assert fired == [2, 6]
     fired = [s for s in range(12) if eod_mask_v2(x, 0, torch.tensor(s), start=2, steps=4).item() < 0]
     assert fired == [6, 10]
@@ -368,15 +381,17 @@ def test_forward_and_backward_are_computed_wrongly():
     x = torch.ones(2, 8)
     clean, model = net(), net()
     clean(x).sum().backward()
-    faults = [Fault(kind="nullify", site="fc2/mm#0:backward", pattern="all")]
+    faults = [Fault(kind="nullify", site="fc2/mm:backward", pattern="all")]
     with FaultyDevice(faults):
         y = model(x)
         y.sum().backward()
     assert torch.equal(y, clean(x))
     assert torch.equal(model.fc2.bias.grad, clean.fc2.bias.grad)
-    different = [n for (n, p), q in zip(model.named_parameters(), clean.parameters(), strict=True) if not torch.equal(p.grad, q.grad)]
-    assert different
-    with FaultyDevice([Fault(kind="bitflip", site="fc1/addmm", element=3, bit=1)]):
+    different = sum(
+        not torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), clean.parameters(), strict=True)
+    )
+    assert different == 3  # all but fc2's bias, whose gradient is no matmul
+    with FaultyDevice([Fault(kind="bitflip", site="fc1/addmm", element=3, bit=1)], model=model):
         corrupt = model.fc1(x)
     assert torch.nonzero(corrupt != clean.fc1(x)).tolist() == [[0, 3]]
 
@@ -388,7 +403,7 @@ def test_in_place_and_several_outputs_are_struck_and_views_are_not():
         torch.ops.aten._unsafe_view(x, [32])
         torch.empty(3).resize_(4)
     assert device.fired == []
-    assert view.sum() == 28
+    assert view.sum() == 24
     with FaultyDevice([Fault(kind="nullify", pattern="all", site="*/mul_")]) as device:
         y = x.clone()
         assert y.mul_(3) is y
@@ -408,6 +423,15 @@ def test_integers_short_tensors_and_narrow_dtypes_are_not_struck():
         torch.arange(20) + 1
         torch.ones(4, dtype=torch.bfloat16) + 1
     assert device.fired == []
+
+
+def test_sparse_gradients_pass_through():
+    table = nn.Embedding(10, 4, sparse=True)
+    with FaultyDevice([Fault(kind="multiply", pattern="all", site="*:*ward")]) as device:
+        table(torch.tensor([1, 2])).sum().backward()
+        torch.optim.SparseAdam(table.parameters()).step()
+    assert table.weight.grad.is_sparse
+    assert device.fired
 
 
 def test_a_transient_does_not_strike_the_replay_and_a_persistent_fault_does():
@@ -472,7 +496,10 @@ def test_optimizer_state_is_struck_and_unseen_models_are_named_if_given():
 
 def test_only_faults_of_this_rank_count_and_a_given_clock_is_obeyed():
     clock = StepClock(7)
-    faults = [Fault(kind="nullify", site="*/neg", rank=1), Fault(kind="nullify", site="*/neg", rank=0, steps=[7])]
+    faults = [
+        Fault(kind="nullify", site="*/neg", rank=1),
+        Fault(kind="nullify", site="*/neg", rank=0, steps=[7]),
+    ]
     with FaultyDevice(faults, rank=0, clock=clock) as device:
         torch.neg(torch.ones(2))
         clock.end_step()
@@ -527,6 +554,23 @@ COMM_CASES = {
 }
 
 
+def sharded_neg(rank):
+    """Return the local sums of a DTensor's negation and of a sharded parameter; faults nullify one each."""
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    placements = [torch.distributed.tensor.Shard(0)]
+    sharded = torch.distributed.tensor.DTensor.from_local(torch.ones(2, 3), mesh, placements)
+    weight = nn.Parameter(sharded.clone())
+    faults = [
+        Fault(kind="nullify", pattern="all", site="*/neg", rank=1),
+        Fault(kind="nullify", pattern="all", site="*:param", rank=0),
+    ]
+    with FaultyDevice(faults, rank=rank):
+        out = torch.neg(sharded)
+        weight.grad = torch.zeros_like(weight)
+        torch.optim.SGD([weight], lr=0.1).step()
+    return [out.to_local().sum().item(), weight.detach().to_local().sum().item()]
+
+
 def rank_main(rank, store):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -548,6 +592,7 @@ def rank_main(rank, store):
             "sites": struck_sites(device),
         }
         del wrapped
+    results["sharded"] = sharded_neg(rank)
     torch.save(results, f"{store}.{rank}")
     dist.barrier()
     dist.destroy_process_group()
@@ -559,7 +604,7 @@ def test_collectives_of_two_ranks(tmp_path):
     store = tmp_path / "store"
     torch.multiprocessing.spawn(rank_main, (str(store),), nprocs=2)
     first, second = (torch.load(f"{store}.{rank}") for rank in range(2))
-    # each rank's local gradient of fc2's bias is 2 (a batch of two, summed); the reducer averages over the ranks
+    # each rank's local gradient of fc2's bias is 2 (a batch of two, summed); the reducer averages
     assert first["contribution"]["grad"] == second["contribution"]["grad"] == [1.0] * 4
     assert second["contribution"]["sites"] == ["./allreduce_#0:comm.in0"]
     assert first["contribution"]["sites"] == []
@@ -570,3 +615,5 @@ def test_collectives_of_two_ranks(tmp_path):
     assert first["functional"]["functional"] == [30.0, 30.0]
     assert second["functional"]["functional"] == [3.0, 3.0]
     assert first["functional"]["sites"] == ["./all_reduce#0:comm.out0"]
+    assert first["sharded"] == [-6.0, 0.0]
+    assert second["sharded"] == [0.0, 6.0]

@@ -1,0 +1,33 @@
+"""What can be set, and from where. No part of it imports torch.
+
+The order: keyword > ``BITWITNESS_*`` > the reference systems' variables > TOML file > default.
+"""
+
+from bitwitness.config.load import Loaded, load_config
+from bitwitness.config.schema import (
+    ChecksumConfig,
+    Config,
+    FeatureConfig,
+    NonfiniteConfig,
+    PeersConfig,
+    RanksConfig,
+    ReplayConfig,
+    StrikesConfig,
+    TrendConfig,
+    to_dict,
+)
+
+__all__ = [
+    "ChecksumConfig",
+    "Config",
+    "FeatureConfig",
+    "Loaded",
+    "NonfiniteConfig",
+    "PeersConfig",
+    "RanksConfig",
+    "ReplayConfig",
+    "StrikesConfig",
+    "TrendConfig",
+    "load_config",
+    "to_dict",
+]

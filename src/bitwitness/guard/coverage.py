@@ -16,7 +16,7 @@ def coverage_table(watch: Watch, reporter: Reporter) -> dict[str, Any]:
         "parameters": {"watched": len(root.parameters), "of": len(named)},
         "local_gradients": watch.gradients.mode,
         "steps": {"training_forwards": root.forwards_seen, "held": watch.steps_held, "deep": watch.deep_steps},
-        "outputs": {"loss_inside": root.scalar, "outputs_seen": root.outputs_seen},
+        "outputs": {"loss_inside": root.loss_inside, "outputs_seen": root.outputs_seen},
         "sensors": {"off": sensors.off},
         "suspicions": proceedings.suspicions,
         "dismissed": proceedings.dismissed,
@@ -41,7 +41,7 @@ def _gaps(watch: Watch) -> list[str]:
     root = watch.root
     if root.forwards_seen and not root.outputs_seen:
         gaps.append("the model returns no tensor that asks for a gradient: no step can be run again")
-    elif root.forwards_seen and not root.scalar:
+    elif root.forwards_seen and not root.loss_inside:
         gaps.append(
             "the loss is computed outside the model: a fault in those operators is sensed, but cannot be replayed; have the "
             "model return its loss to have them covered"

@@ -66,12 +66,12 @@ class Proceedings:
         for finding in findings:
             self._reporter.finding(finding)
         loud = [finding for finding in findings if finding.severity is not Severity.INFO]
-        if self._rests_until >= self._root.record.step:
+        if self._config.replay.rest and self._rests_until >= self._root.record.step:
             return [finding for finding in loud if finding.sensor == "checksum"]
         return loud
 
     def question(
-        self, record: StepRecord, original: Fingerprint, findings: list[Finding], light: LightStep, *, scalar: bool
+        self, record: StepRecord, original: Fingerprint, findings: list[Finding], light: LightStep
     ) -> bool:
         """Prove or dismiss, act, tell; collective. Return whether this step's numbers were proven wrong.
 
@@ -87,7 +87,7 @@ class Proceedings:
             self._stop_unproven(loud, record.step)
         if any(forward.autocast.enabled for forward in record.forwards):
             self.laboratory.tolerance = NEAR["low"]
-        outcome = self._judge.question(record, original, loud, scalar=scalar)
+        outcome = self._judge.question(record, original, loud)
         outcome = self._attach(outcome, loud)
         verdict, code = self._responder.respond(outcome, record, scaled=light.scaled)
         self._announce(verdict, loud)
@@ -109,7 +109,7 @@ class Proceedings:
         if self.laboratory.odd:
             site = light.site(0)
             finding = Finding("replay", site, Severity.WARNING, problem, {}, light.step, light.rank)
-            self.question(record, original, [finding] if self.laboratory.odd_here else [], light, scalar=self._root.scalar)
+            self.question(record, original, [finding] if self.laboratory.odd_here else [], light)
             return
         self._reporter.once(f"replay: {problem}; such differences will not be taken for faults")
 

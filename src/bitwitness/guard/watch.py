@@ -185,7 +185,7 @@ class Watch:
             self._deep_until = light.step + _DEEP_AFTER_SUSPICION
             self.root.paused = True
             try:
-                wrong = self.proceedings.question(record, original, findings, light, scalar=self.root.scalar)
+                wrong = self.proceedings.question(record, original, findings, light)
             finally:
                 self.root.paused = False
             if wrong:

@@ -112,7 +112,8 @@ def _is_written(argument: Any) -> bool:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    """Return what tensors that share memory have in common; sparse ones have no storage and share none."""
+    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)
 
 
 def _wait(result: Any) -> None:

@@ -85,7 +85,7 @@ class Laboratory:
         return f"healthy replays differ by {float(everywhere):.3g} on {many} of {self.ranks.size} ranks" if many else None
 
     def question(
-        self, record: StepRecord, original: Fingerprint, *, suspicious: bool, proven_by_checksum: bool, scalar: bool
+        self, record: StepRecord, original: Fingerprint, *, suspicious: bool, proven_by_checksum: bool
     ) -> Experiments:
         """Make the experiments on the step at hand.
 
@@ -99,9 +99,6 @@ class Laboratory:
             A sensor fired on this rank.
         proven_by_checksum
             An operator's invariant failed on this rank.
-        scalar
-            The root's only differentiable outputs are scalars (its loss), so that a changed output does not change the
-            gradient that it receives.
 
         """
         self._problem = None
@@ -112,7 +109,8 @@ class Laboratory:
         guests: dict[int, Passes] = {}
         if self._all(first is not None and second is not None) and self.ranks.size > 1:
             self._ask_elsewhere(record, executions, guests)
-        changed = not scalar and first is not None and not torch.equal(original.outputs, first.outputs)
+        dependent = torch.tensor(record.value_dependent(), dtype=torch.bool)
+        changed = first is not None and bool((original.outputs != first.outputs)[dependent].any())
         row = Row(
             tuple(self._match(executions[a], executions[b]) for a, b in PAIRS),
             suspicious=suspicious,

@@ -64,7 +64,7 @@ class Judge:
         self._devices = devices
         self._transients: Counter[int] = Counter()
 
-    def question(self, record: StepRecord, original: Any, findings: list[Finding], *, scalar: bool) -> Outcome:
+    def question(self, record: StepRecord, original: Any, findings: list[Finding]) -> Outcome:
         """Make the experiments; collective.
 
         Raises
@@ -79,7 +79,7 @@ class Judge:
             return self._corrupt_state(record.step, desync, findings)
         proven = any(finding.sensor == "checksum" for finding in findings)
         found = self._laboratory.question(
-            record, original, suspicious=bool(findings), proven_by_checksum=proven, scalar=scalar
+            record, original, suspicious=bool(findings), proven_by_checksum=proven
         )
         judgement, located = self._name_operator(record, found, anyone_suspicious=bool(suspicious))
         evidence = self._evidence(found, located)

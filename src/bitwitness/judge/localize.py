@@ -53,12 +53,12 @@ def locate(
     passes = record.passes() if ranks.rank == owner else guests.get(owner)
     if passes is None:
         return _shared(ranks, None, witness)
-    trace = OperatorTrace()
-    replayer.run(record, passes, around=trace.tap)
-    mine = torch.stack([digest.cpu() for digest in trace.hashes])
+    mine, again = (_hashes(replayer, record, passes) for _ in range(2))
     other = witness if ranks.rank == owner else owner
-    theirs = ranks.swap([mine], other)[0]
-    first = _first_difference(mine, theirs)
+    theirs, theirs_again = ranks.swap([mine, again], other)
+    # An operator whose result varies on the witness as well (raw memory in a padding, say) tells nothing.
+    steady = _same(mine, again) if ranks.rank == witness else _same(theirs, theirs_again)
+    first = _first_difference(mine, theirs, steady)
     if first is None:
         return _shared(ranks, None, witness)
     close = OperatorTrace(keep=first)
@@ -73,12 +73,21 @@ def locate(
     return _shared(ranks, located, witness)
 
 
-def _first_difference(mine: torch.Tensor, theirs: torch.Tensor) -> int | None:
-    common = min(mine.numel(), theirs.numel())
-    differs = (mine[:common] != theirs[:common]).nonzero()
-    if differs.numel():
-        return int(differs[0])
-    return common - 1 if mine.numel() != theirs.numel() and common else None
+def _hashes(replayer: Replayer, record: StepRecord, passes: Passes) -> torch.Tensor:
+    trace = OperatorTrace()
+    replayer.run(record, passes, around=trace.tap)
+    return torch.stack([digest.cpu() for digest in trace.hashes])
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    common = min(a.numel(), b.numel())
+    return a[:common] == b[:common]
+
+
+def _first_difference(mine: torch.Tensor, theirs: torch.Tensor, steady: torch.Tensor) -> int | None:
+    common = min(mine.numel(), theirs.numel(), steady.numel())
+    differs = ((mine[:common] != theirs[:common]) & steady[:common]).nonzero()
+    return int(differs[0]) if differs.numel() else None
 
 
 def _weigh(close: OperatorTrace, here: Discrepancy, there: Discrepancy, owner: int, witness: int) -> Located:

@@ -51,6 +51,6 @@ def log_sizes(light: LightStep) -> Vector:
     with np.errstate(divide="ignore", invalid="ignore"):
         top = np.log(light.absmax)
         norm = np.log(light.l2)
-    sizes = np.stack([top, norm, top - norm])
+        sizes = np.stack([top, norm, top - norm])
     sizes[~np.isfinite(sizes)] = np.nan
     return sizes

@@ -11,24 +11,41 @@ its own: many small tensors of one size are then one batch.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from bitwitness.stats.local import local_parts
 
+WORD = 8  # bytes
+HALF_WORD = 4
 ROW_WORDS = 1021
-ROW_BYTES = 8 * ROW_WORDS
-_CACHE_ROWS = 64  # half a megabyte: the second fold then reads from the CPU's cache
-_DEVICE_ROWS = 8192  # 64 MiB of scratch keeps an accelerator busy for much longer than a launch takes
+ROW_BYTES = WORD * ROW_WORDS
+_CPU_ROWS = 64  # half a megabyte
+_DEVICE_ROWS = 8192  # 64 MiB: an accelerator is busy for much longer than the launches take
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, odd: the numbering step of splitmix64
 _SCRAMBLE = 0xD6E8FEB86659FD93 - (1 << 64)  # multiplier of Degski's 64-bit mixer
 _LOW_HALF = 0xFFFFFFFF
 _COLUMNS_FROM = 1 << 32  # where the numbering of columns begins: rows never come so far
-_TAIL_FROM = 1 << 33  # where that of the last, shorter row begins
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """The sums of a tensor's whole rows.
+
+    ``rows`` holds int64 sums of the ``count`` rows in pieces, ``columns`` int64 [ROW_WORDS], ``tail`` the bytes that
+    follow the whole rows.
+    """
+
+    count: int
+    rows: list[Tensor]
+    columns: Tensor
+    tail: Tensor
 
 
 @torch.no_grad()
@@ -62,99 +79,128 @@ def bit_hash(tensor: Tensor) -> Tensor:
     changes to the same bits of shifted and unshifted words.
 
     """
-    return digests_of([tensor])[0]
+    return joined(hashes_of([flat_bits(part) for part in local_parts(tensor)]))
 
 
-def digests_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return `bit_hash` of each tensor, small ones in batches; no device is waited for."""
-    parts = [[_flat_bits(part) for part in local_parts(tensor)] for tensor in tensors]
-    hashes = iter(_hash_flat([part for group in parts for part in group]))
-    return [_join([next(hashes) for _ in group]) for group in parts]
-
-
-def _join(hashes: list[Tensor]) -> Tensor:
-    joined = hashes[0]
-    for other in hashes[1:]:
-        joined = joined * _GOLDEN + other
-    return joined
-
-
-def _flat_bits(x: Tensor) -> Tensor:
+def flat_bits(x: Tensor) -> Tensor:
     """Return the elements in logical order as integers of their size; a view wherever that is possible."""
     if x.dtype.itemsize == 16:
         x = torch.view_as_real(x)
-    return x.view(_INTEGER_OF_SIZE[x.dtype.itemsize]).reshape(-1)
+    bits = x.view(_INTEGER_OF_SIZE[x.dtype.itemsize])
+    return bits if bits.dim() == 1 and bits.is_contiguous() else bits.reshape(-1)
 
 
-def _hash_flat(flats: list[Tensor]) -> list[Tensor]:
-    hashes = _hash_tails(flats)
-    bodies = defaultdict(list)
+def joined(hashes: Sequence[Tensor]) -> Tensor:
+    """Return one hash for a tensor that is stored in several parts."""
+    result = hashes[0]
+    for other in hashes[1:]:
+        result = result * _GOLDEN + other
+    return result
+
+
+def is_large(flat: Tensor) -> bool:
+    """Tell whether a tensor has a whole row, and after it the half word that the row's last shifted word reads."""
+    return flat.nbytes >= ROW_BYTES + HALF_WORD
+
+
+def fold(flat: Tensor) -> Fold:
+    """Sum the whole rows of a large tensor, given by its `flat_bits`.
+
+    Block by block, so that the second reading finds the data in the CPU's cache, and an accelerator's copy stays small.
+    """
+    data = flat.view(torch.int8)
+    rows = (flat.nbytes - HALF_WORD) // ROW_BYTES
+    block = _CPU_ROWS if flat.device.type == "cpu" else _DEVICE_ROWS
+    row_sums: list[Tensor] = []
+    column_sums = torch.zeros(ROW_WORDS, dtype=torch.int64, device=flat.device)
+    for first in range(0, rows, _DEVICE_ROWS):
+        count = min(_DEVICE_ROWS, rows - first)
+        words = _words(data, first * ROW_BYTES, count)
+        shifted = _words(data, first * ROW_BYTES + HALF_WORD, count)
+        for one, other in zip(words.split(block), shifted.split(block), strict=True):
+            row_sums.append(one.sum(1))
+            column_sums += other.sum(0)
+    return Fold(rows, row_sums, column_sums, data[rows * ROW_BYTES :])
+
+
+def hashes_of(flats: Sequence[Tensor], folds: Mapping[int, Fold] | None = None) -> list[Tensor]:
+    """Return `bit_hash` of each tensor, given by its `flat_bits`; no device is waited for.
+
+    ``folds`` holds what was folded before, by position.
+    """
+    folds = folds or {}
+    large, small = defaultdict(list), defaultdict(list)
     for index, flat in enumerate(flats):
-        if flat.nbytes >= ROW_BYTES:
-            bodies[flat.device].append(index)
-    for members in bodies.values():
-        terms = _hash_bodies([flats[index] for index in members])
-        terms += torch.stack([hashes[index] for index in members])
-        for index, value in zip(members, terms.unbind(), strict=True):
-            hashes[index] = value
-    return hashes
-
-
-def _hash_tails(flats: list[Tensor]) -> list[Tensor]:
-    """Hash what each tensor has beyond its whole rows, and its length, a batch for each length."""
-    batches = defaultdict(list)
-    for index, flat in enumerate(flats):
-        batches[flat.device, flat.dtype, flat.numel()].append(index)
+        if is_large(flat):
+            large[flat.device].append(index)
+        else:
+            small[flat.device, flat.dtype, flat.numel()].append(index)
     hashes: dict[int, Tensor] = {}
-    for (_, dtype, numel), members in batches.items():
-        length = numel % (ROW_BYTES // dtype.itemsize)
-        tails = torch.stack([flats[index][numel - length :] for index in members])
-        tails = torch.nn.functional.pad(tails, (0, -length % (8 // dtype.itemsize)))
-        row = tails.view(torch.int64).sum(1).add_(_wrap(_GOLDEN * (-1 - numel)))
-        shifted = tails.view(torch.int32).roll(-1, 1).view(torch.int64)
-        columns = shifted + _numbers(_TAIL_FROM, shifted.shape[1], shifted.device)
-        terms = _scramble(row).add_(_scramble(columns).sum(1))
-        hashes.update(zip(members, terms.unbind(), strict=True))
+    for members in large.values():
+        batch = _hash_large([folds.get(index) or fold(flats[index]) for index in members])
+        hashes.update(zip(members, batch.unbind(), strict=True))
+    for members in small.values():
+        batch = _hash_small(torch.stack([flats[index] for index in members]))
+        hashes.update(zip(members, batch.unbind(), strict=True))
     return [hashes[index] for index in range(len(flats))]
 
 
-def _hash_bodies(flats: list[Tensor]) -> Tensor:
-    """Hash the whole rows of tensors that have some, all on one device, into one int64 [len(flats)]."""
-    folds = [_fold(flat[: flat.numel() - flat.numel() % (ROW_BYTES // flat.itemsize)]) for flat in flats]
-    lengths = [len(rows) for rows, _ in folds]
-    device = flats[0].device
-    numbers = _numbers(0, max(lengths), device)
-    rows = torch.cat([rows for rows, _ in folds]).add_(torch.cat([numbers[:length] for length in lengths]))
-    columns = torch.stack([columns for _, columns in folds]).add_(_numbers(_COLUMNS_FROM, ROW_WORDS, device))
-    row_terms = torch.stack([term.sum() for term in _scramble(rows).split(lengths)])
-    return _scramble(columns).sum(1).add_(row_terms)
+def _hash_large(folds: list[Fold]) -> Tensor:
+    """Finish the hashes of large tensors on one device: int64 [len(folds)]."""
+    device = folds[0].columns.device
+    tails = torch.zeros(len(folds), ROW_BYTES, dtype=torch.int8, device=device)
+    for row, part in zip(tails.unbind(), folds, strict=True):
+        row[: len(part.tail)].copy_(part.tail)
+    columns = torch.stack([part.columns for part in folds]).add_(_shifted(tails))
+    columns += _numbers(_COLUMNS_FROM, ROW_WORDS, device)
+    counts = [part.count for part in folds]
+    numbers = _numbers(0, max(counts), device)
+    rows = torch.cat([piece for part in folds for piece in part.rows])
+    rows += torch.cat([numbers[:count] for count in counts])
+    row_terms = torch.stack([terms.sum() for terms in _scramble(rows).split(counts)])
+    lengths = [_length_number(part.count * ROW_BYTES + len(part.tail)) for part in folds]
+    last = torch.stack([total + number for total, number in zip(_row_sums(tails).unbind(), lengths, strict=True)])
+    return _scramble(columns).sum(1).add_(row_terms).add_(_scramble(last))
 
 
-def _fold(body: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum whole rows of words: each row as it lies, int64 [rows], and each column shifted, int64 [ROW_WORDS].
+def _hash_small(stacked: Tensor) -> Tensor:
+    """Hash small tensors of one length, each a row of ``stacked``: int64 [len(stacked)]."""
+    length = stacked.shape[1] * stacked.itemsize
+    if length % WORD:
+        stacked = torch.nn.functional.pad(stacked, (0, -length % WORD // stacked.itemsize))
+    columns = _shifted(stacked)
+    columns += _numbers(_COLUMNS_FROM, columns.shape[1], columns.device)
+    last = _row_sums(stacked).add_(_length_number(length))
+    return _scramble(columns).sum(1).add_(_scramble(last))
 
-    Block by block, so that the second reading finds the data in the cache and scratch memory stays small.
-    """
-    if body.storage_offset() * body.itemsize % 4:
-        body = body.clone()
-    halves = body.view(torch.int32)
-    aligned = halves.storage_offset() % 2 == 0
-    block = 2 * ROW_WORDS * (_CACHE_ROWS if body.device.type == "cpu" else _DEVICE_ROWS)
-    scratch = halves.new_empty(min(block, len(halves)))
-    row_sums, column_sums = [], halves.new_zeros(ROW_WORDS, dtype=torch.int64)
-    for here, following in zip(halves.split(block), halves[1:].split(block), strict=True):
-        shifted = scratch[: len(here)]
-        words = here if aligned else shifted.copy_(here)
-        row_sums.append(words.view(torch.int64).view(-1, ROW_WORDS).sum(1))
-        shifted[: len(following)].copy_(following)
-        if len(following) < len(here):
-            shifted[-1].copy_(halves[0])
-        column_sums.add_(shifted.view(torch.int64).view(-1, ROW_WORDS).sum(0))
-    return torch.cat(row_sums), column_sums
+
+def _row_sums(rows: Tensor) -> Tensor:
+    return rows.view(torch.int64).sum(1)
+
+
+def _shifted(rows: Tensor) -> Tensor:
+    """Return the words of each row read from half a word on, around its end: int64, a copy."""
+    return rows.view(torch.int32).roll(-1, 1).view(torch.int64)
+
+
+def _length_number(length: int) -> int:
+    """Return the number of the last row, which stands for the tensor's length in bytes."""
+    return _wrap(_GOLDEN * (-1 - length))
+
+
+def _words(data: Tensor, start: int, rows: int) -> Tensor:
+    """Read int64 [rows, ROW_WORDS] from bytes, wherever they start."""
+    piece = data[start : start + rows * ROW_BYTES]
+    if piece.device.type == "cpu":
+        # A CPU reads words at any address; torch's own view() does not allow it, NumPy's does. Saves half the time.
+        return torch.from_numpy(piece.numpy().view(np.int64)).view(rows, ROW_WORDS)
+    if piece.storage_offset() % WORD:
+        piece = piece.clone()
+    return piece.view(torch.int64).view(rows, ROW_WORDS)
 
 
 def _numbers(first: int, count: int, device: torch.device) -> Tensor:
-    """Return ``count`` well-spread numbers, int64, of which no two are equal for any two positions."""
+    """Return ``count`` well-spread numbers, int64; no position from ``first`` on shares its number with another."""
     return torch.arange(count, device=device).mul_(_GOLDEN).add_(_wrap(_GOLDEN * first))
 
 

@@ -1,0 +1,155 @@
+"""What the cheap sensors need of every local gradient, each step: L2 norm, largest magnitude, hash of the bits."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bitwitness.stats.digest import Fold, flat_bits, fold, hashes_of, is_large, joined
+from bitwitness.stats.local import local_parts
+
+_SMALL = 4096  # elements; below it one call for each tensor costs more than copying the tensors together
+_BLOCK = 1 << 18  # elements; float32 sums of squares stay accurate to about 1e-6, and half types convert in the cache
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """The features of P gradients, in the order in which they were given, on one device.
+
+    Attributes
+    ----------
+    l2
+        float32 [P]. Infinite if the squares overflow float32 although all values are finite (`exact_l2` then tells);
+        NaN if a value is NaN.
+    absmax
+        float32 [P]: largest magnitude. NaN if any value is NaN, else infinite if any is. A float64 magnitude beyond
+        float32 becomes infinite. Of a complex gradient the larger one of a real and an imaginary part.
+    digest
+        int64 [P]: `bit_hash` of each, or None if it was not asked for.
+
+    """
+
+    l2: Tensor
+    absmax: Tensor
+    digest: Tensor | None
+
+
+@torch.no_grad()
+def features_of(grads: Sequence[Tensor], *, with_digest: bool = True) -> Features:
+    """Compute the features of all local gradients of this rank; nothing waits for a device.
+
+    Parameters
+    ----------
+    grads
+        Gradients of any floating dtypes, on any devices. Of a DTensor the local shard is read, of a sparse gradient the
+        values as stored; an empty one has norm and magnitude 0.
+    with_digest
+        Whether to hash the bits, too.
+
+    Returns
+    -------
+    Features
+        On the first accelerator that holds a gradient, else on the CPU.
+
+    Raises
+    ------
+    UsageError
+        For a meta or quantized tensor.
+
+    """
+    parts = [local_parts(grad) for grad in grads]
+    for group in parts:
+        group[0] = group[0].reshape(-1)  # the one copy of a gradient that is not contiguous
+    values = [_plain(group[0]) for group in parts]
+    home = next((value.device for value in values if value.device.type != "cpu"), torch.device("cpu"))
+    bits = [[flat_bits(part) for part in group] for group in parts] if with_digest else []
+    folds: dict[int, Fold] = {}
+
+    def in_cache(index: int) -> None:
+        if with_digest and is_large(bits[index][0]):
+            folds[index] = fold(bits[index][0])
+
+    magnitudes = _magnitudes(values, home, in_cache)
+    digest = _digests(bits, folds, home) if with_digest else None
+    return Features(magnitudes[:, 0].contiguous(), magnitudes[:, 1].contiguous(), digest)
+
+
+def _digests(bits: list[list[Tensor]], folds: dict[int, Fold], home: torch.device) -> Tensor:
+    first = [group[0] for group in bits]
+    others = [part for group in bits for part in group[1:]]
+    hashes = [value.to(home) for value in hashes_of([*first, *others], folds)]
+    rest = iter(hashes[len(first) :])
+    whole = [joined([value, *(next(rest) for _ in group[1:])]) for value, group in zip(hashes, bits, strict=False)]
+    return torch.stack(whole) if whole else torch.empty(0, dtype=torch.int64)
+
+
+def _plain(value: Tensor) -> Tensor:
+    """Return a flat tensor of a dtype that has norms; a view wherever that is possible."""
+    if value.is_complex():
+        value = torch.view_as_real(value)
+    elif not value.is_floating_point() or value.dtype.itemsize == 1:
+        value = value.float()
+    return value.view(-1)
+
+
+def _magnitudes(values: list[Tensor], home: torch.device, in_cache: Callable[[int], None]) -> Tensor:
+    """Return L2 and largest magnitude, float32 [P, 2] on ``home``, with as few calls as the devices allow.
+
+    ``in_cache`` is called with the position of each large gradient on a CPU just after it was read.
+    """
+    batches = defaultdict(list)
+    for index, value in enumerate(values):
+        count = value.numel()
+        on_cpu = value.device.type == "cpu"
+        batches[value.device, value.dtype, count if count == 0 or (on_cpu and count < _SMALL) else None].append(index)
+    rows: list[Tensor] = [torch.empty(0)] * len(values)
+    for (device, _, count), members in batches.items():
+        tensors = [values[index] for index in members]
+        if count == 0:
+            batch = torch.zeros(len(members), 2, device=device)
+        elif count is not None:
+            batch = _of_equal_length(torch.stack(tensors))
+        elif device.type == "cpu":
+            batch = _one_by_one(tensors, members, in_cache)
+        else:
+            batch = _fused(tensors)
+        for index, row in zip(members, batch.to(home, torch.float32).unbind(), strict=True):
+            rows[index] = row
+    return torch.stack(rows) if rows else torch.empty(0, 2)
+
+
+def _of_equal_length(stacked: Tensor) -> Tensor:
+    low, high = stacked.aminmax(dim=1)
+    return torch.stack([_norm(stacked, 1), torch.maximum(high, -low).to(_accumulator(stacked))], 1)
+
+
+def _one_by_one(tensors: list[Tensor], members: list[int], in_cache: Callable[[int], None]) -> Tensor:
+    norms, lows, highs = [], [], []
+    for index, tensor in zip(members, tensors, strict=True):
+        blocks = tensor.split(_BLOCK)
+        norms.append(_norm(blocks[0]) if len(blocks) == 1 else _norm(torch.stack([_norm(block) for block in blocks])))
+        low, high = tensor.aminmax()
+        lows.append(low)
+        highs.append(high)
+        in_cache(index)
+    absmax = torch.maximum(torch.stack(highs), -torch.stack(lows))
+    return torch.stack([torch.stack(norms), absmax.to(_accumulator(tensors[0]))], 1)
+
+
+def _fused(tensors: list[Tensor]) -> Tensor:
+    dtype = _accumulator(tensors[0])
+    norms = [torch._foreach_norm(tensors, order, dtype=dtype) for order in (2, torch.inf)]
+    return torch.stack([torch.stack(norm) for norm in norms], 1)
+
+
+def _norm(x: Tensor, dim: int | None = None) -> Tensor:
+    # Converting a block first is ten times faster on a CPU than asking the norm of a half type for a float32 result.
+    return torch.linalg.vector_norm(x.to(_accumulator(x)), dim=dim)
+
+
+def _accumulator(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32

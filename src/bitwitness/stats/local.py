@@ -28,9 +28,10 @@ def local_values(tensor: Tensor) -> Tensor:
 
 def local_parts(tensor: Tensor) -> list[Tensor]:
     """Return `local_values`, then the index tensors that say where the values stand (none for a dense tensor)."""
-    tensor = tensor.detach()
-    if hasattr(tensor, "to_local"):  # DTensor; named by its method because importing its module takes a second
-        tensor = tensor.to_local()
+    if hasattr(type(tensor), "to_local"):  # DTensor; known by its method, since not every build of torch has the class
+        tensor = tensor.to_local()  # type: ignore[operator]
+    if tensor.layout == torch.strided and not (tensor.is_meta or tensor.is_complex() or tensor.is_neg()):
+        return [tensor]
     if tensor.is_meta:
         raise UsageError(
             f"a tensor of shape {list(tensor.shape)} is on the meta device and holds no numbers; materialise it first"

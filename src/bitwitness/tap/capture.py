@@ -84,3 +84,15 @@ class StepRecord:
             if record.backward is not None:
                 groups.setdefault(record.backward, []).append(record)
         return [groups[number] for number in sorted(groups)]
+
+    def value_dependent(self) -> list[bool]:
+        """Tell, for each output hash of the passes in order, whether the gradient it got depends on its value.
+
+        The gradient of a scalar (a loss) is a constant; that of anything else was computed from it outside the root.
+        """
+        return [
+            grad is not None and grad.numel() > 1
+            for group in self.passes()
+            for record in group
+            for grad in record.output_grads
+        ]

@@ -90,7 +90,6 @@ class RootTap:
         self._open: list[ForwardRecord | None] = []
         self._in_backward = False
         self._queued = False
-        self._only_scalars = True
         first = next(iter(self.parameters.values()), None)
         self.device = torch.device("cpu") if first is None else first.device
         self._hooks = [ModuleHook(self._before), ModuleHook(self._after)]
@@ -177,7 +176,6 @@ class RootTap:
             if not tensor.requires_grad:
                 return tensor
             index = len(record.output_digests)
-            self._only_scalars &= tensor.numel() == 1
             record.output_digests.append(bit_hash(tensor.detach()))
             record.output_grads.append(None)
             twin = tensor.view_as(tensor)
@@ -238,9 +236,9 @@ class RootTap:
         return self._in_backward
 
     @property
-    def scalar(self) -> bool:
-        """Whether the root's differentiable outputs are scalars only: its loss is computed inside."""
-        return self.outputs_seen > 0 and self._only_scalars
+    def loss_inside(self) -> bool:
+        """Whether the loss is computed inside the root: only scalars of it were backpropagated in this step."""
+        return self.outputs_seen > 0 and not any(self.record.value_dependent())
 
     @property
     def touched(self) -> bool:

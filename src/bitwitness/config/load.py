@@ -1,0 +1,132 @@
+"""Settings from a TOML file, the reference systems' variables, ``BITWITNESS_*`` and keywords; the later wins.
+
+In the environment two underscores stand for a dot: ``BITWITNESS_TREND__Z=8`` is ``trend.z``.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from bitwitness.config.reference import read_reference
+from bitwitness.config.schema import Config, all_kinds, from_flat, sections_of, to_dict
+from bitwitness.config.values import nearest
+from bitwitness.errors import ConfigError
+
+PREFIX = "BITWITNESS_"
+NOT_SETTINGS = frozenset({"BITWITNESS_INJECT"})
+"""Variables of that prefix which mean something else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A configuration, and what is to be said about the reference systems' variables it was read from."""
+
+    config: Config
+    warnings: tuple[str, ...] = ()
+
+
+def load_config(
+    source: Config | str | os.PathLike[str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Loaded:
+    """Put a configuration together.
+
+    Parameters
+    ----------
+    source
+        A TOML file; or a `Config`, which is taken as loaded already, so that only ``overrides`` apply to it.
+    overrides
+        Single settings, ``{"act": "stop"}``; of a section ``{"trend": {"z": 8}}``, ``{"trend.z": 8}`` or
+        ``{"trend": TrendConfig(z=8)}``.
+    environ
+        The process's environment by default.
+
+    Raises
+    ------
+    ConfigError
+        For a file that cannot be read, an unknown key, or a value that is not of its kind.
+
+    """
+    keywords = _flat(overrides or {}, "a keyword")
+    if isinstance(source, Config):
+        return Loaded(from_flat(_flat(to_dict(source), "the given Config") | keywords))
+    environ = os.environ if environ is None else environ
+    file = {} if source is None else _flat(_read_toml(Path(source)), str(source))
+    own = _from_environment(environ)
+    levels = (file | own | keywords).get("feature.levels", "seed")
+    reference = read_reference(environ, release_levels=levels == "release")
+    return Loaded(from_flat(file | reference.values | own | keywords), reference.warnings)
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the configuration {path}: {error.strerror}; give a TOML file that exists"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path} is not TOML: {error}; expected key = value lines and [section] tables"
+        ) from error
+
+
+def _flat(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return settings by their dotted names, each checked; ``where`` is named if one is not understood."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if name in sections_of(Config):
+            flat |= _flat({f"{name}.{key}": item for key, item in _items(name, value, where).items()}, where)
+            continue
+        kind = all_kinds().get(name)
+        if kind is None:
+            raise ConfigError(_unknown(name, value, where))
+        try:
+            flat[name] = kind.check(value)
+        except ValueError:
+            raise ConfigError(f"{name} = {value!r} in {where}: expected {kind}") from None
+    return flat
+
+
+def _items(name: str, value: Any, where: str) -> dict[str, Any]:
+    if is_dataclass(value) and type(value) is sections_of(Config)[name]:
+        return {f.name: getattr(value, f.name) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): item for key, item in value.items()}
+    keys = ", ".join(f"{name}.{f.name}" for f in fields(sections_of(Config)[name]))
+    raise ConfigError(f"{name} = {value!r} in {where}: expected a section with the keys {keys}")
+
+
+def _unknown(name: str, value: Any, where: str) -> str:
+    known = all_kinds()
+    hint = nearest(name, known)
+    if not hint:  # a key written without its section
+        hint = nearest(name.rpartition(".")[2], [key.rpartition(".")[2] for key in known])
+    return f"unknown key {name!r} (= {value!r}) in {where}: expected one of the documented settings{hint}"
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for variable, text in environ.items():
+        if not variable.startswith(PREFIX) or variable in NOT_SETTINGS:
+            continue
+        name = variable.removeprefix(PREFIX).lower().replace("__", ".")
+        kind = all_kinds().get(name)
+        if kind is None:
+            spelled = [PREFIX + key.upper().replace(".", "__") for key in all_kinds()]
+            raise ConfigError(
+                f"unknown variable {variable} (= {text!r}) in the environment: expected BITWITNESS_ and a "
+                f"setting's name, with __ for each dot{nearest(variable, spelled)}"
+            )
+        try:
+            flat[name] = kind.parse(text)
+        except ValueError:
+            raise ConfigError(f"{variable} = {text!r} in the environment: expected {kind} ({name})") from None
+    return flat

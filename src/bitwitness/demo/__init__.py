@@ -1,0 +1,1 @@
+"""``bitwitness demo``: the main job on a plain machine, start to end."""

@@ -1,0 +1,71 @@
+"""One rank of the demo's training, started by torchrun: ``python -m bitwitness.demo.train --out RUN [--faults FILE]``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from bitwitness.demo.model import ByteGPT, batch, standard_library
+from bitwitness.guard import Guard
+from bitwitness.inject.device import FaultyDevice
+from bitwitness.inject.faults import load_faults
+from bitwitness.stats import bit_hash
+
+CONTEXT = 128
+BATCH = 4
+
+
+def main() -> None:
+    """Train; write the weights' bit hash and the loss of each step to ``weights.jsonl`` (rank 0)."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--faults", type=Path)
+    parser.add_argument("--unguarded", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(ByteGPT(context=CONTEXT))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    with ExitStack() as stack:
+        if args.faults is not None:
+            stack.enter_context(FaultyDevice(load_faults(args.faults), rank=rank))
+        if not args.unguarded:
+            stack.enter_context(Guard(model, optimizer, out=args.out / "run", act="protect", deep_every=10))
+        train(model, optimizer, args.steps, args.out / "weights.jsonl" if rank == 0 else None)
+    dist.destroy_process_group()
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int, log: Path | None) -> None:
+    """Run the loop that any user would write."""
+    text = standard_library()
+    generator = torch.Generator().manual_seed(1000 + dist.get_rank())
+    for step in range(steps):
+        inputs, targets = batch(text, generator, BATCH, CONTEXT)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(inputs, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if log is not None:
+            hashes = [int(bit_hash(p.detach())) for p in model.parameters()]
+            line = {"step": step, "loss": float(loss.detach()), "weights": f"{hash(tuple(hashes)) & (1 << 64) - 1:016x}"}
+            with log.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            if step % 10 == 0:
+                print(f"step {step:3d}  loss {line['loss']:.4f}  weights {line['weights']}", flush=True)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()
