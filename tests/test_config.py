@@ -1,4 +1,4 @@
-"""Configuration: defaults, files, environment, the reference systems' variables, and what is said about mistakes."""
+"""Configuration: defaults, files, environment, reference variables, and the messages for mistakes."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_mistake_in_python_is_found_where_it_is_built():
         Config(trend=FeatureConfig())  # type: ignore[arg-type]
 
 
-# -- the reference systems' variables ----------------------------------------------------------------------------
+# -- the reference systems' variables
 
 
 def test_the_first_seed_is_understood_unchanged():

@@ -1,4 +1,4 @@
-"""How far two tensors are apart, in the units that their dtype gives: unit roundoff, ULP distance, error metrics.
+"""How far two tensors are apart: unit roundoff, ULP distance, error metrics.
 
 Everything here is a pure function of its arguments. Floating-point formats are described by the bits of their
 significand (Higham, "Accuracy and Stability of Numerical Algorithms", 2nd ed., section 2.1).
@@ -36,8 +36,8 @@ _FARTHEST = torch.iinfo(torch.int64).max
 class ErrorMetrics:
     """How far an actual tensor is from a golden one; every figure is computed in float64.
 
-    The magnitudes are over the pairs that are finite on both sides. A pair of NaNs, or of equal infinities, is no error;
-    any other pair with a NaN or an Inf is counted as a mismatch, and is outside both shares.
+    The magnitudes are over the pairs that are finite on both sides. A pair of NaNs, or of equal infinities,
+    is no error; any other pair with a NaN or an Inf is counted as a mismatch, and is outside both shares.
 
     Attributes
     ----------
@@ -46,17 +46,20 @@ class ErrorMetrics:
     max_abs, rmse
         Largest and root-mean-square absolute error.
     max_rel, mean_rel
-        Largest and mean error relative to the golden value. Where that is 0 and the actual value is not, the error is
-        infinite: it makes ``max_rel`` infinite and is left out of ``mean_rel``.
+        Largest and mean error relative to the golden value. Where that is 0 and the actual value is not, the
+        error is infinite: it makes ``max_rel`` infinite and is left out of ``mean_rel``.
     l2_relative
         Norm of the error over the norm of the golden tensor (0/0 is 0).
     ulp_max
-        Largest `ulp_distance` in the actual tensor's dtype, to which the golden one is rounded first (mismatches count:
-        a NaN on one side only gives the largest int64); for integers and bool the largest absolute error.
+        Largest `ulp_distance` in the actual tensor's dtype, to which the golden one is rounded first
+        (mismatches count: a NaN on one side only gives the largest int64); for integers and bool the largest
+        absolute error.
     share_within_1e_3, share_within_5e_3
-        Share of the elements with ``|actual - golden| <= 1e-3 |golden|`` (or 5e-3), from 0 to 1; 1 if there are none.
+        Share of the elements with ``|actual - golden| <= 1e-3 |golden|`` (or 5e-3), from 0 to 1; 1 if there
+        are none.
     nan_mismatch, inf_mismatch
-        Elements that are NaN on one side only; and, of the others, those that are Inf on one side only or differ in sign.
+        Elements that are NaN on one side only; and, of the others, those that are Inf on one side only or
+        differ in sign.
 
     """
 
@@ -74,9 +77,10 @@ class ErrorMetrics:
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
-    """Return u = 2^-p, the largest relative error of rounding to nearest; p is the significand's bits, the hidden one included.
+    """Return u = 2^-p, the largest relative error of rounding to nearest.
 
-    A complex dtype has the unit roundoff of its parts. Raises `UsageError` for a dtype that is not floating.
+    p counts the bits of the significand, the hidden one included. A complex dtype has the unit roundoff of
+    its parts. Raises `UsageError` for a dtype that is not floating.
     """
     real = dtype.to_real() if dtype.is_complex else dtype
     if real not in _SIGNIFICAND_BITS:
@@ -87,8 +91,9 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 def ulp_distance(a: Tensor, b: Tensor) -> Tensor:
     """Count the representable numbers between two tensors, element by element.
 
-    Bit patterns are mapped to integers in the order of the numbers they stand for (Dawson, "Comparing floating point
-    numbers", 2012), so the largest finite number is one away from Inf, and +0 and -0 are the same.
+    Bit patterns are mapped to integers in the order of the numbers they stand for (Dawson, "Comparing
+    floating point numbers", 2012), so the largest finite number is one away from Inf, and +0 and -0 are the
+    same.
 
     Parameters
     ----------
@@ -98,7 +103,8 @@ def ulp_distance(a: Tensor, b: Tensor) -> Tensor:
     Returns
     -------
     Tensor
-        int64, of that shape. NaN to NaN is 0, NaN to a number the largest int64; so is a float64 distance beyond it.
+        int64, of that shape. NaN to NaN is 0, NaN to a number the largest int64; so is a float64 distance
+        beyond it.
 
     Raises
     ------
@@ -112,9 +118,13 @@ def ulp_distance(a: Tensor, b: Tensor) -> Tensor:
             f"{b.dtype} {list(b.shape)}; cast or broadcast one of them first"
         )
     if a.dtype not in _SIGNIFICAND_BITS or a.dtype in _PACKED:
-        raise UsageError(f"{a.dtype} has no ULP; expected a floating dtype that holds one number in each element")
+        raise UsageError(
+            f"{a.dtype} has no ULP; expected a floating dtype that holds one number in each element"
+        )
     left, right = _ordered(a), _ordered(b)
-    across = left.abs() + right.abs()  # over zero; float64 may pass 2^63 and wrap, which shows as a negative sum
+    across = (
+        left.abs() + right.abs()
+    )  # over zero; float64 may pass 2^63 and wrap, which shows as a negative sum
     across.masked_fill_(across < 0, _FARTHEST)
     distance = torch.where((left < 0) == (right < 0), (left - right).abs(), across)
     a_nan, b_nan = _isnan(a), _isnan(b)
@@ -141,7 +151,8 @@ def error_metrics(actual: Tensor, golden: Tensor) -> ErrorMetrics:
     Parameters
     ----------
     actual, golden
-        Tensors of one shape; dtypes and devices may differ. Complex tensors are read as their real and imaginary parts.
+        Tensors of one shape; dtypes and devices may differ. Complex tensors are read as their real and
+        imaginary parts.
 
     Raises
     ------

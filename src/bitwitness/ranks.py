@@ -14,11 +14,13 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
 from bitwitness.errors import SideChannelError
 
 Result = TypeVar("Result")
 _ROLL_CALL_S = 1.0
+_GRACE_S = 0.05
 
 
 class Ranks(Protocol):
@@ -58,6 +60,9 @@ class Ranks(Protocol):
 
     def barrier(self, seconds: float) -> None:
         """Wait for all ranks, at most ``seconds``."""
+
+    def close(self) -> None:
+        """Give the channel up."""
 
 
 class Alone:
@@ -104,6 +109,9 @@ class Alone:
     def barrier(self, seconds: float) -> None:
         """Return at once."""
         del seconds
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 class SideChannel:
@@ -215,12 +223,25 @@ class SideChannel:
         options.timeout = timedelta(seconds=seconds)
         self._guarded(lambda: self._group.allreduce([torch.zeros(1)], options).wait(), "barrier")
 
+    def close(self) -> None:
+        """Give the channel up.
+
+        A gloo thread lets go of the last exchange's tensors with the interpreter's lock in hand; where the interpreter has
+        ended by then, the process aborts (seen with torch 2.13: ``terminate called``). So it is given a moment first.
+        """
+        if not self.broken:
+            self.broken = True
+            time.sleep(_GRACE_S)
+
     def _guarded(self, action: Callable[[], Result], what: str) -> Result:
         if self.broken:
             raise SideChannelError("the side channel broke earlier and is not used again")
         started = time.monotonic()
         try:
-            return action()
+            # A gloo thread keeps the caller's dispatch modes alive and lets go of them with the interpreter's lock, which
+            # aborts a process that is ending: so it is given none.
+            with _disable_current_modes():
+                return action()
         except Exception as error:
             self.broken = True
             waited = time.monotonic() - started

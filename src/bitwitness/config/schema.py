@@ -156,7 +156,7 @@ class Config(_Validated):
     Attributes
     ----------
     act
-        ``observe`` proves and reports, ``protect`` also heals or stops, ``stop`` ends at an anomaly, unproven.
+        ``observe`` proves and reports, ``protect`` also heals or stops, ``stop`` ends at any anomaly.
     out
         The run folder; None records nothing.
     deep_every

@@ -87,6 +87,7 @@ class Guard:
             raise UsageError(f"this {type(root).__name__} is guarded already; one guard watches one model")
         self._used = True
         ranks = join_ranks(self.model, self.config.ranks.deadline_s)
+        self._stack.callback(ranks.close)
         writer = None if self.config.out is None else RunWriter(self.config.out, ranks.rank, ranks.size)
         self.reporter = Reporter(writer, ranks.rank)
         if writer is not None:

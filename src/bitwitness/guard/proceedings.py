@@ -20,7 +20,7 @@ from bitwitness.replay.run import Replayer
 from bitwitness.respond.act import Responder, Root
 from bitwitness.respond.reference_log import alert_fields
 from bitwitness.respond.reporter import Reporter
-from bitwitness.sense.light import LightStep
+from bitwitness.sense.light import LightStep, parameter_site
 from bitwitness.tap.capture import StepRecord
 from bitwitness.tap.gradients import LocalGradients
 from bitwitness.tap.modules import unwrap
@@ -29,6 +29,7 @@ from bitwitness.tap.root import RootTap
 _CALIBRATIONS = (1, 3, 10)
 _CALIBRATE_EVERY = 1000
 _LONGEST_REST = 1024
+_EXACT = ("checksum", "replicas")
 _INNOCENT = (Cause.DISMISSED, Cause.INCONCLUSIVE, Cause.DATA, Cause.SOFTWARE)
 
 
@@ -61,13 +62,13 @@ class Proceedings:
         """Record findings; return those that call for experiments.
 
         After experiments that found nothing, statistical suspicions rest for 1, 2, 4, … steps, so that a model that has
-        changed its ways does not pay for a replay at every step. A failed checksum never rests.
+        changed its ways does not pay for a replay at every step. An exact sensor's suspicion never rests.
         """
         for finding in findings:
             self._reporter.finding(finding)
         loud = [finding for finding in findings if finding.severity is not Severity.INFO]
         if self._config.replay.rest and self._rests_until >= self._root.record.step:
-            return [finding for finding in loud if finding.sensor == "checksum"]
+            return [finding for finding in loud if finding.sensor in _EXACT]
         return loud
 
     def question(
@@ -94,6 +95,16 @@ class Proceedings:
         if code is not None:
             self._stop(verdict, code)
         return verdict.cause not in _INNOCENT
+
+    def compare_replicas(self, record: StepRecord, light: LightStep) -> list[Finding]:
+        """Compare replicated parameters and buffers over the ranks, bit by bit; collective."""
+        desync = self._judge.replicas(record)
+        if desync is None or self._ranks.rank not in (desync.ranks or (0,)):
+            return []
+        site = parameter_site(desync.name, "param").at(rank=light.rank, step=light.step)
+        message = f"{desync.name} and {desync.count - 1} more tensors differ between the ranks"
+        evidence = {"hash": f"{desync.hashes[light.rank] & (1 << 64) - 1:016x}"}
+        return [Finding("replicas", site, Severity.ERROR, message, evidence, light.step, light.rank)]
 
     def calibration_due(self, step: int) -> bool:
         """Tell whether this innocent step is to be replayed to learn the model's own spread."""

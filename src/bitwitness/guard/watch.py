@@ -180,6 +180,8 @@ class Watch:
         self.steps_held += 1
         self.deep_steps += self.is_deep(light.step)
         findings = self.sensors.look(light, deep=self.is_deep(light.step))
+        if self.is_deep(light.step):
+            findings += self.proceedings.compare_replicas(record, light)
         flagged = self.proceedings.worth_asking(findings)
         if self._anyone(bool(flagged)):
             self._deep_until = light.step + _DEEP_AFTER_SUSPICION

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from bitwitness.judge.alone import examine
 from bitwitness.judge.decide import NAMES, PAIRS, Judgement, Match
 from bitwitness.judge.experiments import Experiments, Laboratory
 from bitwitness.judge.localize import Located, locate
+from bitwitness.judge.origin import bad_inputs, find_origin
 from bitwitness.judge.replicas import Desync, find_desync
 from bitwitness.site import Site
 from bitwitness.stats import bit_hash
@@ -83,6 +85,8 @@ class Judge:
         )
         judgement, located = self._name_operator(record, found, anyone_suspicious=bool(suspicious))
         evidence = self._evidence(found, located)
+        if judgement.cause is Cause.DISMISSED:
+            judgement = self._blame_nonfinite(record, judgement, findings, evidence)
         evidence["suspected_by"] = suspicious
         return self._verdict(record.step, found, judgement, located, evidence)
 
@@ -167,6 +171,32 @@ class Judge:
         reason = "an operator's result contradicts float64"
         return Judgement(Cause.PERSISTENT_HARDWARE, (0,), reason=reason, wrong=judgement.wrong), located
 
+    def _blame_nonfinite(
+        self, record: StepRecord, judgement: Judgement, findings: list[Finding], evidence: dict[str, Any]
+    ) -> Judgement:
+        """Tell data from software where every execution gives the same NaN or Inf; collective."""
+        here = any(finding.sensor == "nonfinite" for finding in findings)
+        if not bool(self._ranks.max(torch.tensor([int(here)]))):
+            return judgement
+        origin = None
+        bad = here and bad_inputs(record)
+        try:
+            origin = find_origin(self._laboratory.replayer, record) if here and not bad else None
+        except Exception as error:
+            evidence["problem"] = f"the origin was not found: {type(error).__name__}: {error}"
+        told = self._ranks.tell_all(json.dumps(["data"] if bad else [origin.site, origin.line] if origin else []))
+        said = [(rank, json.loads(text)) for rank, text in enumerate(told) if text != "[]"]
+        if not said:
+            reason = "NaN or Inf, the same in every execution; it was not made inside the model"
+            return Judgement(Cause.INCONCLUSIVE, reason=reason)
+        rank, first = said[0]
+        if first == ["data"]:
+            evidence["batch"] = f"the batch of rank {rank} holds NaN or Inf"
+            return Judgement(Cause.DATA, reason=evidence["batch"])
+        evidence["origin"] = {"rank": rank, "site": first[0], "line": first[1]}
+        reason = f"{first[0]} ({first[1] or 'no line of yours'}) makes NaN or Inf from finite inputs, on every device"
+        return Judgement(Cause.SOFTWARE, reason=reason)
+
     # -- the verdict ---------------------------------------------------------------------------------------------
 
     def _evidence(self, found: Experiments, located: Located | None) -> dict[str, Any]:
@@ -231,7 +261,7 @@ class Judge:
             case Cause.PERSISTENT_HARDWARE:
                 kind = "intermittently" if judgement.intermittent else "every time"
                 text = f"{who} computes step {step} wrongly {kind}{what}"
-            case Cause.DISMISSED:
+            case Cause.DISMISSED | Cause.DATA | Cause.SOFTWARE:
                 text = f"step {step}: {judgement.reason}"
             case _:
                 reason = judgement.reason + (f" ({found.problem})" if found.problem else "")

@@ -1,4 +1,4 @@
-"""What a tensor's numbers look like: full statistics, the cheap features of every gradient, and a hash of the bits."""
+"""What a tensor's numbers look like: full statistics, cheap features of all gradients, a hash of the bits."""
 
 from bitwitness.stats.digest import bit_hash
 from bitwitness.stats.features import Features, features_of

@@ -1,11 +1,12 @@
 """A 64-bit hash of a tensor's bits, about as fast as memory can be read, equal wherever the bits are equal.
 
-The bits are laid out in rows of 1021 words of 64 bits. Each word enters a sum over its row as it lies, and a sum over
-its column shifted by half a word; sums wrap around. The two folds need each other: a change that keeps the sum of a row
-moves something between columns, and the top bit of a word, of which a wrapping sum keeps only the parity, is in the
-middle of a shifted one. The row length is a prime, so that a matrix's own rows and columns, rarely multiples of it, fall
-across the folds. Each sum is then numbered, scrambled by a bijection and added up. The last, shorter row is folded on
-its own: many small tensors of one size are then one batch.
+The bits are laid out in rows of 1021 words of 64 bits. Each word enters a sum over its row as it lies, and a
+sum over its column shifted by half a word; sums wrap around. The two folds need each other: a change that
+keeps the sum of a row moves something between columns, and the top bit of a word, of which a wrapping sum
+keeps only the parity, is in the middle of a shifted one. The row length is a prime, so that a matrix's own
+rows and columns, rarely multiples of it, fall across the folds. Each sum is then numbered, scrambled by a
+bijection and added up. The last, shorter row is numbered by the length of the whole; small tensors have no
+other, so that many of them are hashed in one batch.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int6
 class Fold:
     """The sums of a tensor's whole rows.
 
-    ``rows`` holds int64 sums of the ``count`` rows in pieces, ``columns`` int64 [ROW_WORDS], ``tail`` the bytes that
-    follow the whole rows.
+    ``rows`` holds int64 sums of the ``count`` rows in pieces, ``columns`` int64 [ROW_WORDS], ``tail`` the
+    bytes that follow the whole rows.
     """
 
     count: int
@@ -52,9 +53,9 @@ class Fold:
 def bit_hash(tensor: Tensor) -> Tensor:
     """Hash a tensor's bits.
 
-    Equal bits in the same logical order give the same hash, whatever the strides, alignment, device and number of
-    threads: only integers are added. Shape and dtype are not hashed, the number of elements is. Of a DTensor the local
-    shard is hashed, of a sparse tensor its values and indices as stored.
+    Equal bits in the same logical order give the same hash, whatever the strides, alignment, device and
+    number of threads: only integers are added. Shape and dtype are not hashed, the number of elements is. Of
+    a DTensor the local shard is hashed, of a sparse tensor its values and indices as stored.
 
     Parameters
     ----------
@@ -73,10 +74,10 @@ def bit_hash(tensor: Tensor) -> Tensor:
 
     Notes
     -----
-    What it can miss: it is no cryptographic hash, and 64 bits collide by chance once in 1.8e19. A change passes unseen
-    if it keeps the sum of every row and of every column at once; that takes at least four words 1021 apart, altered by
-    amounts that cancel, or an even number of changed top bits in every row and column that they touch, which needs
-    changes to the same bits of shifted and unshifted words.
+    What it can miss: it is no cryptographic hash, and 64 bits collide by chance once in 1.8e19. A change
+    passes unseen if it keeps the sum of every row and of every column at once; that takes at least four
+    altered words, two each in two rows, by amounts that cancel. In a tensor of less than 8172 bytes there is
+    one row only, and nothing cancels but by chance.
 
     """
     return joined(hashes_of([flat_bits(part) for part in local_parts(tensor)]))
@@ -99,14 +100,15 @@ def joined(hashes: Sequence[Tensor]) -> Tensor:
 
 
 def is_large(flat: Tensor) -> bool:
-    """Tell whether a tensor has a whole row, and after it the half word that the row's last shifted word reads."""
+    """Tell whether a tensor has a whole row and the half word after it, which the last shifted word reads."""
     return flat.nbytes >= ROW_BYTES + HALF_WORD
 
 
 def fold(flat: Tensor) -> Fold:
     """Sum the whole rows of a large tensor, given by its `flat_bits`.
 
-    Block by block, so that the second reading finds the data in the CPU's cache, and an accelerator's copy stays small.
+    Block by block, so that the second reading finds the data in the CPU's cache, and an accelerator's copy
+    stays small.
     """
     data = flat.view(torch.int8)
     rows = (flat.nbytes - HALF_WORD) // ROW_BYTES
@@ -117,7 +119,7 @@ def fold(flat: Tensor) -> Fold:
         count = min(_DEVICE_ROWS, rows - first)
         words = _words(data, first * ROW_BYTES, count)
         shifted = _words(data, first * ROW_BYTES + HALF_WORD, count)
-        for one, other in zip(words.split(block), shifted.split(block), strict=True):
+        for one, other in zip(torch.split(words, block), torch.split(shifted, block), strict=True):
             row_sums.append(one.sum(1))
             column_sums += other.sum(0)
     return Fold(rows, row_sums, column_sums, data[rows * ROW_BYTES :])
@@ -157,9 +159,11 @@ def _hash_large(folds: list[Fold]) -> Tensor:
     numbers = _numbers(0, max(counts), device)
     rows = torch.cat([piece for part in folds for piece in part.rows])
     rows += torch.cat([numbers[:count] for count in counts])
-    row_terms = torch.stack([terms.sum() for terms in _scramble(rows).split(counts)])
+    row_terms = torch.stack([terms.sum() for terms in torch.split(_scramble(rows), counts)])
     lengths = [_length_number(part.count * ROW_BYTES + len(part.tail)) for part in folds]
-    last = torch.stack([total + number for total, number in zip(_row_sums(tails).unbind(), lengths, strict=True)])
+    last = torch.stack(
+        [total + number for total, number in zip(_row_sums(tails).unbind(), lengths, strict=True)]
+    )
     return _scramble(columns).sum(1).add_(row_terms).add_(_scramble(last))
 
 
@@ -192,7 +196,8 @@ def _words(data: Tensor, start: int, rows: int) -> Tensor:
     """Read int64 [rows, ROW_WORDS] from bytes, wherever they start."""
     piece = data[start : start + rows * ROW_BYTES]
     if piece.device.type == "cpu":
-        # A CPU reads words at any address; torch's own view() does not allow it, NumPy's does. Saves half the time.
+        # A CPU reads words at any address, but Tensor.view() insists on aligned ones; a copy would take as
+        # long again as all the rest.
         return torch.from_numpy(piece.numpy().view(np.int64)).view(rows, ROW_WORDS)
     if piece.storage_offset() % WORD:
         piece = piece.clone()
@@ -200,12 +205,12 @@ def _words(data: Tensor, start: int, rows: int) -> Tensor:
 
 
 def _numbers(first: int, count: int, device: torch.device) -> Tensor:
-    """Return ``count`` well-spread numbers, int64; no position from ``first`` on shares its number with another."""
+    """Return ``count`` multiples of an odd constant from the ``first`` on: int64, all different."""
     return torch.arange(count, device=device).mul_(_GOLDEN).add_(_wrap(_GOLDEN * first))
 
 
 def _scramble(x: Tensor) -> Tensor:
-    """Apply Degski's 64-bit mixer in place: a bijection in which each bit of the input sways each of the output."""
+    """Apply Degski's 64-bit mixer in place: a bijection; each bit of the input sways each of the output."""
     for _ in range(2):
         x.bitwise_xor_((x >> 32).bitwise_and_(_LOW_HALF)).mul_(_SCRAMBLE)
     return x.bitwise_xor_((x >> 32).bitwise_and_(_LOW_HALF))

@@ -14,8 +14,8 @@ _COMPRESSED = (*_COMPRESSED_BY_ROW, torch.sparse_csc, torch.sparse_bsc)
 def local_values(tensor: Tensor) -> Tensor:
     """Return the strided tensor of the values that ``tensor`` stores on this rank.
 
-    A DTensor gives its local shard (unreduced, if it is a partial one), a sparse or jagged tensor its stored values.
-    Nothing is copied, except for lazily conjugated or negated views.
+    A DTensor gives its local shard (unreduced, if it is a partial one), a sparse or jagged tensor its stored
+    values. Nothing is copied, except for lazily conjugated or negated views.
 
     Raises
     ------
@@ -27,14 +27,18 @@ def local_values(tensor: Tensor) -> Tensor:
 
 
 def local_parts(tensor: Tensor) -> list[Tensor]:
-    """Return `local_values`, then the index tensors that say where the values stand (none for a dense tensor)."""
-    if hasattr(type(tensor), "to_local"):  # DTensor; known by its method, since not every build of torch has the class
-        tensor = tensor.to_local()  # type: ignore[operator]
-    if tensor.layout == torch.strided and not (tensor.is_meta or tensor.is_complex() or tensor.is_neg()):
+    """Return `local_values`, then the index tensors that say where the values stand (if it is not dense)."""
+    # A DTensor is known by its method: not every build of torch has the class.
+    if hasattr(type(tensor), "to_local"):
+        tensor = tensor.to_local()  # type: ignore[attr-defined]
+    if tensor.layout == torch.strided and not (
+        tensor.is_meta or tensor.is_quantized or tensor.is_complex() or tensor.is_neg()
+    ):
         return [tensor]
     if tensor.is_meta:
         raise UsageError(
-            f"a tensor of shape {list(tensor.shape)} is on the meta device and holds no numbers; materialise it first"
+            f"a tensor of shape {list(tensor.shape)} is on the meta device and holds no numbers; "
+            "materialise it first"
         )
     if tensor.is_quantized:
         raise UsageError(
@@ -50,5 +54,5 @@ def local_parts(tensor: Tensor) -> list[Tensor]:
     if tensor.layout in _COMPRESSED:
         return [tensor.values(), tensor.ccol_indices(), tensor.row_indices()]
     if tensor.layout == torch.jagged:
-        return [tensor.values(), tensor.offsets()]
+        return [tensor.values(), tensor.offsets()]  # type: ignore[attr-defined]
     raise UsageError(f"a tensor of layout {tensor.layout} cannot be read; pass its to_dense()")

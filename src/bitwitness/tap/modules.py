@@ -83,9 +83,7 @@ class ModuleTracker:
             for hook in self._hooks:
                 hook.remove()
             self._hooks.clear()
-            self._stack.clear()
-            self._nodes.clear()
-            self._calls.clear()
+            self._stack.clear()  # the nodes stay: a backward comes after its forward, often in a context of its own
 
     def name_tree(self, root: nn.Module) -> None:
         """Learn the paths of all modules below ``root`` (wrappers looked through), each by its first name."""

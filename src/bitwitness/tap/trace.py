@@ -13,16 +13,24 @@ from bitwitness.stats import bit_hash
 from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.operators import OpCall, OperatorTap
 
-_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # noqa: PTH120 - frames hold plain strings
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # noqa: PTH120 - frames hold strings
+_OWN = tuple(_PACKAGE + part for part in ("tap", "guard", "judge", "inject", "sense", "stats"))
+_REPLAY = _PACKAGE + "replay"
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep  # noqa: PTH120
 
 
 def user_line() -> str:
-    """Return ``file:line in function`` of the innermost frame that is neither torch's nor ours; empty if there is none."""
+    """Return ``file:line in function`` of the innermost frame of the model's code in a replay; empty if there is none.
+
+    A model made of torch's own modules alone has none: what lies outside the replay is the training loop's line that
+    happened to be running, and would mislead.
+    """
     frame: Any = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((_OWN, _TORCH, "<")):
+        if name.startswith(_REPLAY):
+            break
+        if not name.startswith((*_OWN, _TORCH, "<")):
             return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return ""

@@ -1,0 +1,56 @@
+"""A plain GPT for measurements: 11.2 million parameters at its defaults."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block."""
+
+    def __init__(self, d: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.ln1 = nn.LayerNorm(d)
+        self.qkv = nn.Linear(d, 3 * d)
+        self.proj = nn.Linear(d, d)
+        self.ln2 = nn.LayerNorm(d)
+        self.fc1 = nn.Linear(d, 4 * d)
+        self.fc2 = nn.Linear(4 * d, d)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [batch, T, d] to the same shape."""
+        batch, time, d = x.shape
+        q, k, v = (
+            part.view(batch, time, self.heads, d // self.heads).transpose(1, 2)
+            for part in self.qkv(self.ln1(x)).chunk(3, -1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(y.transpose(1, 2).reshape(batch, time, d))
+        return x + self.fc2(F.gelu(self.fc1(self.ln2(x))))
+
+
+class GPT(nn.Module):
+    """A decoder with learned positions; its head shares no weight with the embedding.
+
+    Called with tokens (int64 [batch, time]) it returns logits [batch, time, vocab]; with targets, too, the mean
+    cross-entropy.
+    """
+
+    def __init__(self, vocab: int = 4096, d: int = 320, layers: int = 8, heads: int = 5, T: int = 128) -> None:  # noqa: N803 - the field's letter
+        super().__init__()
+        self.tok = nn.Embedding(vocab, d)
+        self.pos = nn.Embedding(T, d)
+        self.blocks = nn.ModuleList(Block(d, heads) for _ in range(layers))
+        self.ln = nn.LayerNorm(d)
+        self.head = nn.Linear(d, vocab, bias=False)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        """Return logits, or the loss where targets are given."""
+        x = self.tok(tokens) + self.pos.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.head(self.ln(x))
+        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
