@@ -142,7 +142,7 @@ def test_no_history_breaks_the_rule(steps, cooldown, number, window, rest):
             last_counted = clock.minutes
             counted.append(last_counted)
         inside = [minute for minute in counted if clock.minutes - minute <= window]
-        assert rule.count == (0 if rule.checksum_on and not counted else len(inside))
+        assert rule.count == len(inside)
         if rule.struck_out:
             assert len(inside) >= number
             assert clock.minutes - closed >= rest
@@ -180,13 +180,20 @@ def test_a_strike_is_printed_as_in_the_second_seed():
     when = datetime.fromtimestamp(1756176386.665782, UTC)
     ReferenceLog(3, stream).strike(SEED, when)
     shape = r"\[WARNING\] BITWITNESS\(\d+,rank 3\):2025-08-26-02:46:26\.665\.782 \[feature\] "
-    assert re.fullmatch(shape + "Silent detect strike detected: " + re.escape(SEED_RECORD) + "\n", stream.getvalue())
+    assert re.fullmatch(
+        shape + "Silent detect strike detected: " + re.escape(SEED_RECORD) + "\n", stream.getvalue()
+    )
 
 
 @pytest.mark.parametrize(
     ("method", "arguments", "loudness", "keyword"),
     [
-        ("abnormal", ({"value": 2e6, "upper_thresh": [1000000, 10000]},), "ERROR", "accuracy sensitivity feature abnormal"),
+        (
+            "abnormal",
+            ({"value": 2e6, "upper_thresh": [1000000, 10000]},),
+            "ERROR",
+            "accuracy sensitivity feature abnormal",
+        ),
         ("strikes_out_here", (3,), "WARNING", "Feature value detection strikes out on rank 2"),
         ("strikes_out", (), "WARNING", "Feature value detection strikes out!"),
         ("checksum_start", (), "WARNING", "CheckSum start…"),

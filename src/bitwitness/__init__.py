@@ -1,1 +1,60 @@
-"""bitwitness: are the numbers of your training run true?"""
+"""bitwitness: are the numbers of your training run true?
+
+    import bitwitness as bw
+
+    with bw.Guard(model, optimizer, out="run/"):
+        train()
+
+Names are imported when they are first used, so that ``bitwitness --help`` does not wait for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bitwitness.asd import ASDBase, watch_gradient
+    from bitwitness.config import Config
+    from bitwitness.errors import BitwitnessError, ConfigError, TrainingStopped, UsageError
+    from bitwitness.finding import Cause, Finding, Verdict
+    from bitwitness.guard.guard import Guard
+    from bitwitness.site import Site
+
+__all__ = [
+    "ASDBase",
+    "BitwitnessError",
+    "Cause",
+    "Config",
+    "ConfigError",
+    "Finding",
+    "Guard",
+    "Site",
+    "TrainingStopped",
+    "UsageError",
+    "Verdict",
+    "watch_gradient",
+]
+
+_HOMES = {
+    "ASDBase": "asd",
+    "BitwitnessError": "errors",
+    "Cause": "finding",
+    "Config": "config",
+    "ConfigError": "errors",
+    "Finding": "finding",
+    "Guard": "guard.guard",
+    "Site": "site",
+    "TrainingStopped": "errors",
+    "UsageError": "errors",
+    "Verdict": "finding",
+    "watch_gradient": "asd",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'bitwitness' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(f"bitwitness.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,39 @@
+"""The command line. ``--help`` answers without importing torch; each verb imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from bitwitness.cli import demo, doctor, run
+from bitwitness.errors import EXIT_USAGE, UsageError
+
+__version__ = "0.1.0"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser with all verbs."""
+    top = argparse.ArgumentParser(
+        prog="bitwitness",
+        description="Are the numbers of your training run true? Senses a wrong number, proves it by re-execution, names the "
+        "rank, device, operator and line, heals or stops.",
+        epilog="Exit codes: 0 clean, 1 findings, 2 usage or input error; 'run' passes the script's own code on, or 16 "
+        "(stopped unproven: resume elsewhere), 17 (a device was convicted), 18 (a rank was lost).",
+    )
+    top.add_argument("--version", action="version", version=f"bitwitness {__version__}")
+    verbs = top.add_subparsers(dest="verb", metavar="VERB", required=True)
+    for verb in (run, demo, doctor):
+        verb.add_parser(verbs)
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; return the exit code."""
+    args = parser().parse_args(argv)
+    try:
+        code: int = args.main(args)
+    except UsageError as error:
+        sys.stderr.write(f"bitwitness: {error}\n")
+        return EXIT_USAGE
+    return code

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bitwitness.store.reader import read_events
+from bitwitness.store import read_events
 
 
 def read_weights(path: Path) -> dict[int, str]:

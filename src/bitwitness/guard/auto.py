@@ -31,17 +31,22 @@ class AutoGuard:
     ----------
     config
         How to guard each of them; a second model's records go to ``out`` with its number behind.
+    warnings
+        What is to be said once about where the configuration came from.
 
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, warnings: tuple[str, ...] = ()) -> None:
         self._config = config
+        self._warnings = warnings
         self._stack = ExitStack()
         self._search: list[Any] = []
         self.guards: list[Guard] = []
         self._passed: set[int] = set()
 
     def __enter__(self) -> AutoGuard:
+        for warning in self._warnings:
+            Reporter(None, 0).say(warning)
         self._search = [
             register_module_forward_pre_hook(self._meet),
             register_optimizer_step_post_hook(lambda *_: self._end_search()),

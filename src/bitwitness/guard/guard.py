@@ -7,13 +7,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 from weakref import WeakSet
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer
@@ -25,7 +25,7 @@ from bitwitness.guard.coverage import coverage_lines, coverage_table
 from bitwitness.guard.watch import Watch
 from bitwitness.ranks import Alone, Ranks, SideChannel
 from bitwitness.respond.reporter import Reporter
-from bitwitness.store.writer import RunWriter
+from bitwitness.store import RunWriter, free_folder
 from bitwitness.tap.holdpoints import HoldPoints
 from bitwitness.tap.modules import unwrap
 
@@ -46,6 +46,8 @@ class Guard:
         Folder for what is recorded; none by default.
     config
         A `Config`, or a path to a TOML file; environment variables and keywords override it.
+    clock
+        Returns seconds; times the reference schemes' strikes and checksum windows.
     **overrides
         Single settings, for example ``act="protect"``.
 
@@ -65,6 +67,7 @@ class Guard:
         *,
         out: str | os.PathLike[str] | None = None,
         config: Config | str | os.PathLike[str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
         **overrides: Any,
     ) -> None:
         if out is not None:
@@ -72,10 +75,12 @@ class Guard:
         loaded = load_config(config, overrides)
         self.config, self._warnings = loaded.config, loaded.warnings
         self.model = model
+        self._clock = clock
         self.optimizers = _as_list(optimizer)
         _check(model, self.optimizers)
         self._stack = ExitStack()
         self._used = False
+        self._watching = False
         self.watch: Watch | None = None
         self.reporter: Reporter | None = None
 
@@ -88,17 +93,19 @@ class Guard:
         self._used = True
         ranks = join_ranks(self.model, self.config.ranks.deadline_s)
         self._stack.callback(ranks.close)
-        writer = None if self.config.out is None else RunWriter(self.config.out, ranks.rank, ranks.size)
+        writer = self._open_writer(ranks)
         self.reporter = Reporter(writer, ranks.rank)
         if writer is not None:
             self._stack.callback(writer.close)
         for warning in self._warnings:
             self.reporter.once(warning)
-        self.watch = Watch(self.model, self.optimizers or None, self.config, ranks, self.reporter)
+        self.watch = Watch(self.model, self.optimizers or None, self.config, ranks, self.reporter, self._clock)
         _guarded.add(root)
         self._stack.callback(_guarded.discard, root)
         self._stack.callback(self.watch.close)
-        self._stack.enter_context(HoldPoints(self.watch))
+        self._holdpoints = HoldPoints(self.watch)
+        self._stack.callback(self.pause)
+        self.resume()
         if writer is not None:
             writer.describe(
                 config=to_dict(self.config),
@@ -116,9 +123,34 @@ class Guard:
         finally:
             self._stack.close()
 
+    def _open_writer(self, ranks: Ranks) -> RunWriter | None:
+        if self.config.out is None:
+            return None
+        folder = ranks.tell(str(free_folder(self.config.out)) if ranks.rank == 0 else "", 0)
+        return RunWriter(folder, ranks.rank, ranks.size)
+
     def close(self) -> None:
         """Leave the guard, as at the end of a ``with``."""
         self.__exit__(None, None, None)
+
+    def pause(self) -> None:
+        """Look away: nothing is checked until `resume`, and nothing is patched meanwhile."""
+        if self.watch is not None and self._watching:
+            self._watching = False
+            self.watch.root.paused = True
+            self._holdpoints.__exit__(None, None, None)
+
+    def resume(self) -> None:
+        """Look again, from the next forward on."""
+        if self.watch is not None and not self._watching:
+            self._watching = True
+            self.watch.root.paused = False
+            self._holdpoints.__enter__()
+
+    @property
+    def own_seconds(self) -> float:
+        """Seconds of wall time that the guard attributes to itself so far: hold points and gradient descriptions."""
+        return 0.0 if self.watch is None else self.watch.own_seconds
 
     def coverage(self) -> dict[str, Any]:
         """Return what was seen so far of what there was: parameters, steps, operators, and what is not covered and why."""

@@ -85,7 +85,7 @@ class Proceedings:
         self.suspicions += 1
         loud = [finding for finding in findings if finding.severity is not Severity.INFO]
         if self._config.act == "stop":
-            self._stop_unproven(loud, record.step)
+            self._stop_unproven([f for f in loud if f.severity is Severity.ERROR], record.step)
         if any(forward.autocast.enabled for forward in record.forwards):
             self.laboratory.tolerance = NEAR["low"]
         outcome = self._judge.question(record, original, loud)
@@ -161,9 +161,14 @@ class Proceedings:
         raise TrainingStopped(code, verdict.message)
 
     def _stop_unproven(self, loud: list[Finding], step: int) -> None:
-        """End at the anomaly, without proof, as the reference systems do."""
+        """End at an anomaly of level error, without proof, as the reference systems do; collective.
+
+        What only statistics suspect (level warning) goes on to the experiments.
+        """
         told = [text for text in self._ranks.tell_all(loud[0].message if loud else "") if text]
-        message = f"step {step}: stopped at an anomaly, unproven (act = stop): {told[0] if told else 'unnamed'}"
+        if not told:
+            return
+        message = f"step {step}: stopped at an anomaly, unproven (act = stop): {told[0]}"
         note = Note(message, step, self._ranks.rank, "judge", Severity.ERROR, evidence={"alert": alert_fields()})
         self._reporter.note(note, speak=bool(loud))
         self._ranks.barrier(min(30.0, self._config.ranks.deadline_s))

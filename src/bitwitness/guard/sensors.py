@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -10,12 +11,14 @@ import torch
 
 from bitwitness.config import Config
 from bitwitness.finding import Finding
+from bitwitness.guard.reference import ReferenceSchemes
 from bitwitness.ranks import Ranks
 from bitwitness.respond.reporter import Reporter
 from bitwitness.sense.checksum import ChecksumSensor
 from bitwitness.sense.light import LightStep
 from bitwitness.sense.nonfinite import NonfiniteSensor
 from bitwitness.sense.peers import PeersSensor
+from bitwitness.sense.reference_checksum import ReferenceChecksumSensor
 from bitwitness.sense.trend import TrendSensor
 from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.operators import OperatorTap
@@ -27,7 +30,14 @@ _PEERS_NEEDED = 3
 class Sensors:
     """Holds one root's sensors."""
 
-    def __init__(self, config: Config, root: RootTap, ranks: Ranks, reporter: Reporter) -> None:
+    def __init__(
+        self,
+        config: Config,
+        root: RootTap,
+        ranks: Ranks,
+        reporter: Reporter,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.names = tuple(root.parameters)
         self._ranks = ranks
         self._reporter = reporter
@@ -37,13 +47,18 @@ class Sensors:
         self.trend = TrendSensor(count, warmup=config.trend.warmup, z=config.trend.z) if config.trend.enabled else None
         enough = ranks.size >= _PEERS_NEEDED
         self.peers = PeersSensor(count, z=config.peers.z) if config.peers.enabled and enough else None
-        self.checksum = ChecksumSensor() if config.checksum.enabled else None
+        self.checksum = None
+        if config.checksum.enabled:
+            ours = config.checksum.scheme == "bitwitness"
+            self.checksum = ChecksumSensor() if ours else ReferenceChecksumSensor()
+        self.reference = ReferenceSchemes(config, root, ranks, clock)
         self._tracker = ModuleTracker()
         self._tracker.name_tree(root.root)
         self._step = 0
 
     def close(self) -> None:
-        """Let go of what the sensors hold."""
+        """Remove the sensors' hooks and patches."""
+        self.reference.close()
 
     @property
     def off(self) -> dict[str, str]:
@@ -63,18 +78,23 @@ class Sensors:
             except Exception as error:
                 self._turn_off("checksum", error)
 
-    def look(self, light: LightStep, *, deep: bool) -> list[Finding]:
-        """Ask every sensor about this step. Collective, by what `peers` exchanges."""
-        findings: list[Finding] = []
+    def look(self, light: LightStep, *, deep: bool, scale: float) -> list[Finding]:
+        """Ask every sensor about this step. Collective, by what `peers` and the strike rule exchange.
+
+        ``scale`` is the loss scale, by which ``light`` is divided already.
+        """
+        findings = self._safely("feature", lambda: self.reference.look(light, scale))
         if self.nonfinite is not None:
             findings += self._safely("nonfinite", lambda s=self.nonfinite: s.look(light))
         if self.trend is not None:
             findings += self._safely("trend", lambda s=self.trend: s.look(light))
         if self.peers is not None:
             findings += self._compare(self.peers, light)
+        failed: list[Finding] = []
         if deep and self.checksum is not None:
-            findings += self._safely("checksum", lambda s=self.checksum: s.drain(light.step, light.rank))
-        return findings
+            failed = self._safely("checksum", lambda s=self.checksum: s.drain(light.step, light.rank))
+        self.reference.advance(failed)
+        return findings + failed
 
     def learn(self, light: LightStep) -> None:
         """Take an innocent step into the sensors' histories."""

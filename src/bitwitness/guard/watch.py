@@ -7,7 +7,7 @@ exchanges one number with the other ranks, and hands a suspicious step to the ju
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -53,6 +53,7 @@ class Watch:
         config: Config,
         ranks: Ranks,
         reporter: Reporter,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.clock = StepClock()
@@ -74,7 +75,7 @@ class Watch:
         )
         parameters = list(self.root.parameters.values())
         self.gradients = LocalGradients(model, parameters, self.root.device)
-        self.sensors = Sensors(config, self.root, ranks, reporter)
+        self.sensors = Sensors(config, self.root, ranks, reporter, clock)
         self.proceedings = Proceedings(config, self.root, self.gradients, ranks, reporter)
         self._losses: list[torch.Tensor] = []
         self._armed = False
@@ -157,7 +158,7 @@ class Watch:
         """Tell whether a step's operators are looked at: the same steps on all ranks."""
         every = self.config.deep_every
         return self.config.checksum.enabled and (
-            step <= self._deep_until or (every > 0 and step % every == min(1, every - 1))
+            step <= self._deep_until or self.sensors.reference.checksum_on or (every > 0 and step % every == min(1, every - 1))
         )
 
     def _collect(self) -> None:
@@ -176,35 +177,39 @@ class Watch:
         device = self.root.device
         hashes = torch.stack(outputs).to(device) if outputs else torch.zeros(0, dtype=torch.int64, device=device)
         original = Fingerprint.from_features(features, hashes)
-        light = self._light(original, losses, scaler)
+        scale = 1.0 if scaler is None else float(scaler.get_scale())
+        light = self._light(original, losses, scale, scaled=scaler is not None)
+        deep = self.is_deep(light.step)
         self.steps_held += 1
-        self.deep_steps += self.is_deep(light.step)
-        findings = self.sensors.look(light, deep=self.is_deep(light.step))
-        if self.is_deep(light.step):
+        self.deep_steps += deep
+        findings = self.sensors.look(light, deep=deep, scale=scale)
+        if deep:
             findings += self.proceedings.compare_replicas(record, light)
         flagged = self.proceedings.worth_asking(findings)
         if self._anyone(bool(flagged)):
             self._deep_until = light.step + _DEEP_AFTER_SUSPICION
-            self.root.paused = True
-            try:
+            with self._replaying():
                 wrong = self.proceedings.question(record, original, findings, light)
-            finally:
-                self.root.paused = False
             if wrong:
                 return  # numbers that were proven wrong teach the sensors nothing
         elif self.proceedings.calibration_due(light.step):
-            self.root.paused = True
-            try:
+            with self._replaying():
                 self.proceedings.calibrate(record, original, light)
-            finally:
-                self.root.paused = False
         self.sensors.learn(light)
+
+    @contextmanager
+    def _replaying(self) -> Iterator[None]:
+        """Keep the taps from taking what a replay computes for what the training computed."""
+        self.root.paused = self.sensors.reference.collector.paused = True
+        try:
+            yield
+        finally:
+            self.root.paused = self.sensors.reference.collector.paused = False
 
     def _anyone(self, here: bool) -> bool:
         return bool(float(self.ranks.max(torch.tensor([float(here)]))))
 
-    def _light(self, original: Fingerprint, losses: list[torch.Tensor], scaler: GradScaler | None) -> LightStep:
-        scale = 1.0 if scaler is None else float(scaler.get_scale())
+    def _light(self, original: Fingerprint, losses: list[torch.Tensor], scale: float, *, scaled: bool) -> LightStep:
         absmax = original.absmax.numpy() / scale
         l2 = original.l2.numpy() / scale
         # A float32 norm overflows where the values do not: the largest value is then the norm's better estimate.
@@ -217,7 +222,7 @@ class Watch:
             l2=l2,
             absmax=absmax,
             losses=tuple(value / scale for value in values),
-            scaled=scaler is not None,
+            scaled=scaled,
         )
 
     def _ours(self, optimizer: Optimizer) -> bool:

@@ -1,8 +1,8 @@
 """From single anomalies to a checksum: the strike rule of the reference systems' combined scheme.
 
-A rank counts its anomalies. Enough of them in the window are a strike-out: then *every* rank turns the checksum on
-for a while, and a rank whose checksum fires is the faulty one. This is the state of one rank; what has to be known
-of all ranks is given to it by its caller, who asks the ranks:
+A rank counts its anomalies. Enough of them in the window are a strike-out: then *every* rank turns the
+checksum on for a while, and a rank whose checksum fires is the faulty one. This is one rank's state; what is
+to be known of all ranks is given to it by its caller, who asks the ranks:
 
     rule.anomaly()                                    where this rank's feature value strikes
     if any_rank(rule.struck_out):                     once a step

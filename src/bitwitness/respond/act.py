@@ -53,6 +53,8 @@ class Responder:
             return verdict, None
         if verdict.cause in (Cause.PERSISTENT_HARDWARE, Cause.CORRUPT_STATE):
             return replace(verdict, action=Action.STOPPED), EXIT_CONVICTED
+        if self._act == "stop" and verdict.cause is Cause.TRANSIENT_HARDWARE:
+            return replace(verdict, action=Action.STOPPED), EXIT_CONVICTED
         if judgement is None or verdict.cause is not Cause.TRANSIENT_HARDWARE:
             return verdict, None
         if judgement.heal and self._heal(outcome, record):

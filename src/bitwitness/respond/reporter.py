@@ -8,7 +8,7 @@ import traceback
 from bitwitness.errors import SideChannelError
 from bitwitness.finding import Event, Finding, Note, Severity, Verdict
 from bitwitness.ranks import Ranks
-from bitwitness.store.writer import RunWriter
+from bitwitness.store import RunWriter
 
 
 class Reporter:

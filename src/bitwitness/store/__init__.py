@@ -1,0 +1,6 @@
+"""The run folder: what a guarded run leaves behind, written as it goes, readable without us."""
+
+from bitwitness.store.reader import read_events
+from bitwitness.store.writer import RunWriter, free_folder
+
+__all__ = ["RunWriter", "free_folder", "read_events"]

@@ -21,7 +21,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from bitwitness.site import Site
@@ -157,7 +156,7 @@ class NormTap:
         site = Site(path, "weight", 0, "grad", "local")
         if not isinstance(weight, Tensor):
             return
-        if isinstance(weight, DTensor):
+        if hasattr(weight, "to_local"):
             self.uncovered[site.short] = (
                 "a sharded weight's hook does not fire before its gradient is reduced"
             )

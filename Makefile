@@ -1,0 +1,38 @@
+# Every target sets up what it needs: a virtual environment of its own, with the versions pinned in constraints.txt.
+PYTHON ?= python3
+BIN := .venv/bin
+export OMP_NUM_THREADS := 1
+
+.PHONY: test check demo demo-seed bench campaign clean
+
+test: .stamp-venv check
+	$(BIN)/python -m pytest
+
+check: .stamp-venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+demo: .stamp-venv
+	$(BIN)/bitwitness demo
+
+demo-seed: .stamp-venv
+	$(BIN)/bitwitness demo --seed
+
+bench: .stamp-venv
+	$(BIN)/python bench/overhead.py
+
+campaign: .stamp-venv
+	$(BIN)/python bench/campaign.py
+
+.stamp-venv: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "bitwitness needs Python 3.11 or newer; set PYTHON=… (seen: " + sys.version.split()[0] + ")")'
+	$(PYTHON) -m venv .venv
+	# torch first, alone and pinned: any other resolution may pull a build with gigabytes of CUDA libraries
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --requirement requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable .
+	@touch $@
+
+clean:
+	rm -rf .venv .stamp-venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,71 @@
+"""Devices that compute wrongly, on four real ranks: the right rank, the right cause, the right thing done."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bitwitness.demo.launch import torchrun
+
+JOBS = Path(__file__).parent / "jobs"
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    """Run every case of the job once; the cases by name."""
+    logs = tmp_path_factory.mktemp("verdicts")
+    launched = torchrun(4, [str(JOBS / "verdicts.py")], logs, echo=False)
+    text = "\n".join(log.read_text() for log in launched.logs)
+    cases = [json.loads(line) for line in text.splitlines() if line.startswith('{"case"')]
+    assert launched.code == 0, text[-4000:]
+    return {case["case"]: case for case in cases}
+
+
+def only_verdict(case: dict) -> list:
+    assert case["failures"] == {}
+    assert case["agree"], "the ranks disagree about the verdict"
+    assert len(case["verdicts"]) == 1, case
+    return case["verdicts"][0]
+
+
+def test_a_transient_is_healed_to_the_very_bits(told) -> None:
+    case = told["transient backward flip"]
+    step, cause, ranks, action, *_ = only_verdict(case)
+    assert (step, cause, ranks, action) == (4, "transient_hardware", [1], "healed")
+    assert case["stopped"] == [None] * 4
+    assert case["weights_as_clean"]
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "site"),
+    [
+        ("persistent forward column", 2, "layers.1.mlp.up/addmm#0:forward.out0"),
+        ("persistent backward row", 0, "layers.0.mlp.down/mm#0:backward.out0"),
+        ("persistent layer norm", 1, "norm/native_layer_norm#0:forward.out0"),
+    ],
+)
+def test_a_persistent_fault_is_named_down_to_the_line_and_stops_every_rank(told, name, rank, site) -> None:
+    case = told[name]
+    step, cause, ranks, action, where, message = only_verdict(case)
+    assert (step, cause, ranks, action) == (4, "persistent_hardware", [rank], "stopped")
+    assert where == site
+    assert "every time" in message
+    assert "model.py:" in message
+    assert case["stopped"] == [17] * 4
+
+
+def test_an_intermittent_fault_that_strikes_replays_too_is_persistent(told) -> None:
+    _, cause, ranks, action, _, message = only_verdict(told["intermittent"])
+    assert (cause, ranks, action) == ("persistent_hardware", [1], "stopped")
+    assert "intermittently" in message
+
+
+@pytest.mark.parametrize("name", ["weight", "optimizer state", "collective"])
+def test_corrupt_state_is_its_own_cause(told, name) -> None:
+    _, cause, ranks, action, where, message = only_verdict(told[name])
+    assert (cause, ranks, action) == ("corrupt_state", [1], "stopped")
+    assert ":param" in where
+    assert "rank 1 holds other bits than the rest" in message
