@@ -39,7 +39,7 @@ class GPT(nn.Module):
     cross-entropy.
     """
 
-    def __init__(self, vocab: int = 4096, d: int = 320, layers: int = 8, heads: int = 5, T: int = 128) -> None:  # noqa: N803 - the field's letter
+    def __init__(self, vocab: int = 4096, d: int = 320, layers: int = 8, heads: int = 5, T: int = 128) -> None:
         super().__init__()
         self.tok = nn.Embedding(vocab, d)
         self.pos = nn.Embedding(T, d)

@@ -92,11 +92,11 @@ def measure(tokens: int, dtype: torch.dtype, rounds: int) -> list[dict[str, Any]
     """Measure every variant at one batch size and precision."""
     variants = [Variant(name, dtype, settings) for name, settings in SETTINGS.items()]
     generator = torch.Generator().manual_seed(1)
-    shuffle = random.Random(2)  # noqa: S311 - an order, no secret
+    shuffle = random.Random(2)
     for number in range(rounds + 2):
         batch = torch.randint(0, 4096, (tokens // CONTEXT, CONTEXT + 1), generator=generator)
         for variant in shuffle.sample(variants, len(variants)):
-            variant.step(batch, count=number >= 2)  # noqa: PLR2004 - two rounds warm up
+            variant.step(batch, count=number >= 2)
     for variant in variants:
         variant.close()
     plain, light, deep = variants
@@ -105,7 +105,11 @@ def measure(tokens: int, dtype: torch.dtype, rounds: int) -> list[dict[str, Any]
     mixed = [(1 - share) * a + share * b for a, b in zip(light.seconds, deep.seconds, strict=True)]
     middle, low, high = ratio(mixed, plain.seconds)
     own = (1 - share) * statistics.fmean(light.own) + share * statistics.fmean(deep.own)
-    default = {"variant": f"default (1 of {DEEP_EVERY} steps deep)", "ms": 1e3 * statistics.fmean(mixed), "ratio": middle}
+    default = {
+        "variant": f"default (1 of {DEEP_EVERY} steps deep)",
+        "ms": 1e3 * statistics.fmean(mixed),
+        "ratio": middle,
+    }
     rows.insert(2, {**rows[0], **default, "low": low, "high": high, "own_ms": 1e3 * own})
     return rows
 
@@ -127,7 +131,10 @@ def row(variant: Variant, plain: Variant, tokens: int) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as a Markdown table."""
-    lines = ["| tokens | precision | variant | CPU ms/step | ratio | 95 % interval | guard's own ms |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| tokens | precision | variant | CPU ms/step | ratio | 95 % interval | guard's own ms |",
+        "|---|---|---|---|---|---|---|",
+    ]
     lines += [
         f"| {r['tokens']} | {r['dtype']} | {r['variant']} | {r['ms']:.1f} | {r['ratio']:.4f} | "
         f"{r['low']:.4f} – {r['high']:.4f} | {r['own_ms']:.2f} |"

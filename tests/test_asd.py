@@ -133,9 +133,7 @@ def test_llama_is_covered_without_a_word_from_the_user_and_keeps_its_bits():
         tapped = train(twin, tokens, 2)
         modules = {site.module for site in tap.drain()[0]}
     assert modules == {"model.embed_tokens", "model.norm"} | {
-        f"model.layers.{i}.{name}"
-        for i in range(2)
-        for name in ("input_layernorm", "post_attention_layernorm")
+        f"model.layers.{i}.{name}" for i in range(2) for name in ("input_layernorm", "post_attention_layernorm")
     }
     assert all(torch.equal(a, b) for a, b in zip(train(model, tokens, 2), tapped, strict=True))
 
@@ -169,9 +167,7 @@ def test_a_foreign_patch_on_top_of_ours_stays_and_works():
 
 
 def test_what_only_looks_like_a_norm_is_left_alone():
-    model = nn.Sequential(
-        nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.BatchNorm1d(4), nn.GroupNorm(2, 4)
-    )
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.BatchNorm1d(4), nn.GroupNorm(2, 4))
     with NormTap(model) as tap:
         model(torch.randn(3, 4)).square().sum().backward()
         assert {site.module for site in tap.drain()[0]} == {"1", "2"}
@@ -286,9 +282,7 @@ class GatherASD(ASDBase):
 
     def __call__(self, input_params: torch.Tensor, input_indices: torch.Tensor) -> torch.Tensor:
         if self.enable_check:
-            input_params = self.check_op(
-                input_params, self.pre_val, self.min_val, self.max_val, self.cnt, None
-            )
+            input_params = self.check_op(input_params, self.pre_val, self.min_val, self.max_val, self.cnt, None)
             self.cnt += 1
         return self.op(input_indices, input_params)
 

@@ -109,9 +109,7 @@ def test_a_missing_file_says_so(tmp_path):
 def test_a_mistake_in_the_environment_names_the_variable():
     with pytest.raises(ConfigError, match="nearest known key is 'BITWITNESS_DEEP_EVERY'"):
         load_config(environ={"BITWITNESS_DEEP_EVRY": "5"})
-    with pytest.raises(
-        ConfigError, match="BITWITNESS_ACT = 'heal' in the environment: expected one of 'observe'"
-    ):
+    with pytest.raises(ConfigError, match="BITWITNESS_ACT = 'heal' in the environment: expected one of 'observe'"):
         load_config(environ={"BITWITNESS_ACT": "heal"})
 
 
@@ -145,9 +143,7 @@ def test_both_seeds_at_once_turn_both_schemes_on():
     assert load_config(environ=environ).config.feature.schemes == ("v1", "combined")
 
 
-@pytest.mark.parametrize(
-    ("level", "act", "logs"), [("1", "observe", False), ("2", "stop", False), ("3", "stop", True)]
-)
+@pytest.mark.parametrize(("level", "act", "logs"), [("1", "observe", False), ("2", "stop", False), ("3", "stop", True)])
 def test_later_releases_levels_hold_with_the_named_option_only(level, act, logs):
     environ = {"NPU_ASD_ENABLE": level, "BITWITNESS_FEATURE__LEVELS": "release"}
     config = load_config(environ=environ).config

@@ -38,12 +38,7 @@ def run(size: int, wrong: dict[tuple[int, int], str], **more: tuple[int, ...]) -
 
 
 def persistent(size: int, culprit: int, text: str = "bad") -> dict[tuple[int, int], str]:
-    return {
-        (r, e): f"{text}{r}"
-        for r in range(size)
-        for e in range(5)
-        if device_of(e, r, size) == culprit
-    }
+    return {(r, e): f"{text}{r}" for r in range(size) for e in range(5) if device_of(e, r, size) == culprit}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
@@ -61,7 +56,11 @@ def test_one_odd_training_result_is_a_transient_and_can_be_healed(size: int) -> 
 def test_a_device_that_always_errs_is_persistent_whichever_it_is(size: int) -> None:
     for culprit in range(size):
         found = run(size, persistent(size, culprit))
-        assert (found.cause, found.ranks, found.intermittent) == (Cause.PERSISTENT_HARDWARE, (culprit,), False)
+        assert (found.cause, found.ranks, found.intermittent) == (
+            Cause.PERSISTENT_HARDWARE,
+            (culprit,),
+            False,
+        )
 
 
 def test_a_persistent_fault_within_rounding_is_still_proven_because_it_repeats() -> None:

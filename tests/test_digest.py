@@ -40,9 +40,7 @@ def random_bits(shape, dtype, seed=0):
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, generator=generator).to(dtype)
     *rest, last = shape
-    return torch.randint(
-        0, 256, (*rest, last * dtype.itemsize), dtype=torch.uint8, generator=generator
-    ).view(dtype)
+    return torch.randint(0, 256, (*rest, last * dtype.itemsize), dtype=torch.uint8, generator=generator).view(dtype)
 
 
 def value(tensor):
@@ -75,7 +73,7 @@ def test_any_single_flipped_bit_changes_the_hash(dtype, length, seed, data):
 def test_equal_bits_hash_alike_whatever_alignment_and_stride(dtype, length, offset, stride):
     x = random_bits((length,), dtype)
     storage = torch.zeros(offset + length * stride, dtype=torch.uint8).repeat_interleave(dtype.itemsize).view(dtype)
-    placed = storage[offset :: stride][:length]
+    placed = storage[offset::stride][:length]
     placed.copy_(x)
     if dtype == torch.float4_e2m1fn_x2 or not torch.equal(as_bytes(placed.contiguous()), as_bytes(x)):
         assume(False)
@@ -111,9 +109,7 @@ def test_the_number_of_elements_counts(dtype):
 def test_swapped_or_duplicated_rows_and_columns_change_the_hash(dtype, rows, columns, axis, data):
     x = random_bits((rows, columns), dtype)
     bits = x.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
-    a, b = data.draw(
-        st.lists(st.integers(0, x.shape[axis] - 1), min_size=2, max_size=2, unique=True), label="which"
-    )
+    a, b = data.draw(st.lists(st.integers(0, x.shape[axis] - 1), min_size=2, max_size=2, unique=True), label="which")
     before, original = value(x), bits.clone()
     assume(not torch.equal(bits.select(axis, a), bits.select(axis, b)))
     bits.index_copy_(axis, torch.tensor([a, b]), original.index_select(axis, torch.tensor([b, a])))
@@ -122,7 +118,13 @@ def test_swapped_or_duplicated_rows_and_columns_change_the_hash(dtype, rows, col
     assert value(x) != before
 
 
-TILES = [((0, 16), (0, 32)), ((0, 0), (16, 0)), ((16, 16), (48, 64)), ((32, 16), (32, 240)), ((64, 0), (192, 0))]
+TILES = [
+    ((0, 16), (0, 32)),
+    ((0, 0), (16, 0)),
+    ((16, 16), (48, 64)),
+    ((32, 16), (32, 240)),
+    ((64, 0), (192, 0)),
+]
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int8])

@@ -20,9 +20,7 @@ from bitwitness.site import Site
 TAP = Site("layers.0.norm", "norm", 0, "backward", "grad_in0")
 
 
-def step(
-    number: int, absmax: list[float], l2: list[float] | None = None, *, scaled: bool = False
-) -> LightStep:
+def step(number: int, absmax: list[float], l2: list[float] | None = None, *, scaled: bool = False) -> LightStep:
     names = tuple(f"layers.{i}.weight" for i in range(len(absmax)))
     return LightStep(number, 0, names, np.array(l2 or absmax, float), np.array(absmax, float), (), scaled)
 
@@ -128,9 +126,7 @@ squared = st.one_of(
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.tuples(squared, squared, squared), min_size=1, max_size=60), st.sampled_from([3, 100, 10**6])
-)
+@given(st.lists(st.tuples(squared, squared, squared), min_size=1, max_size=60), st.sampled_from([3, 100, 10**6]))
 def test_combined_is_the_formula_on_every_parameter(rows, u1):
     state, strikes = Averages.none(3), []
     for row in rows:
@@ -171,9 +167,7 @@ def test_combined_looks_at_every_kth_parameter():
     struck = np.full(7, np.inf)
     for interval, expected in ((1, [0, 1, 2, 3, 4, 5, 6]), (3, [0, 3, 6]), (10, [0])):
         config = FeatureConfig(schemes=("combined",), grad_sample_interval=interval)
-        findings = FeatureSensor(config, [f"layers.{i}.weight" for i in range(7)]).look(
-            step(0, struck.tolist())
-        )
+        findings = FeatureSensor(config, [f"layers.{i}.weight" for i in range(7)]).look(step(0, struck.tolist()))
         assert [f.site.module for f in findings] == [f"layers.{i}" for i in expected]
 
 

@@ -96,9 +96,7 @@ def test_bit_positions_count_from_the_sign(dtype):
     x = torch.ones(3).to(dtype)
     form = patterns.FORMATS[dtype]
     assert patterns.flip_bit(x, np.array([1]), 0).float().tolist() == [1.0, -1.0, 1.0]
-    assert (
-        patterns.flip_bit(x, np.array([1]), form.exponent + 1).float()[1] == 1.5
-    )  # the highest mantissa bit
+    assert patterns.flip_bit(x, np.array([1]), form.exponent + 1).float()[1] == 1.5  # the highest mantissa bit
     for bit in range(form.width):
         twice = patterns.flip_bit(patterns.flip_bit(x, None, bit), None, bit)
         assert torch.equal(bits(twice), bits(x))
@@ -171,9 +169,7 @@ def test_patterns_hold_the_given_element(pattern, expected):
     flipped=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_any_shape_and_layout(  # noqa: PLR0917 - hypothesis names them all
-    shape, pattern, kind, dtype, flipped, seed
-):
+def test_any_shape_and_layout(shape, pattern, kind, dtype, flipped, seed):
     x = sample(shape, dtype, seed)
     if flipped:
         x = x.permute(tuple(reversed(range(x.dim()))))
@@ -198,9 +194,7 @@ def test_views_keep_their_base(view):
 def test_impossible_strikes_are_named():
     with pytest.raises(UsageError, match=r"there is no bit 20 in bfloat16; expected 0 \(the sign\) to 15"):
         patterns.flip_bit(torch.ones(2, dtype=torch.bfloat16), None, 20)
-    with pytest.raises(
-        UsageError, match=r"element 9 is not in a tensor of shape \(2, 3\); expected one below 6"
-    ):
+    with pytest.raises(UsageError, match=r"element 9 is not in a tensor of shape \(2, 3\); expected one below 6"):
         patterns.choose("row", (2, 3), rng(), 9)
     with pytest.raises(UsageError, match=r"dtype int64 cannot be struck; expected float64, float32"):
         patterns.nullify(torch.ones(2, dtype=torch.int64), None)
@@ -295,9 +289,7 @@ def test_the_presets_modes():
 
 def test_the_presets_steps():
     x = torch.ones(1)
-    fired = [
-        s for s in range(12) if eod_mask_v2(x, 0, s, start=2, steps=[0, 4], error_mode="specific").item() < 0
-    ]
+    fired = [s for s in range(12) if eod_mask_v2(x, 0, s, start=2, steps=[0, 4], error_mode="specific").item() < 0]
     assert fired == [2, 6]
     fired = [s for s in range(12) if eod_mask_v2(x, 0, torch.tensor(s), start=2, steps=4).item() < 0]
     assert fired == [6, 10]
@@ -332,12 +324,12 @@ def test_the_preset_names_bad_arguments(change, message):
 def test_a_device_that_does_not_fire_leaves_bits_and_randomness_alone():
     def run(context):
         torch.manual_seed(0)
-        np.random.seed(0)  # noqa: NPY002 - the global generator is what must stay untouched
+        np.random.seed(0)
         random.seed(0)
         model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4))
         with context:
             losses = train(model)
-        drawn = (torch.rand(1).item(), np.random.rand(), random.random())  # noqa: NPY002
+        drawn = (torch.rand(1).item(), np.random.rand(), random.random())
         return losses, [p.detach().clone() for p in model.parameters()], drawn
 
     hooks = len(nn.modules.module._global_forward_pre_hooks)

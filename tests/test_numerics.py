@@ -59,7 +59,8 @@ def test_numbers_in_order_are_one_ulp_apart(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @given(
-    number=st.floats(width=32, allow_nan=False, allow_infinity=False), steps=st.integers(min_value=0, max_value=5)
+    number=st.floats(width=32, allow_nan=False, allow_infinity=False),
+    steps=st.integers(min_value=0, max_value=5),
 )
 @settings(max_examples=40, deadline=None)
 def test_each_step_to_the_next_number_is_one_ulp(dtype, number, steps):
@@ -98,7 +99,11 @@ def test_ulp_distance_takes_strided_empty_and_0d_tensors():
 @pytest.mark.parametrize(
     ("a", "b", "message"),
     [
-        (torch.ones(2), torch.ones(3), r"one dtype and shape, not torch.float32 \[2\] and torch.float32 \[3\]; cast"),
+        (
+            torch.ones(2),
+            torch.ones(3),
+            r"one dtype and shape, not torch.float32 \[2\] and torch.float32 \[3\]; cast",
+        ),
         (torch.ones(2), torch.ones(2).half(), "not torch.float32 .* and torch.float16"),
         (torch.ones(2).int(), torch.ones(2).int(), "torch.int32 has no ULP; expected a floating dtype"),
     ],

@@ -180,9 +180,7 @@ def test_a_strike_is_printed_as_in_the_second_seed():
     when = datetime.fromtimestamp(1756176386.665782, UTC)
     ReferenceLog(3, stream).strike(SEED, when)
     shape = r"\[WARNING\] BITWITNESS\(\d+,rank 3\):2025-08-26-02:46:26\.665\.782 \[feature\] "
-    assert re.fullmatch(
-        shape + "Silent detect strike detected: " + re.escape(SEED_RECORD) + "\n", stream.getvalue()
-    )
+    assert re.fullmatch(shape + "Silent detect strike detected: " + re.escape(SEED_RECORD) + "\n", stream.getvalue())
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""bitwitness: are the numbers of your training run true?
+"""Are the numbers of your training run true.
 
     import bitwitness as bw
 

@@ -101,7 +101,7 @@ class ASDBase:
         self._taps.append(zeros[0])
         return zeros[0], zeros[1], zeros[2], torch.zeros((), dtype=torch.int32)
 
-    def check_op(  # noqa: PLR0917 - the interface of the reference
+    def check_op(
         self,
         x: Tensor,
         pre_val: Tensor,

@@ -118,13 +118,9 @@ def ulp_distance(a: Tensor, b: Tensor) -> Tensor:
             f"{b.dtype} {list(b.shape)}; cast or broadcast one of them first"
         )
     if a.dtype not in _SIGNIFICAND_BITS or a.dtype in _PACKED:
-        raise UsageError(
-            f"{a.dtype} has no ULP; expected a floating dtype that holds one number in each element"
-        )
+        raise UsageError(f"{a.dtype} has no ULP; expected a floating dtype that holds one number in each element")
     left, right = _ordered(a), _ordered(b)
-    across = (
-        left.abs() + right.abs()
-    )  # over zero; float64 may pass 2^63 and wrap, which shows as a negative sum
+    across = left.abs() + right.abs()  # over zero; float64 may pass 2^63 and wrap, which shows as a negative sum
     across.masked_fill_(across < 0, _FARTHEST)
     distance = torch.where((left < 0) == (right < 0), (left - right).abs(), across)
     a_nan, b_nan = _isnan(a), _isnan(b)

@@ -28,7 +28,7 @@ class Ranks(Protocol):
 
     @property
     def rank(self) -> int:
-        """This rank's number within the group."""
+        """Number of the rank that asks, within the group."""
 
     @property
     def size(self) -> int:
@@ -142,8 +142,8 @@ class SideChannel:
         name = "bitwitness/" + "-".join(map(str, (members[0], members[-1], len(members))))
         # Every rank builds its guards in the same order, so counting one's own gives all the same number.
         number = store.add(f"{name}/guards/{dist.get_rank()}", 1)
-        self._store = dist.PrefixStore(f"{name}/{number}", store)
-        self._group = dist.ProcessGroupGloo(self._store, self.rank, self.size, timedelta(seconds=deadline_s))
+        self._store = dist.distributed_c10d.PrefixStore(f"{name}/{number}", store)
+        self._group: Any = dist.ProcessGroupGloo(self._store, self.rank, self.size, timedelta(seconds=deadline_s))
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Return the element-wise sum over the ranks."""

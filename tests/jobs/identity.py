@@ -31,7 +31,11 @@ for index, scenario in enumerate(RANKS):
     same = plain == watched
     failed += not same or table["failures"] != {} or bool(table["verdicts"])
     if dist.get_rank() == 0 or not same:
-        where = "" if same else f" from step {next(i for i, (a, b) in enumerate(zip(plain, watched, strict=True)) if a != b)}"
+        where = (
+            ""
+            if same
+            else f" from step {next(i for i, (a, b) in enumerate(zip(plain, watched, strict=True)) if a != b)}"
+        )
         print(
             f"{'same' if same else 'DIFFERS' + where}: {scenario}: {table['suspicions']} questioned, "
             f"{table['dismissed']} dismissed, {table['verdicts']} {table['failures']}",

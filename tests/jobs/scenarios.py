@@ -63,9 +63,7 @@ class SometimesUnused(nn.Module):
 def hugging_face() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(
-        vocab_size=128, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
-    )
+    config = GPT2Config(vocab_size=128, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
     return GPT2LMHeadModel(config)
 
 
@@ -125,7 +123,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def seeded(kind: str) -> nn.Module:
     torch.manual_seed(0)
     random.seed(0)
-    np.random.seed(0)  # noqa: NPY002 - the global state is what a guard must not disturb
+    np.random.seed(0)
     return build(kind)
 
 
@@ -167,7 +165,11 @@ def bits(model: nn.Module, losses: list[float], optimizer: torch.optim.Optimizer
     for state in optimizer.state.values():
         held += [value for value in state.values() if isinstance(value, torch.Tensor)]
     hashes = [int(bit_hash(tensor.detach())) for tensor in held]
-    state = (torch.get_rng_state().sum().item(), random.getstate()[1][:3], np.random.get_state()[1][:3].tolist())  # noqa: NPY002
+    state = (
+        torch.get_rng_state().sum().item(),
+        random.getstate()[1][:3],
+        np.random.get_state()[1][:3].tolist(),
+    )
     return f"{[loss.hex() for loss in losses]} {hash(tuple(hashes))} {state}"
 
 

@@ -18,15 +18,74 @@ from bitwitness.inject.faults import from_mapping
 FAR = {"kind": "multiply", "factor": 1e4}
 
 CASES = {
-    "transient backward flip": {"site": "layers.1.mlp.up/mm:backward", "rank": 1, "steps": [4], "times": 1, "kind": "exponent_msb"},
-    "transient forward tile": {"site": "layers.0.attention.qkv/addmm:forward", "rank": 2, "steps": [4], "times": 1, "pattern": "tile", **FAR},
-    "persistent forward column": {"site": "layers.1.mlp.up/addmm:forward", "rank": 2, "from_step": 4, "element": 5, "pattern": "column", **FAR},
-    "persistent backward row": {"site": "layers.0.mlp.down/mm:backward", "rank": 0, "from_step": 4, "element": 5, "pattern": "row", **FAR},
-    "persistent layer norm": {"site": "norm/native_layer_norm:forward", "rank": 1, "from_step": 4, "element": 5, "pattern": "warp", **FAR},
-    "intermittent": {"site": "layers.*/mm:backward", "rank": 1, "from_step": 3, "probability": 0.3, "pattern": "column", **FAR},
-    "weight": {"site": "layers.1.mlp.up.weight/weight:param", "rank": 1, "steps": [3], "times": 1, "kind": "exponent_msb"},
-    "optimizer state": {"site": "layers.1.mlp.up.weight/exp_avg:optim", "rank": 1, "steps": [3], "times": 1, "kind": "exponent_msb"},
-    "collective": {"site": "*/allreduce_:comm.out0", "rank": 1, "steps": [4], "times": 1, "kind": "exponent_msb"},
+    "transient backward flip": {
+        "site": "layers.1.mlp.up/mm:backward",
+        "rank": 1,
+        "steps": [4],
+        "times": 1,
+        "kind": "exponent_msb",
+    },
+    "transient forward tile": {
+        "site": "layers.0.attention.qkv/addmm:forward",
+        "rank": 2,
+        "steps": [4],
+        "times": 1,
+        "pattern": "tile",
+        **FAR,
+    },
+    "persistent forward column": {
+        "site": "layers.1.mlp.up/addmm:forward",
+        "rank": 2,
+        "from_step": 4,
+        "element": 5,
+        "pattern": "column",
+        **FAR,
+    },
+    "persistent backward row": {
+        "site": "layers.0.mlp.down/mm:backward",
+        "rank": 0,
+        "from_step": 4,
+        "element": 5,
+        "pattern": "row",
+        **FAR,
+    },
+    "persistent layer norm": {
+        "site": "norm/native_layer_norm:forward",
+        "rank": 1,
+        "from_step": 4,
+        "element": 5,
+        "pattern": "warp",
+        **FAR,
+    },
+    "intermittent": {
+        "site": "layers.*/mm:backward",
+        "rank": 1,
+        "from_step": 3,
+        "probability": 0.3,
+        "pattern": "column",
+        **FAR,
+    },
+    "weight": {
+        "site": "layers.1.mlp.up.weight/weight:param",
+        "rank": 1,
+        "steps": [3],
+        "times": 1,
+        "kind": "exponent_msb",
+    },
+    "optimizer state": {
+        "site": "layers.1.mlp.up.weight/exp_avg:optim",
+        "rank": 1,
+        "steps": [3],
+        "times": 1,
+        "kind": "exponent_msb",
+    },
+    "collective": {
+        "site": "*/allreduce_:comm.out0",
+        "rank": 1,
+        "steps": [4],
+        "times": 1,
+        "kind": "exponent_msb",
+    },
 }
 
 

@@ -63,7 +63,9 @@ def _check_script(args: argparse.Namespace) -> None:
         except (ImportError, ValueError):
             known = False
         if not known:
-            raise UsageError(f"no module named {args.script!r} can be found; check the name, or leave out -m for a file")
+            raise UsageError(
+                f"no module named {args.script!r} can be found; check the name, or leave out -m for a file"
+            )
         return
     path = Path(args.script)
     if path.is_dir():

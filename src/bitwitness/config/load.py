@@ -73,9 +73,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
             f"cannot read the configuration {path}: {error.strerror}; give a TOML file that exists"
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{path} is not TOML: {error}; expected key = value lines and [section] tables"
-        ) from error
+        raise ConfigError(f"{path} is not TOML: {error}; expected key = value lines and [section] tables") from error
 
 
 def _flat(values: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -79,9 +79,7 @@ def read_reference(environ: Mapping[str, str], *, release_levels: bool = False) 
     for variable in given:
         _read_combined(variable, environ[variable], reading)
     if len(given) > 1:
-        reading.warnings.append(
-            f"{' and '.join(given)} are both set; keys that both give are taken from {given[-1]}"
-        )
+        reading.warnings.append(f"{' and '.join(given)} are both set; keys that both give are taken from {given[-1]}")
     if reading.switched:
         # A variable that is set decides, also against a file; V1 and the combined scheme may both be on.
         reading.values["feature.schemes"] = tuple(scheme for scheme, on in reading.switched.items() if on)
@@ -132,9 +130,7 @@ def _read_combined(variable: str, text: str, reading: _Reading) -> None:
         elif key in _NUMBERS:
             _read_number(variable, key, value, reading)
         elif key is None:
-            reading.warnings.append(
-                f"{variable}: {item!r} is not understood; expected key:value; it is ignored"
-            )
+            reading.warnings.append(f"{variable}: {item!r} is not understood; expected key:value; it is ignored")
         else:
             reading.warnings.append(
                 f"{variable}: unknown key {key!r} (= {value!r}) is ignored; expected one of {', '.join(keys)}"
@@ -151,9 +147,7 @@ def _split(item: str) -> tuple[str | None, str]:
 
 def _read_switch(variable: str, key: str, value: str, reading: _Reading) -> None:
     if value not in ("true", "false"):
-        reading.warnings.append(
-            f"{variable}: {key} = {value!r}: expected true or false; the default false holds"
-        )
+        reading.warnings.append(f"{variable}: {key} = {value!r}: expected true or false; the default false holds")
         return
     if key == "enable":
         reading.switched["combined"] = value == "true"
@@ -164,9 +158,7 @@ def _read_switch(variable: str, key: str, value: str, reading: _Reading) -> None
 def _read_number(variable: str, key: str, value: str, reading: _Reading) -> None:
     name, least = _NUMBERS[key]
     if not _is_digits(value) or not least <= int(value) <= _INT_MAX:
-        reading.warnings.append(
-            f"{variable}: {key} = {value!r}: expected an integer >= {least}; the default holds"
-        )
+        reading.warnings.append(f"{variable}: {key} = {value!r}: expected an integer >= {least}; the default holds")
         return
     reading.values[name] = int(value)
 

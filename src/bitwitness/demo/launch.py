@@ -17,7 +17,9 @@ class Launched:
     logs: list[Path]
 
 
-def torchrun(ranks: int, arguments: list[str], logs: Path, *, echo: bool, environment: dict[str, str] | None = None) -> Launched:
+def torchrun(
+    ranks: int, arguments: list[str], logs: Path, *, echo: bool, environment: dict[str, str] | None = None
+) -> Launched:
     """Run ``python -m torch.distributed.run --nproc-per-node RANKS ARGUMENTS`` and wait.
 
     Parameters
@@ -37,7 +39,16 @@ def torchrun(ranks: int, arguments: list[str], logs: Path, *, echo: bool, enviro
     where = ["--redirects", "3"] if not echo else ["--tee", "3"]
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--log-dir", str(logs), *where, *arguments),
+        *(
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            "localhost:0",
+            "--log-dir",
+            str(logs),
+            *where,
+            *arguments,
+        ),
     ]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(environment or {})}
     quiet = None if echo else subprocess.DEVNULL

@@ -37,7 +37,8 @@ def main(args: argparse.Namespace) -> int:
     if args.seed:
         from bitwitness.demo.seed import main as seed
 
-        return seed(args)
+        code: int = seed(args)
+        return code
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="bitwitness-demo-") as scratch:
         out = Path(args.out or scratch)
@@ -48,7 +49,10 @@ def main(args: argparse.Namespace) -> int:
 def _run(out: Path, steps: int, started: float) -> int:
     faults = out / "faults.toml"
     faults.write_text(FAULTS)
-    print(f"1. {steps} steps of a byte-level GPT on {RANKS} gloo ranks, no fault, no guard (for comparison later)", flush=True)
+    print(
+        f"1. {steps} steps of a byte-level GPT on {RANKS} gloo ranks, no fault, no guard (for comparison later)",
+        flush=True,
+    )
     clean, guarded = out / "clean", out / "guarded"
     clean.mkdir(exist_ok=True)
     guarded.mkdir(exist_ok=True)

@@ -57,7 +57,8 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [batch, time, width] to the same shape."""
         x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        result: torch.Tensor = x + self.mlp(self.norm2(x))
+        return result
 
 
 class ByteGPT(nn.Module):
@@ -77,7 +78,8 @@ class ByteGPT(nn.Module):
         for layer in self.layers:
             x = layer(x)
         logits = self.head(self.norm(x))
-        return functional.cross_entropy(logits.float().view(-1, BYTES), following.reshape(-1))
+        loss: torch.Tensor = functional.cross_entropy(logits.float().view(-1, BYTES), following.reshape(-1))
+        return loss
 
 
 def standard_library(limit: int = 4 << 20) -> torch.Tensor:

@@ -29,16 +29,23 @@ def tell(run: Path, guarded: Path, clean: Path) -> list[str]:
 def _verdict(event: dict[str, Any]) -> list[str]:
     evidence = event["evidence"]
     who = ", ".join(f"rank {rank}" for rank in event["ranks"]) or "nobody"
-    lines = ["", f"step {event['step']}: {event['cause'].replace('_', ' ')}, {who}; action: {event['action']}"]
+    lines = [
+        "",
+        f"step {event['step']}: {event['cause'].replace('_', ' ')}, {who}; action: {event['action']}",
+    ]
     for rank, items in evidence.get("suspicions", {}).items():
         lines += [f"  sensed    {rank}: {item['sensor']}: {item['message']}" for item in items[:2]]
     if "l2_by_execution" in evidence:
-        lines.append(f"  replayed  L2 of the local gradient of {evidence['parameter']} on the accused rank's step, execution by execution:")
+        lines.append(
+            f"  replayed  L2 of the local gradient of {evidence['parameter']} in {evidence['whose']}, by execution:"
+        )
         for name, value in evidence["l2_by_execution"].items():
             lines.append(f"            {name:12s} {value!s:>24.24}   bits {evidence['hash_by_execution'][name]}")
     lines.append("  compared  who agrees with the training's own result, rank by rank:")
     for rank, row in enumerate(evidence.get("ranks", [])):
-        told = "  ".join(f"{name.split(' = ')[1]}: {match}" for name, match in row.items() if name.startswith("training ="))
+        told = "  ".join(
+            f"{name.split(' = ')[1]}: {match}" for name, match in row.items() if name.startswith("training =")
+        )
         lines.append(f"            rank {rank}: {told}")
     operator = evidence.get("operator")
     if operator:
@@ -51,18 +58,23 @@ def _verdict(event: dict[str, Any]) -> list[str]:
             )
     check = evidence.get("checksum")
     if check:
-        lines.append(f"  checksum  {check['site']}: residual {check['residual']:.4g} beside a threshold of {check['threshold']:.4g}")
+        lines.append(
+            f"  checksum  {check['site']}: residual {check['residual']:.4g} beside a threshold of {check['threshold']:.4g}"
+        )
     lines += [f"  device    {d['kind']}:{d['index']} {d['uuid']} on {d['host']}" for d in event["devices"]]
     return lines
 
 
 def _weights(guarded: dict[int, str], clean: dict[int, str]) -> list[str]:
+    heading = ["", "weights after each step, guarded run with faults against fault-free run without guard:"]
     common = sorted(guarded.keys() & clean.keys())
-    equal = [step for step in common if guarded[step] == clean[step]]
-    lines = ["", "weights after each step, guarded run with faults against fault-free run without guard:"]
     if not common:
-        return [*lines, "  nothing to compare"]
+        return [*heading, "  nothing to compare"]
+    differ = [step for step in common if guarded[step] != clean[step]]
+    if differ:
+        return [*heading, f"  DIFFER from step {differ[0]} on"]
     last = common[-1]
-    lines.append(f"  bit-equal after {len(equal)} of {len(common)} steps; the last is step {last}: {guarded[last]} = {clean[last]}"
-                 if len(equal) == len(common) else f"  DIFFER from step {next(s for s in common if guarded[s] != clean[s])} on")  # fmt: skip
-    return lines
+    return [
+        *heading,
+        f"  bit-equal after all {len(common)} steps; the last is step {last}: {guarded[last]} = {clean[last]}",
+    ]

@@ -59,7 +59,11 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int, 
         optimizer.zero_grad()
         if log is not None:
             hashes = [int(bit_hash(p.detach())) for p in model.parameters()]
-            line = {"step": step, "loss": float(loss.detach()), "weights": f"{hash(tuple(hashes)) & (1 << 64) - 1:016x}"}
+            line = {
+                "step": step,
+                "loss": float(loss.detach()),
+                "weights": f"{hash(tuple(hashes)) & (1 << 64) - 1:016x}",
+            }
             with log.open("a") as file:
                 file.write(json.dumps(line) + "\n")
             if step % 10 == 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -44,7 +44,7 @@ class AutoGuard:
         self.guards: list[Guard] = []
         self._passed: set[int] = set()
 
-    def __enter__(self) -> AutoGuard:
+    def __enter__(self) -> Self:
         for warning in self._warnings:
             Reporter(None, 0).say(warning)
         self._search = [

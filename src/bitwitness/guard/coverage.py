@@ -15,7 +15,11 @@ def coverage_table(watch: Watch, reporter: Reporter) -> dict[str, Any]:
     table: dict[str, Any] = {
         "parameters": {"watched": len(root.parameters), "of": len(named)},
         "local_gradients": watch.gradients.mode,
-        "steps": {"training_forwards": root.forwards_seen, "held": watch.steps_held, "deep": watch.deep_steps},
+        "steps": {
+            "training_forwards": root.forwards_seen,
+            "held": watch.steps_held,
+            "deep": watch.deep_steps,
+        },
         "outputs": {"loss_inside": root.loss_inside, "outputs_seen": root.outputs_seen},
         "sensors": {"off": sensors.off},
         "suspicions": proceedings.suspicions,
@@ -56,10 +60,11 @@ def _gaps(watch: Watch) -> list[str]:
 def coverage_lines(table: dict[str, Any]) -> list[str]:
     """Return the table as the few lines that a user reads at the end of a run."""
     steps, parameters = table["steps"], table["parameters"]
-    lines = [
-        f"covered: {parameters['watched']} of {parameters['of']} parameters, {steps['held']} steps, {steps['deep']} of them "
-        f"deep; {table['suspicions']} suspicions, {table['dismissed']} dismissed, {len(table['verdicts'])} verdicts"
-    ]
+    seen = (
+        f"{parameters['watched']} of {parameters['of']} parameters, {steps['held']} steps, {steps['deep']} of them deep"
+    )
+    found = f"{table['suspicions']} suspicions, {table['dismissed']} dismissed, {len(table['verdicts'])} verdicts"
+    lines = [f"covered: {seen}; {found}"]
     operators = table.get("operators")
     if operators and operators.get("flops_seen"):
         lines.append(f"covered: {operators['share_checked']:.1%} of the FLOPs seen on deep steps were checked")

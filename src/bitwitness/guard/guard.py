@@ -1,7 +1,7 @@
 """``bw.Guard``: put a training under watch.
 
-    with bw.Guard(model, optimizer, out="run/"):
-        train()
+with bw.Guard(model, optimizer, out="run/"):
+    train()
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 from weakref import WeakSet
 
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from bitwitness.config import Config, load_config, to_dict
 from bitwitness.errors import UsageError
 from bitwitness.finding import Note, Severity
 from bitwitness.guard.coverage import coverage_lines, coverage_table
+from bitwitness.guard.selftest import prove
 from bitwitness.guard.watch import Watch
 from bitwitness.ranks import Alone, Ranks, SideChannel
 from bitwitness.respond.reporter import Reporter
@@ -84,7 +85,7 @@ class Guard:
         self.watch: Watch | None = None
         self.reporter: Reporter | None = None
 
-    def __enter__(self) -> Guard:
+    def __enter__(self) -> Self:
         root = unwrap(self.model)
         if self._used:
             raise UsageError("this Guard was used before; make a new one for another training")
@@ -99,6 +100,8 @@ class Guard:
             self._stack.callback(writer.close)
         for warning in self._warnings:
             self.reporter.once(warning)
+        for name, reason in (prove() if self.config.self_test else {}).items():
+            self.reporter.failure(f"self-test of {name}", RuntimeError(reason), 0)
         self.watch = Watch(self.model, self.optimizers or None, self.config, ranks, self.reporter, self._clock)
         _guarded.add(root)
         self._stack.callback(_guarded.discard, root)

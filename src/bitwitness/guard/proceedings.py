@@ -48,7 +48,9 @@ class Proceedings:
         replayer = Replayer(root.root, root.parameters, root.device)
         self.laboratory = Laboratory(ranks, replayer, NEAR["low" if low else "full"])
         self.devices = gather_devices(ranks, this_device(root.device))
-        broadcasts = bool(getattr(root.wrapper, "broadcast_buffers", False)) and root.wrapper is not unwrap(root.wrapper)
+        broadcasts = bool(getattr(root.wrapper, "broadcast_buffers", False)) and root.wrapper is not unwrap(
+            root.wrapper
+        )
         self._judge = Judge(self.laboratory, root.root, replicated_buffers=broadcasts, devices=self.devices)
         healable = Root(root.wrapper, root.root, parameters, root.device, gradients.collect, gradients.take)
         self._responder = Responder(config.act, ranks, healable)
@@ -71,9 +73,7 @@ class Proceedings:
             return [finding for finding in loud if finding.sensor in _EXACT]
         return loud
 
-    def question(
-        self, record: StepRecord, original: Fingerprint, findings: list[Finding], light: LightStep
-    ) -> bool:
+    def question(self, record: StepRecord, original: Fingerprint, findings: list[Finding], light: LightStep) -> bool:
         """Prove or dismiss, act, tell; collective. Return whether this step's numbers were proven wrong.
 
         Raises
@@ -150,7 +150,13 @@ class Proceedings:
             self._innocent_in_a_row = 0
         if verdict.cause is Cause.DISMISSED:
             self.dismissed += 1
-            note = Note(f"dismissed: {verdict.message}", verdict.step, self._ranks.rank, "judge", evidence=verdict.evidence)
+            note = Note(
+                f"dismissed: {verdict.message}",
+                verdict.step,
+                self._ranks.rank,
+                "judge",
+                evidence=verdict.evidence,
+            )
             self._reporter.note(note, speak=bool(loud))
             return
         self.verdicts.append(verdict)

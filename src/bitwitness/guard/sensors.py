@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,16 +84,16 @@ class Sensors:
 
         ``scale`` is the loss scale, by which ``light`` is divided already.
         """
-        findings = self._safely("feature", lambda: self.reference.look(light, scale))
+        findings = self._safely("feature", partial(self.reference.look, light, scale))
         if self.nonfinite is not None:
-            findings += self._safely("nonfinite", lambda s=self.nonfinite: s.look(light))
+            findings += self._safely("nonfinite", partial(self.nonfinite.look, light))
         if self.trend is not None:
-            findings += self._safely("trend", lambda s=self.trend: s.look(light))
+            findings += self._safely("trend", partial(self.trend.look, light))
         if self.peers is not None:
             findings += self._compare(self.peers, light)
         failed: list[Finding] = []
         if deep and self.checksum is not None:
-            failed = self._safely("checksum", lambda s=self.checksum: s.drain(light.step, light.rank))
+            failed = self._safely("checksum", partial(self.checksum.drain, light.step, light.rank))
         self.reference.advance(failed)
         return findings + failed
 

@@ -19,12 +19,12 @@ from torch.optim.optimizer import Optimizer
 
 from bitwitness.config import Config
 from bitwitness.errors import EXIT_RANK_LOST, SideChannelError, TrainingStopped
-from bitwitness.judge.fingerprint import Fingerprint
 from bitwitness.guard.proceedings import Proceedings
+from bitwitness.guard.sensors import Sensors
+from bitwitness.judge.fingerprint import Fingerprint
 from bitwitness.ranks import Ranks
 from bitwitness.respond.reporter import Reporter
 from bitwitness.sense.light import LightStep
-from bitwitness.guard.sensors import Sensors
 from bitwitness.tap.clock import StepClock
 from bitwitness.tap.gradients import LocalGradients
 from bitwitness.tap.root import RootTap
@@ -100,7 +100,6 @@ class Watch:
         self.root.begin_backward()
         if self._in_step:
             self.root.record.give_up("backward ran inside the optimizer's step (a closure)")
-        self._losses += [t.detach() for t in roots if isinstance(t, torch.Tensor) and t.numel() == 1]
         tap = self._deep_tap()
         try:
             if tap is None:
@@ -110,7 +109,9 @@ class Watch:
                     yield
         finally:
             self.root.end_backward()
-            self._armed = self._armed or self.root.touched
+            if self.root.reached:
+                self._armed = True
+                self._losses += [t.detach() for t in roots if isinstance(t, torch.Tensor) and t.numel() == 1]
 
     def hold(self, *, scaler: GradScaler | None = None, optimizer: Optimizer | None = None) -> None:
         """Look at the step's gradients, and act on what they show."""
@@ -158,7 +159,9 @@ class Watch:
         """Tell whether a step's operators are looked at: the same steps on all ranks."""
         every = self.config.deep_every
         return self.config.checksum.enabled and (
-            step <= self._deep_until or self.sensors.reference.checksum_on or (every > 0 and step % every == min(1, every - 1))
+            step <= self._deep_until
+            or self.sensors.reference.checksum_on
+            or (every > 0 and step % every == min(1, every - 1))
         )
 
     def _collect(self) -> None:
@@ -171,7 +174,9 @@ class Watch:
         features = self.gradients.take()
         losses, self._losses = self._losses, []
         if features is None:
-            self.reporter.once("no synchronising backward was seen before the optimizer's step; the step is not covered")
+            self.reporter.once(
+                "no synchronising backward was seen before the optimizer's step; the step is not covered"
+            )
             return
         outputs = [digest for group in record.passes() for forward in group for digest in forward.output_digests]
         device = self.root.device
@@ -244,4 +249,3 @@ class Watch:
     def _lost(self, error: SideChannelError) -> None:
         missing = self.reporter.rank_lost(error, self.ranks, self.clock.step)
         raise TrainingStopped(EXIT_RANK_LOST, missing)
-

@@ -90,9 +90,7 @@ class FaultyDevice:
             self._tracker.name_tree(model)
 
     @classmethod
-    def from_environment(
-        cls, rank: int = 0, clock: StepClock | None = None, seed: int = 0
-    ) -> FaultyDevice | None:
+    def from_environment(cls, rank: int = 0, clock: StepClock | None = None, seed: int = 0) -> FaultyDevice | None:
         """Return the device that ``BITWITNESS_INJECT`` (a TOML file) declares, or None where it is not set.
 
         Raises
@@ -122,9 +120,7 @@ class FaultyDevice:
 
     def _select(self, func: torch._ops.OpOverload) -> bool:
         name = func.overloadpacket.__name__
-        targets = (
-            [t for t in self._on_operators if fnmatchcase(name, t.fault.op_glob)] if computes(func) else []
-        )
+        targets = [t for t in self._on_operators if fnmatchcase(name, t.fault.op_glob)] if computes(func) else []
         if is_collective(func):
             targets = [t for t in targets if _can_be_in(t.fault, ("comm",))]
         self._targets[func] = targets
@@ -146,9 +142,7 @@ class FaultyDevice:
         if not is_collective(call.func):
             for slot, tensor in computed(call):
                 self._strike(call.site(slot), tensor, due)
-        elif any(
-            _can_strike_delivery(trigger.fault) for trigger in due
-        ):  # to look is to wait for the collective
+        elif any(_can_strike_delivery(trigger.fault) for trigger in due):  # to look is to wait for the collective
             for slot, tensor in delivered(call):
                 self._strike(_comm_site(call, slot), tensor, due)
 
@@ -249,9 +243,7 @@ def _comm_site(call: OpCall, slot: str) -> Site:
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor is an ordinary dense one; fake, sparse and wrapped ones hold no bits here."""
     return (
-        type(tensor) in {torch.Tensor, nn.Parameter}
-        and tensor.layout is torch.strided
-        and tensor.device.type != "meta"
+        type(tensor) in {torch.Tensor, nn.Parameter} and tensor.layout is torch.strided and tensor.device.type != "meta"
     )
 
 

@@ -28,7 +28,7 @@ class _Replaced(torch.autograd.Function):
         return grads[0], None
 
 
-def eod_mask_v2(  # noqa: PLR0917 - the order of the original's arguments
+def eod_mask_v2(
     x: torch.Tensor,
     ele_pos: int | Sequence[int] | torch.Tensor,
     cur_step: int | torch.Tensor,
@@ -96,9 +96,7 @@ def _fires(passed: int, steps: list[int], error_mode: str) -> bool:
     if error_mode == "specific":
         return passed >= 0 and passed in steps
     if not steps or steps[0] < 1:
-        raise UsageError(
-            f"eod_mask_v2: steps = {steps}, expected a first step of 1 or more for error_mode 'cycle'"
-        )
+        raise UsageError(f"eod_mask_v2: steps = {steps}, expected a first step of 1 or more for error_mode 'cycle'")
     return passed > 0 and passed % steps[0] == 0
 
 
@@ -109,7 +107,5 @@ def _positions(
         return np.flatnonzero(np.random.default_rng(abs(seed)).random(x.numel()) <= probability)
     where = torch.as_tensor(ele_pos, dtype=torch.int64).reshape(-1).cpu().numpy()
     if where.size and not (where.min() >= 0 and where.max() < x.numel()):
-        raise UsageError(
-            f"eod_mask_v2: ele_pos = {where.tolist()}, but x has {x.numel()} elements, counted from 0"
-        )
+        raise UsageError(f"eod_mask_v2: ele_pos = {where.tolist()}, but x has {x.numel()} elements, counted from 0")
     return where

@@ -111,9 +111,7 @@ class Fault:
                 raise ConfigError(f"fault: {name} = {given!r}, expected {wanted}")
         kind = ALIASES.get(self.kind, self.kind)
         if kind not in DEFAULT_PATTERN:
-            raise ConfigError(
-                f"fault: unknown kind {self.kind!r}{_nearest(self.kind, [*DEFAULT_PATTERN, *ALIASES])}"
-            )
+            raise ConfigError(f"fault: unknown kind {self.kind!r}{_nearest(self.kind, [*DEFAULT_PATTERN, *ALIASES])}")
         object.__setattr__(self, "kind", kind)
         self._check_site()
         self._check_elements()
@@ -121,9 +119,7 @@ class Fault:
         if len(given_times) > 1:
             raise ConfigError(f"fault: {' and '.join(given_times)} are both given; keep one of them")
         if self.start and self.cycle is None:
-            raise ConfigError(
-                f"fault: start = {self.start} without a cycle; use from_step, or give the cycle too"
-            )
+            raise ConfigError(f"fault: start = {self.start} without a cycle; use from_step, or give the cycle too")
         if self.steps is not None:
             object.__setattr__(self, "steps", tuple(self.steps))
 
@@ -140,13 +136,9 @@ class Fault:
         if pattern not in PATTERNS:
             raise ConfigError(f"fault: unknown pattern {pattern!r}{_nearest(pattern, PATTERNS)}")
         if self.element_probability is not None and (self.pattern is not None or self.element is not None):
-            raise ConfigError(
-                "fault: element_probability picks the elements itself; leave pattern and element out"
-            )
+            raise ConfigError("fault: element_probability picks the elements itself; leave pattern and element out")
         if self.kind == "permute" and pattern == "element" and self.element_probability is None:
-            raise ConfigError(
-                "fault: one element cannot be permuted; give permute another pattern, such as tile"
-            )
+            raise ConfigError("fault: one element cannot be permuted; give permute another pattern, such as tile")
         if self.element_probability is None:
             object.__setattr__(self, "pattern", pattern)
 
@@ -180,9 +172,7 @@ def load_faults(path: str | Path) -> tuple[Fault, ...]:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(
-            f"cannot read the faults from {path}: {error.strerror}; give a TOML file"
-        ) from error
+        raise ConfigError(f"cannot read the faults from {path}: {error.strerror}; give a TOML file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}; expected [[fault]] tables") from error
     try:

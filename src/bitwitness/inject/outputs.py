@@ -28,9 +28,7 @@ def computes(func: torch._ops.OpOverload) -> bool:
     """Tell whether an operator computes or moves values, rather than allocating or showing memory."""
     if func.overloadpacket.__name__ in _WITHOUT_COMPUTING or torch.Tag.inplace_view in func.tags:
         return False
-    return not any(
-        value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns
-    )
+    return not any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns)
 
 
 def is_collective(func: torch._ops.OpOverload) -> bool:

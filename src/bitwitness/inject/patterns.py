@@ -50,7 +50,7 @@ FORMATS = {
 """The dtypes that can be struck."""
 
 
-def choose(  # noqa: PLR0911 - one return a pattern
+def choose(
     pattern: str, shape: torch.Size | tuple[int, ...], rng: np.random.Generator, element: int | None = None
 ) -> Positions:
     """Return the positions that a pattern strikes in a tensor of this shape.
@@ -62,9 +62,7 @@ def choose(  # noqa: PLR0911 - one return a pattern
     if count == 0:
         return np.empty(0, np.int64)
     if element is not None and element >= count:
-        raise UsageError(
-            f"element {element} is not in a tensor of shape {tuple(shape)}; expected one below {count}"
-        )
+        raise UsageError(f"element {element} is not in a tensor of shape {tuple(shape)}; expected one below {count}")
     anchor = int(rng.integers(count)) if element is None else element
     columns = int(shape[-1]) if len(shape) else 1
     row, column = divmod(anchor, columns)
@@ -234,9 +232,7 @@ def _mask(x: torch.Tensor, bit: int) -> int:
     return mask - (1 << 64) if mask == 1 << 63 else mask  # int64 holds the top bit as a negative number
 
 
-def _change_bits(
-    x: torch.Tensor, positions: Positions, change: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
+def _change_bits(x: torch.Tensor, positions: Positions, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Rewrite the chosen elements' bits; ``change`` maps int64 to int64, of which the low bits are kept."""
     raw = _format(x).raw
     out = x.detach().clone()

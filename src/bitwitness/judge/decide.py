@@ -8,7 +8,7 @@ that made it. Alone, a process has no second device: there, the result that its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import combinations
@@ -173,20 +173,31 @@ def _spreading(rows: Sequence[Row]) -> list[int]:
 
 def _without_culprit(rows: Sequence[Row], tally: _Tally, *, reproducible: bool) -> Judgement:
     spreading = _spreading(rows)
-    if reproducible and len(spreading) == 1 and (len(rows) == 1 or set(tally.unresolved) <= _neighbours(spreading[0], rows)):
+    if (
+        reproducible
+        and len(spreading) == 1
+        and (len(rows) == 1 or set(tally.unresolved) <= _neighbours(spreading[0], rows))
+    ):
         reason = "this device alone gives another result each time, where healthy replays gave the same bits"
         return Judgement(
-            Cause.PERSISTENT_HARDWARE, (spreading[0],), intermittent=True, reason=reason, wrong={spreading[0]: ["spread"]}
+            Cause.PERSISTENT_HARDWARE,
+            (spreading[0],),
+            intermittent=True,
+            reason=reason,
+            wrong={spreading[0]: ["spread"]},
         )
     if tally.disputes:
         pair = tuple(sorted(tally.disputes[0]))
         return Judgement(
-            Cause.INCONCLUSIVE, disputed=pair, reason="two devices contradict each other and there is no third"
+            Cause.INCONCLUSIVE,
+            disputed=pair,
+            reason="two devices contradict each other and there is no third",
         )
     if tally.unresolved:
         who = ", ".join(map(str, tally.unresolved))
         return Judgement(
-            Cause.INCONCLUSIVE, reason=f"no two devices agree on the step of rank {who}: a nondeterministic kernel"
+            Cause.INCONCLUSIVE,
+            reason=f"no two devices agree on the step of rank {who}: a nondeterministic kernel",
         )
     if len(rows) == 1:
         return Judgement(Cause.DISMISSED, reason="two replays gave the training's bits; no other device was asked")
@@ -213,12 +224,12 @@ def _device_cause(device: int, found: list[tuple[int, int, Match]], rows: Sequen
     return Cause.PERSISTENT_HARDWARE
 
 
-def _far(tally: _Tally, convicted: dict[int, Cause]) -> bool:
+def _far(tally: _Tally, convicted: Mapping[int, Cause]) -> bool:
     return any(how is Match.FAR for device in convicted for _, _, how in tally.wrong[device])
 
 
 def _convict(
-    rows: Sequence[Row], tally: _Tally, convicted: dict[int, Cause], wrong: dict[int, list[str]]
+    rows: Sequence[Row], tally: _Tally, convicted: Mapping[int, Cause], wrong: dict[int, list[str]]
 ) -> Judgement:
     ranks = tuple(sorted(convicted))
     persistent = any(cause is Cause.PERSISTENT_HARDWARE for cause in convicted.values())

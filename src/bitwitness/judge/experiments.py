@@ -13,8 +13,8 @@ from bitwitness.judge.decide import PAIRS, Judgement, Match, Row, decide
 from bitwitness.judge.fingerprint import Fingerprint
 from bitwitness.ranks import Ranks
 from bitwitness.replay.capsule import Passes, pack, unpack
-from bitwitness.tap.capture import StepRecord
 from bitwitness.replay.run import Execution, Replayer, ReplayError
+from bitwitness.tap.capture import StepRecord
 
 
 @dataclass(slots=True)
@@ -73,7 +73,9 @@ class Laboratory:
         failed = self.ranks.max(torch.tensor([float(here is None or elsewhere is None)]))
         if float(failed) or here is None or elsewhere is None:
             return self._problem or "another rank could not replay its step"
-        spread = max((0.0 if original.compare(x, 0.0) is Match.EQUAL else original.distance(x)) for x in (here, elsewhere))
+        spread = max(
+            (0.0 if original.compare(x, 0.0) is Match.EQUAL else original.distance(x)) for x in (here, elsewhere)
+        )
         everywhere = self.ranks.max(torch.tensor([spread], dtype=torch.float64))
         # One odd rank is no property of the model: only a spread that most ranks show is taken for one.
         many = int(self.ranks.sum(torch.tensor([int(spread > 0)])))
@@ -82,7 +84,9 @@ class Laboratory:
         if many > self.ranks.size // 2:
             self.spread = max(self.spread, float(everywhere))
         self.calibrated += 1
-        return f"healthy replays differ by {float(everywhere):.3g} on {many} of {self.ranks.size} ranks" if many else None
+        return (
+            f"healthy replays differ by {float(everywhere):.3g} on {many} of {self.ranks.size} ranks" if many else None
+        )
 
     def question(
         self, record: StepRecord, original: Fingerprint, *, suspicious: bool, proven_by_checksum: bool
@@ -126,9 +130,9 @@ class Laboratory:
         self, record: StepRecord, executions: list[Fingerprint | None], guests: dict[int, Passes]
     ) -> None:
         for by in (1, 2):
-            if by == 2:  # noqa: PLR2004 - the second neighbour
+            if by == 2:
                 differs = len({tuple(x.digest.tolist()) for x in executions if x is not None}) > 1
-                if self.ranks.size < 3 or not self._any(differs):  # noqa: PLR2004 - a third device breaks the tie
+                if self.ranks.size < 3 or not self._any(differs):
                     return
             executions[2 + by], passes = self._elsewhere(record, by)
             if passes is not None:

@@ -20,8 +20,9 @@ activations round the other way, by about 2^-8 / sqrt(elements), some 1e-3 for i
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """One execution's local gradients, on the host: ``digest`` int64 [P], ``l2`` and ``absmax`` float64 [P], and the
-    outputs' bit hashes, int64 [K].
+    """One execution's local gradients, on the host.
+
+    ``digest`` int64 [P], ``l2`` and ``absmax`` float64 [P], and the outputs' bit hashes, int64 [K].
     """
 
     digest: torch.Tensor
@@ -64,8 +65,7 @@ class Fingerprint:
         both_zero = (self.l2 == 0) & (other.l2 == 0)
         gap = (self.l2.log() - other.l2.log()).abs()
         gap = torch.where(both_zero | (self.digest == other.digest), torch.zeros_like(gap), gap)
-        largest = float(gap.nan_to_num(nan=float("inf")).max()) if gap.numel() else 0.0
-        return largest
+        return float(gap.nan_to_num(nan=float("inf")).max()) if gap.numel() else 0.0
 
     def worst(self, other: Fingerprint) -> int:
         """Return the index of the parameter at which two executions differ most."""

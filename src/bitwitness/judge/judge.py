@@ -80,11 +80,9 @@ class Judge:
         if desync is not None:
             return self._corrupt_state(record.step, desync, findings)
         proven = any(finding.sensor == "checksum" for finding in findings)
-        found = self._laboratory.question(
-            record, original, suspicious=bool(findings), proven_by_checksum=proven
-        )
+        found = self._laboratory.question(record, original, suspicious=bool(findings), proven_by_checksum=proven)
         judgement, located = self._name_operator(record, found, anyone_suspicious=bool(suspicious))
-        evidence = self._evidence(found, located)
+        evidence = self._evidence(found, judgement, located)
         if judgement.cause is Cause.DISMISSED:
             judgement = self._blame_nonfinite(record, judgement, findings, evidence)
         evidence["suspected_by"] = suspicious
@@ -101,10 +99,10 @@ class Judge:
         return self._state(record)
 
     def _state(self, record: StepRecord) -> Desync | None:
-        named = dict(self._root.named_parameters())
+        named: dict[str, torch.Tensor] = dict(self._root.named_parameters())
         if self._replicated_buffers and record.forwards:
             buffers = [name for name, _ in self._root.named_buffers()]
-            named |= dict(zip(buffers, record.forwards[-1].buffers, strict=False))
+            named |= dict(zip(buffers, record.forwards[-1].buffers, strict=True))
         with torch.no_grad():
             hashes = [bit_hash(value.detach()) for value in named.values()]
         return find_desync(self._ranks, list(named), torch.stack(hashes) if hashes else torch.zeros(0).long())
@@ -153,9 +151,7 @@ class Judge:
             if judgement.cause is Cause.PERSISTENT_HARDWARE:
                 owner = judgement.ranks[0]
                 witness = next(r for r in ((owner + 1) % size, (owner + 2) % size) if r not in judgement.ranks[1:])
-                return judgement, locate(
-                    self._ranks, self._laboratory.replayer, record, found.guests, owner, witness
-                )
+                return judgement, locate(self._ranks, self._laboratory.replayer, record, found.guests, owner, witness)
         except SideChannelError:
             raise
         except Exception as error:
@@ -199,22 +195,34 @@ class Judge:
 
     # -- the verdict ---------------------------------------------------------------------------------------------
 
-    def _evidence(self, found: Experiments, located: Located | None) -> dict[str, Any]:
-        """Lay the executions side by side: what each gave for this rank's step, then who agrees on every rank."""
-        made = [(name, x) for name, x in zip(NAMES, found.executions, strict=True) if x is not None]
-        evidence: dict[str, Any] = {"ranks": [_row_text(row.matches) for row in found.rows]}
-        if len(made) > 1:
-            original = made[0][1]
-            other = max((x for _, x in made[1:]), key=original.distance)
-            worst = original.worst(other)
-            evidence["parameter"] = list(self._laboratory.replayer.parameters)[worst]
-            evidence["l2_by_execution"] = {name: float(x.l2[worst]) for name, x in made}
-            evidence["hash_by_execution"] = {name: f"{int(x.digest[worst]) & (1 << 64) - 1:016x}" for name, x in made}
+    def _evidence(self, found: Experiments, judgement: Judgement, located: Located | None) -> dict[str, Any]:
+        """Lay the executions side by side: what each gave for the accused rank's step, then who agrees; collective."""
+        whose = judgement.ranks[0] if judgement.ranks else 0
+        told = self._ranks.tell(json.dumps(self._executions(found)) if self._ranks.rank == whose else "", whose)
+        evidence: dict[str, Any] = {
+            "whose": f"rank {whose}'s step",
+            **(json.loads(told) if told else {}),
+            "ranks": [_row_text(row.matches) for row in found.rows],
+        }
         if located is not None:
             evidence["operator"] = {"site": located.site, "line": located.line, **located.evidence}
         if found.problem:
             evidence["problem"] = found.problem
         return evidence
+
+    def _executions(self, found: Experiments) -> dict[str, Any]:
+        """Return what each execution of this rank's step gave for the parameter at which they differ most."""
+        made = [(name, x) for name, x in zip(NAMES, found.executions, strict=True) if x is not None]
+        if len(made) < 2:
+            return {}
+        original = made[0][1]
+        other = max((x for _, x in made[1:]), key=original.distance)
+        worst = original.worst(other)
+        return {
+            "parameter": list(self._laboratory.replayer.parameters)[worst],
+            "l2_by_execution": {name: float(x.l2[worst]) for name, x in made},
+            "hash_by_execution": {name: f"{int(x.digest[worst]) & (1 << 64) - 1:016x}" for name, x in made},
+        }
 
     def _verdict(
         self,

@@ -11,7 +11,6 @@ from bitwitness.stats import bit_hash
 from bitwitness.tap.modules import own_work
 from bitwitness.tap.operators import OpCall, tensors_in
 
-
 _CANCELLED = 0.01
 LIMIT = {torch.bfloat16: 0.05, torch.float16: 0.02, torch.float32: 2e-3}
 """Errors beyond these no healthy operator shows: some ten times what rounding one result leaves, sums included."""
@@ -51,9 +50,7 @@ def compare_with_float64(call: OpCall) -> Discrepancy:
     with torch.no_grad():
         with own_work(call.module, call.phase, call.call):
             again = tensors_in(call.func(*call.args, **call.kwargs))
-        repeats = all(
-            bool(torch.equal(bit_hash(a), bit_hash(b))) for a, b in zip(again, call.outputs, strict=True)
-        )
+        repeats = all(bool(torch.equal(bit_hash(a), bit_hash(b))) for a, b in zip(again, call.outputs, strict=True))
         try:
             with own_work():
                 exact = tensors_in(call.func(*_doubled(call.args), **_doubled(call.kwargs)))

@@ -13,7 +13,14 @@ from bitwitness.tap.operators import OpCall, OperatorTap, tensors_in
 from bitwitness.tap.structure import tensors_of
 from bitwitness.tap.trace import OperatorTrace, computes
 
-_MASKS = ("fill", "where", "full", "scalar_tensor", "constant", "clamp")  # they put in the infinity that they are given
+_MASKS = (
+    "fill",
+    "where",
+    "full",
+    "scalar_tensor",
+    "constant",
+    "clamp",
+)  # they put in the infinity that they are given
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from bitwitness.replay.run import ReplayError
 from bitwitness.tap.capture import ForwardRecord
 from bitwitness.tap.randomness import RandomState
-from bitwitness.replay.run import ReplayError
 from bitwitness.tap.structure import map_tensors, plain_leaves, tensors_of
 
 Passes = list[list[ForwardRecord]]

@@ -13,10 +13,10 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
+from bitwitness.replay.run import Execution, ReplayError
 from bitwitness.tap.capture import ForwardRecord, StepRecord
 from bitwitness.tap.gradients import queue_after_backward
 from bitwitness.tap.randomness import randomness_kept
-from bitwitness.replay.run import Execution, ReplayError
 from bitwitness.tap.structure import fresh, map_tensors, tensors_of
 
 

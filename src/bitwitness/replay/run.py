@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from bitwitness.tap.capture import ForwardRecord, StepRecord
-from bitwitness.tap.randomness import randomness_kept
-from bitwitness.tap.structure import fresh, map_tensors, tensors_of
 from bitwitness.stats import Features, bit_hash
+from bitwitness.tap.capture import ForwardRecord, StepRecord
 from bitwitness.tap.gradients import features_with_absent
 from bitwitness.tap.modules import own_work
+from bitwitness.tap.randomness import randomness_kept
+from bitwitness.tap.structure import fresh, map_tensors, tensors_of
 
 
 class ReplayError(Exception):
@@ -102,9 +102,7 @@ class Replayer:
                 self._set_buffers(buffers)
         with torch.no_grad(), own_work():
             digests = torch.stack(outputs) if outputs else torch.zeros(0, dtype=torch.int64, device=self.device)
-            return Execution(
-                features_with_absent(totals, self.device), digests, totals if keep else None, after
-            )
+            return Execution(features_with_absent(totals, self.device), digests, totals if keep else None, after)
 
     def check(self, record: StepRecord, passes: list[list[ForwardRecord]]) -> None:
         """Raise `ReplayError` if the step cannot be run again."""
@@ -137,7 +135,7 @@ class Replayer:
                     grads.append(grad)
         parameters = list(self.parameters.values())
         with around():
-            new = torch.autograd.grad(results, parameters, grads, allow_unused=True)
+            new: tuple[torch.Tensor | None, ...] = torch.autograd.grad(results, parameters, grads, allow_unused=True)
         for index, grad in enumerate(new):
             if grad is None:
                 continue

@@ -1,0 +1,1 @@
+"""What follows: reports, alerts, healing, stopping."""

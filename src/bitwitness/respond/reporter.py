@@ -78,7 +78,9 @@ class Reporter:
         self.failures[part] = f"{type(error).__name__}: {error}"
         where = traceback.extract_tb(error.__traceback__)
         at = f" at {where[-1].filename}:{where[-1].lineno}" if where else ""
-        message = f"the guard failed in its {part} and does without it; the training is untouched: {self.failures[part]}{at}"
+        message = (
+            f"the guard failed in its {part} and does without it; the training is untouched: {self.failures[part]}{at}"
+        )
         self.note(Note(message, step, self._rank, severity=Severity.WARNING), speak=True)
 
     def rank_lost(self, error: SideChannelError, ranks: Ranks, step: int) -> str:
@@ -90,5 +92,3 @@ class Reporter:
         self.say(line)
         self.event(Note(line, step, self._rank, "ranks", Severity.ERROR, evidence={"missing": missing}))
         return line
-
-

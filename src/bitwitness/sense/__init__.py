@@ -1,0 +1,1 @@
+"""Sensors: each suspects, each in a file of its own."""

@@ -61,9 +61,7 @@ class JumpScheme:
             history.learn(value)
         return findings
 
-    def _finding(
-        self, light: LightStep, site: Site, value: float, level: Level, history: JumpHistory
-    ) -> Finding:
+    def _finding(self, light: LightStep, site: Site, value: float, level: Level, history: JumpHistory) -> Finding:
         jump = history.jump(value)
         evidence = {
             "name": tap_name(site),
@@ -124,9 +122,7 @@ class FeatureSensor:
         """Whether V1 is on, and so needs `tap.norms.NormTap` and the values of `asd.watch_gradient`."""
         return "v1" in self._config.schemes
 
-    def look(
-        self, light: LightStep, sites: Sequence[Site] = (), values: Vector | None = None
-    ) -> list[Finding]:
+    def look(self, light: LightStep, sites: Sequence[Site] = (), values: Vector | None = None) -> list[Finding]:
         """Judge this step, and take it into the histories.
 
         Parameters
@@ -181,9 +177,7 @@ class FeatureSensor:
 
     def _look_combined(self, light: LightStep) -> list[Finding]:
         value, before, config = squares(light.absmax[self._sample]), self._combined, self._config
-        strikes, limit, self._combined = judge_combined(
-            value, before, config.upper_thresh1, config.upper_thresh2
-        )
+        strikes, limit, self._combined = judge_combined(value, before, config.upper_thresh1, config.upper_thresh2)
         found = np.flatnonzero(strikes)
         return [
             _average_finding(

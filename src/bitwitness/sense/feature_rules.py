@@ -144,9 +144,7 @@ def judge_combined(
         return strikes, first, before.after(value, learn)
 
 
-def judge_v3(
-    value: Vector, before: Averages, upper: tuple[float, float] = V3_UPPER
-) -> tuple[Counts, Vector, Averages]:
+def judge_v3(value: Vector, before: Averages, upper: tuple[float, float] = V3_UPPER) -> tuple[Counts, Vector, Averages]:
     """Judge values, float64 [P], by V3; return the levels, the thresholds of level 1, and the state after.
 
     The average starts as the first value that is not 0, and is corrected as if it had started from zero.

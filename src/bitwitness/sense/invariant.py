@@ -23,7 +23,9 @@ class Invariant:
     figures: Tensor
 
 
-def largest(name: str, residual: Tensor, threshold: Tensor, judged: Tensor, overflowed: Tensor | None = None) -> Invariant:
+def largest(
+    name: str, residual: Tensor, threshold: Tensor, judged: Tensor, overflowed: Tensor | None = None
+) -> Invariant:
     """Find the worst place without waiting for the device.
 
     A NaN residual fails, and so does an infinite threshold: both come from a non-finite output, since ``judged`` (bool) is

@@ -47,7 +47,7 @@ class PeersSensor:
         count = np.maximum(others[0], 1.0)
         mean = others[1:3] / count
         variance = np.maximum(others[3:5] / count - mean**2, 0.0) * count / np.maximum(count - 1.0, 1.0)
-        comparable = (own[0] > 0) & (others[0] >= 2)  # noqa: PLR2004 - a deviation needs two
+        comparable = (own[0] > 0) & (others[0] >= 2)
         # Few peers estimate their own spread badly, so the usual spread of this parameter over the ranks joins in.
         spread = np.maximum(np.sqrt(np.maximum(variance, self._usual**2)), np.array(_FLOOR)[:, None])
         score = np.where(comparable, (own[1:3] - mean) / spread, 0.0)

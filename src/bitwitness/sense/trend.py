@@ -14,7 +14,11 @@ from bitwitness.sense.light import LightStep, Vector, log_sizes
 
 FEATURES = ("ln max|g|", "ln L2(g)", "ln max|g| - ln L2(g)")
 _MEMORY = 0.05  # weight of a new value: a mean over about 20 steps
-_FLOOR = (0.08, 0.05, 0.05)  # deviations below these are not told apart from chance, whatever the history says
+_FLOOR = (
+    0.08,
+    0.05,
+    0.05,
+)  # deviations below these are not told apart from chance, whatever the history says
 _WINSOR = 3.0  # a value moves the history by at most this many deviations, so that a fault cannot poison it
 _COMMON = 8  # parameters needed for a median to stand for "all of them"
 
@@ -60,7 +64,8 @@ class TrendSensor:
 
     def _spread(self) -> Vector:
         # 1.25 turns a mean absolute deviation into a standard deviation (normal values)
-        return np.maximum(1.25 * self._deviation, np.array(_FLOOR)[:, None])
+        spread: Vector = np.maximum(1.25 * self._deviation, np.array(_FLOOR)[:, None])
+        return spread
 
     def _scores(self, sizes: Vector) -> Vector:
         gap = sizes - self._mean
@@ -72,9 +77,7 @@ class TrendSensor:
 
     def _finding(self, light: LightStep, index: int, score: Vector) -> Finding:
         feature = int(np.abs(score).argmax())
-        message = (
-            f"gradient of {light.names[index]}: {FEATURES[feature]} is {score[feature]:+.1f} deviations from its history"
-        )
+        message = f"gradient of {light.names[index]}: {FEATURES[feature]} is {score[feature]:+.1f} deviations from its history"
         evidence = {
             "feature": FEATURES[feature],
             "z": float(score[feature]),

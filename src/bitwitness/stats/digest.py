@@ -161,9 +161,7 @@ def _hash_large(folds: list[Fold]) -> Tensor:
     rows += torch.cat([numbers[:count] for count in counts])
     row_terms = torch.stack([terms.sum() for terms in torch.split(_scramble(rows), counts)])
     lengths = [_length_number(part.count * ROW_BYTES + len(part.tail)) for part in folds]
-    last = torch.stack(
-        [total + number for total, number in zip(_row_sums(tails).unbind(), lengths, strict=True)]
-    )
+    last = torch.stack([total + number for total, number in zip(_row_sums(tails).unbind(), lengths, strict=True)])
     return _scramble(columns).sum(1).add_(row_terms).add_(_scramble(last))
 
 

@@ -13,9 +13,7 @@ from bitwitness.stats.digest import Fold, flat_bits, fold, hashes_of, is_large, 
 from bitwitness.stats.local import local_parts
 
 _SMALL = 4096  # elements; below it one call for each tensor costs more than copying the tensors together
-_BLOCK = (
-    1 << 20
-)  # elements: bounds what a converted half type takes, and the growth of float32 rounding errors
+_BLOCK = 1 << 20  # elements: bounds what a converted half type takes, and the growth of float32 rounding errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +29,17 @@ class Features:
         float32 [P]: largest magnitude. NaN if any value is NaN, else infinite if any is. A float64 magnitude
         beyond float32 becomes infinite. Of a complex gradient the larger one of a real and an imaginary part.
     digest
-        int64 [P]: `bit_hash` of each, or None if it was not asked for.
+        int64 [P]: `bit_hash` of each.
 
     """
 
     l2: Tensor
     absmax: Tensor
-    digest: Tensor | None
+    digest: Tensor
 
 
 @torch.no_grad()
-def features_of(grads: Sequence[Tensor], *, with_digest: bool = True) -> Features:
+def features_of(grads: Sequence[Tensor]) -> Features:
     """Compute the features of all local gradients of this rank; nothing waits for a device.
 
     Parameters
@@ -49,8 +47,6 @@ def features_of(grads: Sequence[Tensor], *, with_digest: bool = True) -> Feature
     grads
         Gradients of any floating dtypes, on any devices. Of a DTensor the local shard is read, of a sparse
         gradient the values as stored; an empty one has norm and magnitude 0.
-    with_digest
-        Whether to hash the bits, too.
 
     Returns
     -------
@@ -68,15 +64,15 @@ def features_of(grads: Sequence[Tensor], *, with_digest: bool = True) -> Feature
         group[0] = group[0].reshape(-1)  # the one copy of a gradient that is not contiguous
     values = [_plain(group[0]) for group in parts]
     home = next((value.device for value in values if value.device.type != "cpu"), torch.device("cpu"))
-    bits = [[flat_bits(part) for part in group] for group in parts] if with_digest else []
+    bits = [[flat_bits(part) for part in group] for group in parts]
     folds: dict[int, Fold] = {}
 
     def in_cache(index: int) -> None:
-        if with_digest and is_large(bits[index][0]):
+        if is_large(bits[index][0]):
             folds[index] = fold(bits[index][0])
 
     magnitudes = _magnitudes(values, home, in_cache)
-    digest = _digests(bits, folds, home) if with_digest else None
+    digest = _digests(bits, folds, home)
     return Features(magnitudes[:, 0].contiguous(), magnitudes[:, 1].contiguous(), digest)
 
 

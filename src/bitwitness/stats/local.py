@@ -37,8 +37,7 @@ def local_parts(tensor: Tensor) -> list[Tensor]:
         return [tensor]
     if tensor.is_meta:
         raise UsageError(
-            f"a tensor of shape {list(tensor.shape)} is on the meta device and holds no numbers; "
-            "materialise it first"
+            f"a tensor of shape {list(tensor.shape)} is on the meta device and holds no numbers; materialise it first"
         )
     if tensor.is_quantized:
         raise UsageError(

@@ -189,9 +189,7 @@ def _clean_block(x: Tensor, scale: Tensor) -> Tensor:
     zeros = x.numel() - x.count_nonzero()
     none = torch.zeros_like(low)
     scaled = x.div(scale)
-    return torch.stack(
-        [none, none, none, zeros.to(torch.float64), low, high, scaled.sum(), torch.dot(scaled, scaled)]
-    )
+    return torch.stack([none, none, none, zeros.to(torch.float64), low, high, scaled.sum(), torch.dot(scaled, scaled)])
 
 
 def _float_stats(count: int, numbers: list[int], digest: int | None) -> Stats:
@@ -231,9 +229,7 @@ def _measure_integers(values: Tensor) -> Tensor:
         return torch.zeros(6, dtype=torch.int64, device=values.device)
     table = torch.stack([_integer_block(block) for block in _blocks(values)])
     squares = table[:, 5].view(torch.float64).sum().view(torch.int64)
-    return torch.stack(
-        [table[:, 0].sum(), table[:, 1].amin(), table[:, 2].amax(), *table[:, 3:5].sum(0), squares]
-    )
+    return torch.stack([table[:, 0].sum(), table[:, 1].amin(), table[:, 2].amax(), *table[:, 3:5].sum(0), squares])
 
 
 def _integer_block(block: Tensor) -> Tensor:

@@ -145,5 +145,3 @@ def _say(text: str) -> None:
     with suppress(OSError, ValueError):
         sys.stderr.write(f"bitwitness: {text}\n")
         sys.stderr.flush()
-
-

@@ -1,0 +1,1 @@
+"""All that touches torch from within: hooks, dispatch modes, captures."""

@@ -69,9 +69,7 @@ class GradientCollector:
         if self._closed or not tensor.requires_grad or not torch.is_grad_enabled():
             return
         if tensor.dtype not in DTYPES:
-            self.uncovered[site.short] = (
-                f"its gradient is {tensor.dtype}; bfloat16, float16 and float32 are read"
-            )
+            self.uncovered[site.short] = f"its gradient is {tensor.dtype}; bfloat16, float16 and float32 are read"
             return
         try:
             if not tensor.is_leaf:
@@ -88,7 +86,7 @@ class GradientCollector:
 
     def _hook(self, tensor: Tensor, site: Site) -> RemovableHandle:
         hook = partial(self._take, site)
-        handle: RemovableHandle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        handle: RemovableHandle = tensor.register_hook(hook)
         return handle
 
     def _take(self, site: Site, grad: Tensor) -> None:

@@ -22,7 +22,7 @@ from bitwitness.tap.modules import own_work
 
 def queue_after_backward(action: Callable[[], None]) -> None:
     """Have ``action`` called when the backward that runs now has computed everything; callbacks run in queueing order."""
-    torch.autograd.Variable._execution_engine.queue_callback(action)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(action)
 
 
 def features_with_absent(grads: list[torch.Tensor | None], device: torch.device) -> Features:

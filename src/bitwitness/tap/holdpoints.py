@@ -16,7 +16,7 @@ import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch.amp import GradScaler
@@ -58,7 +58,7 @@ class HoldPoints:
         self._stack = ExitStack()
         self._on = False
 
-    def __enter__(self) -> HoldPoints:
+    def __enter__(self) -> Self:
         self._on = True
         self._patch(torch.autograd, "_engine_run_backward", self._wrap_backward)
         self._patch(clip_grad, "_group_tensors_by_device_and_dtype", self._wrap_grouping)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -66,7 +66,7 @@ class ModuleTracker:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._users = 0
 
-    def __enter__(self) -> ModuleTracker:
+    def __enter__(self) -> Self:
         self._users += 1
         if self._users == 1:
             self._hooks = [
@@ -126,7 +126,7 @@ class ModuleTracker:
             return place
         node = torch._C._current_autograd_node()
         if node is not None and not torch.is_grad_enabled():
-            module, forward_op = self._nodes.get(node._sequence_nr(), (ROOT, ""))
+            module, _ = self._nodes.get(node._sequence_nr(), (ROOT, ""))
             phase = "backward"
         else:
             module = self._names.get(self._stack[-1], ROOT) if self._stack else ROOT

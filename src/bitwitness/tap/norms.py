@@ -157,9 +157,7 @@ class NormTap:
         if not isinstance(weight, Tensor):
             return
         if hasattr(weight, "to_local"):
-            self.uncovered[site.short] = (
-                "a sharded weight's hook does not fire before its gradient is reduced"
-            )
+            self.uncovered[site.short] = "a sharded weight's hook does not fire before its gradient is reduced"
             return
         with torch.enable_grad():
             self.collector.watch(weight, site)
@@ -181,12 +179,7 @@ class NormTap:
     def _wrap(self, name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         @functools.wraps(original)
         def normalise(*args: Any, **kwargs: Any) -> Tensor:
-            if (
-                self._on
-                and not self._inside
-                and torch.is_grad_enabled()
-                and not torch.compiler.is_compiling()
-            ):
+            if self._on and not self._inside and torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 call = self._calls.get(name, 0)
                 self._calls[name] = call + 1
                 self._watch_first(args, kwargs, Site(ROOT, name, call, "backward", "grad_in0"))

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
@@ -37,7 +38,7 @@ class OpCall:
 
     @property
     def outputs(self) -> tuple[torch.Tensor, ...]:
-        """The tensors among the results, flat, in order: slots ``out0``, ``out1``, …"""
+        """The tensors among the results, flat, in order: slots ``out0``, ``out1`` and so on."""
         return tensors_in(self.result)
 
 
@@ -80,21 +81,23 @@ class OperatorTap(TorchDispatchMode):
         select: Selector | None = None,
         before: Callable[[OpCall], None] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._before = before
         self._tracker = tracker
         self._handler = handler
         self._select = select
         self._wanted: dict[torch._ops.OpOverload, str | None] = {}
 
-    def __enter__(self) -> OperatorTap:
+    def __enter__(self) -> Self:
         self._tracker.__enter__()
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._tracker.__exit__(*error)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        self._tracker.__exit__(kind, error, trace)
 
     def _name(self, func: torch._ops.OpOverload) -> str | None:
         """Return the operator's name, or None where the handler does not want it."""

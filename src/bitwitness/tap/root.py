@@ -30,6 +30,7 @@ class ModuleHook:
         self._call = call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Pass the call on while the hook is in force."""
         return None if self._call is None else self._call(*args, **kwargs)
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> ModuleHook:
@@ -241,6 +242,6 @@ class RootTap:
         return self.outputs_seen > 0 and not any(self.record.value_dependent())
 
     @property
-    def touched(self) -> bool:
-        """Whether a backward has reached this root since the step began."""
-        return any(record.backward is not None for record in self.record.forwards)
+    def reached(self) -> bool:
+        """Whether the latest backward reached this root."""
+        return any(record.backward == self.backwards for record in self.record.forwards)

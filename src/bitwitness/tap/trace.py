@@ -74,7 +74,14 @@ class OperatorTrace:
         if len(self.hashes) == self.keep:
             # in-place operators overwrite their inputs, so these are copied before it runs
             self.kept = OpCall(
-                call.func, _copied(call.args), _copied(call.kwargs), None, call.op, call.module, call.phase, call.call
+                call.func,
+                _copied(call.args),
+                _copied(call.kwargs),
+                None,
+                call.op,
+                call.module,
+                call.phase,
+                call.call,
             )
             self.line = self._lines.get(self._tracker.node(), "")
 

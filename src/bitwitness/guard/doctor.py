@@ -1,0 +1,67 @@
+"""``bitwitness doctor``: what this machine has, and whether everything that the guard relies on works here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bitwitness.device import this_device
+from bitwitness.errors import EXIT_FINDINGS
+from bitwitness.guard.selftest import prove
+
+_EXPLAINED = {
+    "trend": "a gradient against its own history",
+    "peers": "a local gradient against the other ranks' (three ranks or more)",
+    "nonfinite": "NaN and Inf in losses and gradients",
+    "feature": "the reference schemes V1, V2, V3, combined",
+    "checksum": "matrix products and attention, forward and backward, on deep steps",
+    "holdpoints": "backward, clipping, unscaling and optimizer steps are noticed",
+}
+_NOT_COVERED = (
+    "convolutions and fused recurrent layers have no checksum; their share of FLOPs is shown at the end of each run",
+    "a loss computed outside the model is sensed but not replayed",
+    "torch.compile, FSDP and tensor parallel training are not guarded yet",
+)
+
+
+def examine() -> dict[str, Any]:
+    """Return everything that `main` prints."""
+    failed = prove()
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": str(this_device()),
+        "accelerator": "none" if accelerator is None else f"{accelerator.type} x {torch.accelerator.device_count()}",
+        "backends": [name for name in ("gloo", "nccl", "hccl") if _available(name)],
+        "proven": {name: failed.get(name, "sees") for name in _EXPLAINED},
+        "not_covered": list(_NOT_COVERED),
+    }
+
+
+def _available(backend: str) -> bool:
+    return dist.is_available() and dist.is_backend_available(backend)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the examination; return 1 if something failed its proof."""
+    found = examine()
+    healthy = all(result == "sees" for result in found["proven"].values())
+    if args.json:
+        print(json.dumps(found, indent=1))
+        return 0 if healthy else EXIT_FINDINGS
+    print(f"python {found['python']}, torch {found['torch']}, accelerator: {found['accelerator']}")
+    print(f"device {found['device']}")
+    print(f"process groups: {', '.join(found['backends']) or 'none'}")
+    for name, result in found["proven"].items():
+        print(f"  {'ok    ' if result == 'sees' else 'FAILED'}  {name:11s} {_EXPLAINED[name]}")
+        if result != "sees":
+            print(f"          {result}")
+    for gap in found["not_covered"]:
+        print(f"  not covered: {gap}")
+    return 0 if healthy else EXIT_FINDINGS
