@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder with learned positions; its head shares no weight with the embedding.
+    """A decoder with learned positions; its head shares the embedding's weight.
 
     Called with tokens (int64 [batch, time]) it returns logits [batch, time, vocab]; with targets, too, the mean
     cross-entropy.
@@ -46,6 +46,10 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(d, heads) for _ in range(layers))
         self.ln = nn.LayerNorm(d)
         self.head = nn.Linear(d, vocab, bias=False)
+        self.head.weight = self.tok.weight
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """Return logits, or the loss where targets are given."""

@@ -6,9 +6,11 @@ import argparse
 import os
 import runpy
 import sys
+import traceback
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from bitwitness.errors import UsageError
@@ -51,8 +53,24 @@ def main(args: argparse.Namespace) -> int:
         if faulty is not None:
             stack.enter_context(faulty)
         stack.enter_context(AutoGuard(loaded.config, loaded.warnings))
-        _run(args)
+        try:
+            _run(args)
+        except Exception as error:  # the script's own: shown as python shows it, without our frames around it
+            traceback.print_exception(error.with_traceback(_of_script(error.__traceback__)))
+            return 1
     return 0
+
+
+def _of_script(trace: TracebackType | None) -> TracebackType | None:
+    """Return the part of a traceback that begins with the script; all of it where the script has no part in it."""
+    part = trace
+    while part is not None and part.tb_frame.f_globals.get("__name__") != "__main__":
+        part = part.tb_next
+    while part is not None and part.tb_frame.f_code.co_filename.endswith(("bitwitness/__main__.py", "<frozen runpy>")):
+        part = part.tb_next
+        while part is not None and part.tb_frame.f_globals.get("__name__") != "__main__":
+            part = part.tb_next
+    return part or trace
 
 
 def _check_script(args: argparse.Namespace) -> None:

@@ -41,6 +41,7 @@ class AutoGuard:
         self._warnings = warnings
         self._stack = ExitStack()
         self._search: list[Any] = []
+        self._over = False
         self.guards: list[Guard] = []
         self._passed: set[int] = set()
 
@@ -49,7 +50,7 @@ class AutoGuard:
             Reporter(None, 0).say(warning)
         self._search = [
             register_module_forward_pre_hook(self._meet),
-            register_optimizer_step_post_hook(lambda *_: self._end_search()),
+            register_optimizer_step_post_hook(lambda *_: self._stepped()),
         ]
         return self
 
@@ -64,12 +65,19 @@ class AutoGuard:
                 "gradients enabled before the first optimizer step"
             )
 
+    def _stepped(self) -> None:
+        # torch is iterating over these hooks now, so they are taken away at the next forward.
+        self._over = True
+
     def _end_search(self) -> None:
         for handle in self._search:
             handle.remove()
         self._search.clear()
 
     def _meet(self, module: nn.Module, _args: Any) -> None:
+        if self._over:
+            self._end_search()
+            return
         if id(module) in self._passed or not module.training or not torch.is_grad_enabled():
             return
         root = unwrap(module)

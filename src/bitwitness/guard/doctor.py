@@ -31,7 +31,7 @@ _NOT_COVERED = (
 
 def examine() -> dict[str, Any]:
     """Return everything that `main` prints."""
-    failed = prove()
+    failed = prove(step=True)
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return {
         "python": platform.python_version(),

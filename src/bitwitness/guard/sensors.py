@@ -19,7 +19,6 @@ from bitwitness.sense.checksum import ChecksumSensor
 from bitwitness.sense.light import LightStep
 from bitwitness.sense.nonfinite import NonfiniteSensor
 from bitwitness.sense.peers import PeersSensor
-from bitwitness.sense.reference_checksum import ReferenceChecksumSensor
 from bitwitness.sense.trend import TrendSensor
 from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.operators import OperatorTap
@@ -50,8 +49,7 @@ class Sensors:
         self.peers = PeersSensor(count, z=config.peers.z) if config.peers.enabled and enough else None
         self.checksum = None
         if config.checksum.enabled:
-            ours = config.checksum.scheme == "bitwitness"
-            self.checksum = ChecksumSensor() if ours else ReferenceChecksumSensor()
+            self.checksum = ChecksumSensor("signs" if config.checksum.scheme == "bitwitness" else "reference")
         self.reference = ReferenceSchemes(config, root, ranks, clock)
         self._tracker = ModuleTracker()
         self._tracker.name_tree(root.root)

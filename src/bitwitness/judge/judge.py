@@ -15,16 +15,20 @@ import torch
 from torch import nn
 
 from bitwitness.errors import SideChannelError
-from bitwitness.finding import Action, Cause, Device, Finding, Verdict
+from bitwitness.finding import Action, Cause, Device, Finding, Severity, Verdict, to_jsonable
 from bitwitness.judge.alone import examine
 from bitwitness.judge.decide import NAMES, PAIRS, Judgement, Match
 from bitwitness.judge.experiments import Experiments, Laboratory
 from bitwitness.judge.localize import Located, locate
 from bitwitness.judge.origin import bad_inputs, find_origin
 from bitwitness.judge.replicas import Desync, find_desync
+from bitwitness.replay.run import ReplayError
+from bitwitness.sense.checksum import ChecksumSensor
 from bitwitness.site import Site
 from bitwitness.stats import bit_hash
 from bitwitness.tap.capture import StepRecord
+from bitwitness.tap.modules import ModuleTracker
+from bitwitness.tap.operators import OperatorTap
 
 FAULT_CODE = "80818C00"
 _REPEATED = 3  # transients on one device that make a persistent, intermittent fault
@@ -83,6 +87,8 @@ class Judge:
         found = self._laboratory.question(record, original, suspicious=bool(findings), proven_by_checksum=proven)
         judgement, located = self._name_operator(record, found, anyone_suspicious=bool(suspicious))
         evidence = self._evidence(found, judgement, located)
+        if judgement.cause is Cause.PERSISTENT_HARDWARE:
+            evidence |= self._checksum_proof(record, judgement.ranks[0])
         if judgement.cause is Cause.DISMISSED:
             judgement = self._blame_nonfinite(record, judgement, findings, evidence)
         evidence["suspected_by"] = suspicious
@@ -166,6 +172,22 @@ class Judge:
             return judgement, None
         reason = "an operator's result contradicts float64"
         return Judgement(Cause.PERSISTENT_HARDWARE, (0,), reason=reason, wrong=judgement.wrong), located
+
+    def _checksum_proof(self, record: StepRecord, culprit: int) -> dict[str, Any]:
+        """Replay on the culprit with every matrix product checked; return the first that fails, for all ranks."""
+        text = ""
+        if self._ranks.rank == culprit:
+            sensor, tracker = ChecksumSensor(), ModuleTracker()
+            try:
+                self._laboratory.replayer.run(record, around=lambda: OperatorTap(tracker, sensor, sensor.select))
+                failed = [
+                    finding for finding in sensor.drain(record.step, culprit) if finding.severity is Severity.ERROR
+                ]
+            except ReplayError:
+                failed = []
+            text = json.dumps({"site": failed[0].site.short, **to_jsonable(failed[0].evidence)}) if failed else ""
+        heard = self._ranks.tell(text, culprit)
+        return {"checksum": json.loads(heard)} if heard else {}
 
     def _blame_nonfinite(
         self, record: StepRecord, judgement: Judgement, findings: list[Finding], evidence: dict[str, Any]

@@ -16,7 +16,7 @@ class Invariant:
     """One identity, checked on one call.
 
     ``figures``: float64 [5] on the operator's device, named by `FIGURES`: the largest residual over its threshold, the flat
-    index where it is, residual and threshold there, and how many rows overflowed lawfully. ``ratio`` above 1 is a failure.
+    index where it is, residual and threshold there, and how many rows overflowed lawfully. ``ratio`` is at most 1 where the identity holds, and at least 2 where it does not.
     """
 
     name: str
@@ -31,10 +31,11 @@ def largest(
     A NaN residual fails, and so does an infinite threshold: both come from a non-finite output, since ``judged`` (bool) is
     True only where the inputs are finite. All tensors have one shape and at least one element.
     """
-    known = (residual <= threshold) & torch.isfinite(threshold)
+    passed = (residual <= threshold) & torch.isfinite(threshold)
     ratio = residual.double() / threshold.double()
-    ratio = torch.where(known, ratio, ratio.nan_to_num(nan=math.inf).clamp_min(2.0))
-    ratio = torch.where(torch.isfinite(threshold), ratio, math.inf)
+    failing = ratio.nan_to_num(nan=math.inf, posinf=math.inf).clamp_min(2.0)
+    failing = torch.where(torch.isfinite(threshold), failing, math.inf)
+    ratio = torch.where(passed, ratio.nan_to_num(nan=0.0), failing)  # 0 of 0 passes
     ratio = torch.where(judged, ratio, 0.0).reshape(-1)
     worst, index = ratio.max(0)
     count = worst.new_zeros(()) if overflowed is None else overflowed.sum().double()

@@ -18,10 +18,12 @@ from bitwitness.numerics import unit_roundoff
 from bitwitness.sense.invariant import Invariant, Signs, largest
 from bitwitness.tap.operators import OpCall
 
-ROUNDING = 5.0
-"""Threshold in units of u ||C_m||: one rounding of C, one of C w, one of A (B w), together sigma = 0.7; see bench."""
-ACCUMULATION = 1.0
-"""Threshold in units of u_acc ||A_m|| ||B||: what the order of summation leaves; see bench."""
+ROUNDING = 3.0
+"""Rounding of C, in units of u ||C_m||: independent roundings give sigma = 0.41, so 7 sigma; see bench/checksum_cost.py."""
+ACCUMULATION = 4.0
+"""What the order of summation leaves, in units of u32 (||A_m|| ||B|| + sqrt(K + N) ||C_m||); see bench/checksum_cost.py."""
+_UNDERFLOW = 2.0**-63
+"""float32 loses the square of what is smaller; n such elements add up to no more than sqrt(n) times this."""
 _CHUNK = 1 << 19  # elements that are widened at a time: 2 MiB of float32, which stay in a core's cache
 _CHUNK_DEVICE = 1 << 26  # an accelerator wants few, large kernels
 
@@ -110,15 +112,15 @@ def check_product(product: Product, signs: Signs) -> Invariant | None:
     wide = torch.float64 if out.dtype is torch.float64 else torch.float32
     w = signs(columns, out.device, wide)
     expected = _gemv(a, _gemv_wide(b, w))
-    size = _row_norms(a) * _norm(b)[..., None]
+    size = row_norms(a) * frobenius(b)[..., None]
     if product.alpha != 1:
         expected, size = expected * product.alpha, size * abs(product.alpha)
     if product.bias is not None:
         bias_w, bias_size = _bias(product.bias, w)
         expected, size = expected + product.beta * bias_w, size + abs(product.beta) * bias_size
-    norms = _row_norms(out)
+    norms = row_norms(out)
     residual = (_gemv(out, w, exact_weights=True) - expected).abs()
-    threshold = row_threshold(product, norms, size)
+    threshold = row_threshold(product, norms, size, expected)
     judged = torch.isfinite(expected) & torch.isfinite(size)
     if out.dtype is not torch.float16:
         return largest("C w = A (B w)", residual, threshold, judged)
@@ -127,7 +129,7 @@ def check_product(product: Product, signs: Signs) -> Invariant | None:
     return largest("C w = A (B w)", residual, threshold, judged & ~lawful, lawful)
 
 
-def row_threshold(product: Product, norms: Tensor, size: Tensor) -> Tensor:
+def row_threshold(product: Product, norms: Tensor, size: Tensor, expected: Tensor) -> Tensor:
     """Return the largest innocent residual of each row, for weights of magnitude `Signs.scale`.
 
     Parameters
@@ -138,34 +140,33 @@ def row_threshold(product: Product, norms: Tensor, size: Tensor) -> Tensor:
         ``||C_m||_2``, float ``[*batch, M]``.
     size
         ``||A_m||_2 ||B||_F`` (bias included), float ``[*batch, M]``.
+    expected
+        ``A (B w)`` (bias included), float ``[*batch, M]``.
 
     """
     out = product.out
     inner, columns = int(product.a.shape[-1]), int(out.shape[-1])
     info = torch.finfo(out.dtype)
-    u, u_acc = unit_roundoff(out.dtype), accumulation_roundoff(out)
+    u, u_sum = unit_roundoff(out.dtype), unit_roundoff(torch.float64 if out.dtype is torch.float64 else torch.float32)
     scale = Signs.scale(columns)
-    # A serial sum of n terms of one sign loses sqrt(n/3) u of its value; of random signs, a constant times u ||A_m|| ||B||.
-    summed = ACCUMULATION * u_acc * (size + math.sqrt(inner + columns) * norms)
+    # A serial sum of n terms of one sign loses up to sqrt(n / 3) u of its value. Sums of random signs lose some u
+    # ||A_m|| ||B||, and our own over the N columns sqrt(N) times a small part of that.
+    summed = u_sum * (size * (1 + math.sqrt(columns) / 32) + math.sqrt(inner + columns) * norms)
+    summed = ACCUMULATION * (summed + factor_roundoff(out) * size)
     floor = ROUNDING * (u * info.smallest_normal + (inner + columns) * torch.finfo(torch.float32).tiny)
-    return scale * (ROUNDING * u * norms + summed) + floor
+    threshold = scale * (ROUNDING * u * norms + summed) + floor
+    if product.a.dtype is torch.bfloat16:  # `_gemv` rounds C w and A hi, each by at most u, and A mid, u times smaller
+        threshold = threshold + 2 * u * expected.abs() + scale * u * u * size
+    return threshold
 
 
-def accumulation_roundoff(out: Tensor) -> float:
-    """Return the unit roundoff with which products are summed (for float32: multiplied) on ``out``'s device.
-
-    float32 products may be allowed to round their factors to TF32 (11 bits) or bfloat16.
-    """
-    if out.dtype is torch.float64:
-        return unit_roundoff(torch.float64)
-    if out.dtype is torch.float32:
-        backend = torch.backends.cuda if out.device.type == "cuda" else torch.backends.mkldnn
-        allowed = getattr(backend.matmul, "fp32_precision", "ieee")
-        if allowed == "tf32":
-            return 2.0**-11
-        if allowed == "bf16":
-            return unit_roundoff(torch.bfloat16)
-    return unit_roundoff(torch.float32)
+def factor_roundoff(out: Tensor) -> float:
+    """Return the unit roundoff to which torch may round a float32 product's factors on ``out``'s device (TF32, bfloat16)."""
+    if out.dtype is not torch.float32:
+        return 0.0
+    backend = torch.backends.cuda if out.device.type == "cuda" else torch.backends.mkldnn
+    allowed = getattr(backend.matmul, "fp32_precision", "ieee")
+    return {"tf32": 2.0**-11, "bf16": unit_roundoff(torch.bfloat16)}.get(str(allowed), 0.0)
 
 
 def _gemv(x: Tensor, v: Tensor, *, exact_weights: bool = False) -> Tensor:
@@ -205,27 +206,36 @@ def _part(x: Tensor) -> int:
     return max(1, chunk * x.shape[0] // max(x.numel(), 1))
 
 
-def _norm(x: Tensor) -> Tensor:
-    """Return the Frobenius norm of each matrix, float32 or float64 ``[*batch]``."""
-    return _wide(torch.linalg.vector_norm(_unless_half(x), dim=None if x.dim() == 2 else (-2, -1)))
+def frobenius(x: Tensor) -> Tensor:
+    """Return an upper bound of the Frobenius norm of each matrix, tight but for `_UNDERFLOW`, float32 or 64 ``[*batch]``."""
+    norm = torch.linalg.vector_norm(_unless_half(x), dim=None if x.dim() == 2 else (-2, -1))
+    return _wide(norm) + _UNDERFLOW * math.sqrt(x.shape[-2] * x.shape[-1])
 
 
-def _row_norms(x: Tensor) -> Tensor:
-    """Return the 2-norm of each row, float32 or float64 ``[*batch, M]``; in low precision perhaps an upper bound of it.
+def row_norms(x: Tensor) -> Tensor:
+    """Return an upper bound of the 2-norm of each row, float32 or float64 ``[*batch, M]``.
 
-    A reduction across memory is slow, so the rows of a transposed matrix are squared and summed as a matrix product, or
-    in low precision, where the figure hardly matters, bounded by the norm of the whole.
+    It is tight but for `_UNDERFLOW` and for one case: a reduction across memory is slow, so the rows of a transposed matrix
+    are squared and summed as a matrix product, or in low precision, where the figure hardly matters, bounded by the norm of
+    the whole.
     """
     if x.dim() > 2 or x.stride(1) == 1 or x.stride(0) != 1 or x.shape[0] == 1:
-        return _wide(torch.linalg.vector_norm(_unless_half(x), dim=-1))
-    if x.dtype in (torch.float32, torch.float64):
-        ones = torch.ones(x.shape[1], dtype=x.dtype, device=x.device)
-        total = torch.zeros(x.shape[0], dtype=x.dtype, device=x.device)
-        length = max(1, _CHUNK // x.shape[0])
-        for part, one in zip(x.t().split(length), ones.split(length), strict=True):
-            total.addmv_(part.square().t(), one)
-        return total.sqrt_()
-    return _norm(x).expand(x.shape[0])
+        norms = _wide(torch.linalg.vector_norm(_unless_half(x), dim=-1))
+    elif x.dtype in (torch.float32, torch.float64):
+        norms = _norms_across(x.t())
+    else:
+        return frobenius(x).expand(x.shape[0])
+    return norms + _UNDERFLOW * math.sqrt(x.shape[-1])
+
+
+def _norms_across(x: Tensor) -> Tensor:
+    """Return the norms of a matrix's columns, squaring a part at a time."""
+    total = torch.zeros(x.shape[1], dtype=x.dtype, device=x.device)
+    length = _part(x)
+    ones = torch.ones(min(length, x.shape[0]), dtype=x.dtype, device=x.device)
+    for part in x.split(length):
+        total.addmv_(part.square().t(), ones[: len(part)])
+    return total.sqrt_()
 
 
 def _wide(x: Tensor) -> Tensor:

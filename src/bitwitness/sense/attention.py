@@ -1,0 +1,192 @@
+"""The checksums of fused attention, whose probabilities P nobody outside the kernel sees.
+
+With O = P V, and dQ, dK, dV from dO, per batch and head, for whatever mask, scale and dropout:
+
+``<dO, O> = <dV, V>``  both are the sum of P' o (dO V^T); P' is P after dropout. The backward computes P again, so this
+                       checks the forward's O, too
+``<dQ, Q> = <dK, K>``  both are the sum of dS o S, S being the scaled scores
+``1^T dK = 0``         each row of dS sums to zero
+``1^T dV = 1^T dO``    each row of P sums to one: without dropout, and over the rows that are not masked as a whole
+
+Grouped-query attention sums the left sides over the heads that share a key. Of the forward alone, O lies between the
+smallest and the largest V, being their convex combination.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitwitness.numerics import unit_roundoff
+from bitwitness.sense.invariant import Invariant, Signs, largest
+from bitwitness.sense.matmul import row_norms
+from bitwitness.tap.operators import OpCall
+
+FORWARD = frozenset(
+    {
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+    }
+)
+BACKWARD = frozenset(name + "_backward" for name in FORWARD)
+
+ROUNDING = 8.0
+"""Threshold in units of u times the root of the summed squares of what is added up; see bench/checksum_cost.py."""
+COMMON = 2.0
+"""The same in units of u times the sum itself: where all of P is alike, it is rounded alike, and so the sum is scaled."""
+ACCUMULATION = 8.0
+"""As `ROUNDING`, in units of float32's u sqrt(L), times the scores' size: exp(S) has |S| times the relative error of S."""
+
+
+def bound(call: OpCall) -> dict[str, Any]:
+    """Return the call's arguments by the schema's names."""
+    arguments = call.func._schema.arguments
+    named = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    named.update({a.name: value for a, value in zip(arguments, call.args, strict=False)})
+    named.update(call.kwargs)
+    return named
+
+
+def check_forward(call: OpCall) -> list[Invariant]:
+    """Check that O lies within V's range; without dropout, which scales, and without a mask, which may leave nothing."""
+    named = bound(call)
+    out, value = call.outputs[0], named["value"]
+    if named.get("dropout_p") or _mask(named) is not None or not (out.numel() and value.numel()):
+        return []
+    low, high = value.aminmax()
+    below, above = out.aminmax()
+    excess = torch.maximum(low.double() - below.double(), above.double() - high.double())
+    size = torch.maximum(low.abs(), high.abs()).double()
+    terms = 2 * math.sqrt(value.shape[-2]) * 2.0**-24  # what summing the probabilities loses
+    slack = (ROUNDING * unit_roundoff(out.dtype) + terms) * size + torch.finfo(out.dtype).smallest_normal
+    finite = torch.isfinite(size) & torch.isfinite(_largest_score(named).double())
+    return [largest("min V <= O <= max V", excess.clamp_min(0), slack, finite)]
+
+
+def check_backward(call: OpCall, signs: Signs) -> list[Invariant]:
+    """Check the four identities of the backward, each where it holds; see the module's text."""
+    named = bound(call)
+    gradients = call.result[:3]
+    if any(gradient is None or not gradient.numel() for gradient in gradients):
+        return []
+    return _Backward(named, gradients, signs).invariants()
+
+
+class _Backward:
+    """The sizes that several identities share, ``[batch, heads, length]`` each."""
+
+    def __init__(self, named: dict[str, Any], gradients: tuple[Tensor, ...], signs: Signs) -> None:
+        self._q, self._k, self._v, self._out = (named[name] for name in ("query", "key", "value", "out"))
+        self._grad = named["grad_out"] if "grad_out" in named else named["grad_out_"]
+        self._dq, self._dk, self._dv = gradients
+        self._named = named
+        self._signs = signs
+        tensors = (self._q, self._k, self._v, self._grad, self._out, self._dq, self._dk, self._dv)
+        self._nq, self._nk, self._nv, self._ng, self._no, self._ndq, self._ndk, self._ndv = map(row_norms, tensors)
+        self._heads = int(self._k.shape[1])
+        scores = _scale(named) * self._nq.amax() * self._nk.amax()
+        self._u = unit_roundoff(self._dq.dtype)
+        length = int(self._k.shape[-2])
+        exponents = 1 + scores + math.log(length)  # of P = exp(S - log sum exp S)
+        self._relative = ROUNDING * self._u + ACCUMULATION * 2.0**-24 * math.sqrt(length) * exponents
+        sizes = [self._shared(n.square()) for n in (self._nq, self._nk, self._nv, self._ng, self._no)]
+        self._judged = torch.isfinite(sum(sizes[1:], start=sizes[0])) & torch.isfinite(scores)
+
+    def invariants(self) -> list[Invariant]:
+        grad_out, grad_out_square = self._pair(self._grad, self._out, self._ng, self._no)
+        checks = [
+            self._equal(
+                "<dO, O> = <dV, V>", (grad_out, grad_out_square), self._pair(self._dv, self._v, self._ndv, self._nv)
+            ),
+            self._equal(
+                "<dQ, Q> = <dK, K>",
+                self._pair(self._dq, self._q, self._ndq, self._nq),
+                self._pair(self._dk, self._k, self._ndk, self._nk),
+            ),
+            self._key_sums(grad_out_square),
+        ]
+        if not self._named.get("dropout_p"):
+            checks.append(self._value_sums())
+        return checks
+
+    def _pair(self, x: Tensor, y: Tensor, nx: Tensor, ny: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows' dot products, and the squares of what rounding them may leave, over u."""
+        half = x.dtype is torch.float16
+        rows = ((x.float() * y.float()) if half else x * y).sum(-1, dtype=_sum_dtype(x))
+        return rows, rows.square() + (nx * ny).square() / x.shape[-1]
+
+    def _equal(self, name: str, left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> Invariant:
+        total = self._shared(left[0])
+        square = self._shared(left[1]) + self._shared(right[1])
+        return self._largest(name, (total - self._shared(right[0])).abs(), square, total)
+
+    def _key_sums(self, grad_out_square: Tensor) -> Invariant:
+        w = self._weights(self._dk)
+        # dS = P o (dP - <dO, O>): what rounding leaves in <dO, O> reaches dK as a multiple of the query's row
+        leak = grad_out_square * (_scale(self._named) * self._nq).square()
+        square = (self._shared(leak) + self._shared(self._ndk.square())) * self._magnitude(self._dk) ** 2
+        total = self._shared(_times(self._dk, w))
+        return self._largest("1^T dK = 0", total.abs(), square, torch.zeros_like(total))
+
+    def _value_sums(self) -> Invariant:
+        w = self._weights(self._dv)
+        rows = _times(self._grad, w)
+        mask = _mask(self._named)
+        if mask is not None:
+            alive = mask.any(-1) if mask.dtype is torch.bool else mask.amax(-1) > -math.inf
+            rows = torch.where(alive, rows, 0.0)
+        total = self._shared(rows)
+        square = (self._shared(self._ndv.square()) + self._shared(self._ng.square())) * self._magnitude(self._dv) ** 2
+        return self._largest("1^T dV = 1^T dO", (self._shared(_times(self._dv, w)) - total).abs(), square, total)
+
+    def _largest(self, name: str, residual: Tensor, square: Tensor, total: Tensor) -> Invariant:
+        lost = (self._q.shape[-2] + self._k.shape[-2]) * torch.finfo(torch.float32).tiny  # squares that underflowed
+        threshold = (square + lost).sqrt() * self._relative + COMMON * self._u * total.abs()
+        floor = torch.finfo(self._dq.dtype).smallest_normal * self._k.shape[-1]
+        return largest(name, residual, threshold + floor, self._judged)
+
+    def _shared(self, rows: Tensor) -> Tensor:
+        """Sum ``[batch, heads, length]`` to ``[batch, key heads]``."""
+        sums = rows.sum(-1)
+        return sums if sums.shape[1] == self._heads else sums.unflatten(1, (self._heads, -1)).sum(-1)
+
+    def _weights(self, x: Tensor) -> Tensor:
+        return self._signs(int(x.shape[-1]), x.device, x.dtype)
+
+    @staticmethod
+    def _magnitude(x: Tensor) -> float:
+        return Signs.scale(int(x.shape[-1]))
+
+
+def _times(x: Tensor, w: Tensor) -> Tensor:
+    """Return ``x @ w``, with the heads' dimension put where memory has it, lest the product copies."""
+    if x.dtype is torch.float16:
+        x, w = x.float(), w.float()
+    turned = x.transpose(1, 2)
+    rows = (turned @ w).transpose(1, 2) if turned.is_contiguous() else x @ w
+    return rows.to(_sum_dtype(x))
+
+
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype is torch.float64 else torch.float32
+
+
+def _mask(named: dict[str, Any]) -> Tensor | None:
+    mask = named.get("attn_mask", named.get("attn_bias"))
+    return mask if isinstance(mask, Tensor) and mask.numel() else None
+
+
+def _scale(named: dict[str, Any]) -> float:
+    scale = named.get("scale")
+    return 1 / math.sqrt(named["query"].shape[-1]) if scale is None else float(scale)
+
+
+def _largest_score(named: dict[str, Any]) -> Tensor:
+    """Return a bound of ``|Q K^T|``, scaled."""
+    return row_norms(named["query"]).amax() * row_norms(named["key"]).amax() * _scale(named)

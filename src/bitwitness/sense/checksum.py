@@ -1,0 +1,203 @@
+"""The `checksum` sensor: every matrix product and fused attention of a deep step, forward and backward.
+
+It sees a wrong element, row, column or tile of an operator's output, once it is larger than rounding explains: for
+float32 about the eight upper mantissa bits of an ordinary element, for bfloat16 exponent bits. It cannot see an input that
+was already wrong, nor operators without an identity (convolutions, recurrent layers): `ChecksumSensor.coverage` names
+them with their share.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from bitwitness.errors import UsageError
+from bitwitness.finding import Finding, Severity
+from bitwitness.sense import attention
+from bitwitness.sense.confirm import Element, worst_element
+from bitwitness.sense.flops import carries_flops, flops_of
+from bitwitness.sense.invariant import FIGURES, Invariant, Signs
+from bitwitness.sense.matmul import READERS, Product, check_product, product_of
+from bitwitness.sense.reference_checksum import check_reference
+from bitwitness.site import Site
+from bitwitness.tap.operators import OpCall
+
+Scheme = Literal["signs", "reference"]
+_LIMIT = 64  # findings a step: a faulty device fails hundreds of operators at once
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A check whose figures are still on the device: the site and the shape, but no tensor of the call."""
+
+    site: Site
+    invariant: Invariant
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    inner: int | None
+    element: Element | None = None
+
+
+class ChecksumSensor:
+    """Handler for `bitwitness.tap.operators.OperatorTap`; ``drain`` turns what it noted into findings.
+
+    Parameters
+    ----------
+    scheme
+        ``signs``: our own; ``reference``: the reference systems' CheckSum, for bfloat16 products only.
+    deferred
+        Whether figures stay on the device until ``drain``, which then waits for it once. None: on accelerators. On the CPU a
+        failed product is confirmed at once, element by element in float64, while its inputs are at hand.
+    seed
+        Seed of the weights' own generator.
+
+    Raises
+    ------
+    UsageError
+        If the scheme is not known.
+
+    """
+
+    def __init__(self, scheme: Scheme = "signs", *, deferred: bool | None = None, seed: int = 0x5EED) -> None:
+        if scheme not in ("signs", "reference"):
+            raise UsageError(f"checksum.scheme is {scheme!r}; expected 'signs' or 'reference'; set one of these")
+        self._scheme = scheme
+        self._deferred = deferred
+        self._signs = Signs(seed)
+        self._pending: list[_Pending] = []
+        self._seen: dict[str, int] = defaultdict(int)
+        self._checked: dict[str, int] = defaultdict(int)
+        self._dropped = 0
+        self._unconfirmed = 0
+        self.largest_ratio = 0.0
+        """The largest innocent residual over its threshold so far, of those that have reached the host."""
+
+    def select(self, func: torch._ops.OpOverload) -> bool:
+        """Tell whether an operator is looked at: those that carry FLOPs."""
+        return carries_flops(func)
+
+    def __call__(self, call: OpCall) -> None:
+        """Check one call, after it ran; on an accelerator, without waiting for it."""
+        flops = flops_of(call)
+        self._seen[call.op] += flops
+        with torch.no_grad():
+            product = product_of(call) if call.op in READERS else None
+            invariants = self._product(product) if product is not None else self._attention(call)
+            if invariants is None:
+                return
+            self._checked[call.op] += flops
+            for invariant in invariants:
+                self._note(call, product, invariant)
+
+    def _product(self, product: Product) -> list[Invariant] | None:
+        if not product.out.numel():
+            return []
+        reference = self._scheme == "reference"
+        found = check_reference(product) if reference else check_product(product, self._signs)
+        return None if found is None else [found]
+
+    def _attention(self, call: OpCall) -> list[Invariant] | None:
+        if self._scheme != "signs" or not all(t.layout is torch.strided for t in call.outputs):
+            return None
+        if call.op in attention.FORWARD:
+            return attention.check_forward(call)
+        if call.op in attention.BACKWARD:
+            return attention.check_backward(call, self._signs)
+        return None
+
+    def _note(self, call: OpCall, product: Product | None, invariant: Invariant) -> None:
+        output = call.outputs[0]
+        element = None
+        on_host = output.device.type == "cpu" if self._deferred is None else not self._deferred
+        if on_host:
+            ratio, index, _, _, overflowed = invariant.figures.tolist()
+            if ratio <= 1:
+                self.largest_ratio = max(self.largest_ratio, ratio)
+                if not overflowed:
+                    return
+            elif product is not None and self._scheme == "signs":
+                element = worst_element(product, int(index))
+                if not element.wrong:
+                    self._unconfirmed += 1
+                    return
+        inner = None if product is None else int(product.a.shape[-1])
+        self._pending.append(_Pending(call.site(), invariant, output.dtype, tuple(output.shape), inner, element))
+
+    def drain(self, step: int, rank: int) -> list[Finding]:
+        """Return what failed since the last time; waits for each device once."""
+        pending, self._pending = self._pending, []
+        found = []
+        for noted, row in zip(pending, _to_host([p.invariant.figures for p in pending]), strict=True):
+            figures = dict(zip(FIGURES, row, strict=True))
+            if figures["overflowed"]:
+                found.append(_overflow(noted, figures, step, rank))
+            if not figures["ratio"] <= 1:
+                found.append(_failure(noted, figures, step, rank))
+            else:
+                self.largest_ratio = max(self.largest_ratio, figures["ratio"])
+        self._dropped += max(0, len(found) - _LIMIT)
+        return found[:_LIMIT]
+
+    def coverage(self) -> dict[str, Any]:
+        """Return FLOPs seen and checked since the start, in all and by operator, and the shares of what is not checked."""
+        total = sum(self._seen.values())
+        checked = sum(self._checked.values())
+        missed = {op: seen - self._checked[op] for op, seen in self._seen.items()}
+        return {
+            "flops_seen": total,
+            "flops_checked": checked,
+            "share_checked": checked / total if total else 0.0,
+            "by_operator": {op: {"seen": n, "checked": self._checked[op]} for op, n in sorted(self._seen.items())},
+            "unchecked": {op: n / total for op, n in sorted(missed.items(), key=lambda m: -m[1]) if n},
+            "largest_ratio": self.largest_ratio,
+            "findings_dropped": self._dropped,
+            "unconfirmed": self._unconfirmed,
+        }
+
+
+def _to_host(figures: list[Tensor]) -> list[list[float]]:
+    """Move the figures of all checks, device by device, in one transfer each; keep their order."""
+    by_device: dict[torch.device, list[int]] = defaultdict(list)
+    for position, tensor in enumerate(figures):
+        by_device[tensor.device].append(position)
+    rows: list[list[float]] = [[] for _ in figures]
+    for positions in by_device.values():
+        moved = torch.stack([figures[p] for p in positions]).cpu().tolist()
+        for position, row in zip(positions, moved, strict=True):
+            rows[position] = row
+    return rows
+
+
+def _failure(noted: _Pending, figures: dict[str, float], step: int, rank: int) -> Finding:
+    site = noted.site.at(rank=rank, step=step)
+    evidence: dict[str, Any] = {"kind": "residual", "invariant": noted.invariant.name, **_facts(noted), **figures}
+    evidence["row"] = int(evidence.pop("index"))
+    seen = f"{noted.invariant.name} is off by {figures['residual']:.4g} in row {evidence['row']}"
+    if noted.element is not None:
+        evidence |= noted.element.as_dict()
+        seen += f" (element {noted.element.column} is {noted.element.value:.6g}, float64 {noted.element.expected:.6g})"
+    message = (
+        f"{site.short} computed a wrong result: {seen}; rounding explains {figures['threshold']:.4g}; "
+        "recompute this operator from the same inputs, on this device and on another"
+    )
+    return Finding("checksum", site, Severity.ERROR, message, evidence, step, rank)
+
+
+def _overflow(noted: _Pending, figures: dict[str, float], step: int, rank: int) -> Finding:
+    site = noted.site.at(rank=rank, step=step)
+    count = int(figures["overflowed"])
+    message = (
+        f"{site.short} overflowed {noted.dtype} in {count} rows; its inputs are finite and large enough for that, so it is "
+        "not suspected; use bfloat16, or a smaller loss scale"
+    )
+    evidence = {"kind": "overflow", "rows": count, **_facts(noted)}
+    return Finding("checksum", site, Severity.INFO, message, evidence, step, rank)
+
+
+def _facts(noted: _Pending) -> dict[str, Any]:
+    facts: dict[str, Any] = {"dtype": str(noted.dtype).removeprefix("torch."), "shape": list(noted.shape)}
+    return facts if noted.inner is None else facts | {"inner": noted.inner}

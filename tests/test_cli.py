@@ -1,0 +1,153 @@
+"""What a user types, and what they see."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import sys, torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(int(sys.argv[1])):
+    loss = model(torch.randn(16, 8)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print("done", sys.argv[1:], __name__, float(loss))
+"""
+
+
+def call(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(
+        [sys.executable, "-m", "bitwitness", *arguments], capture_output=True, text=True, check=False, env=env
+    )
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.mark.parametrize("verb", [[], ["run"], ["demo"], ["doctor"]])
+def test_help_answers_at_once(verb: list[str]) -> None:
+    before = os.times()
+    done = call(*verb, "--help")
+    spent = os.times()
+    assert done.returncode == 0
+    assert "usage: bitwitness" in done.stdout
+    cpu = spent.children_user + spent.children_system - before.children_user - before.children_system
+    assert cpu < 0.3
+
+
+def test_run_leaves_the_script_as_it_is_and_passes_its_output_on(script: Path, tmp_path: Path) -> None:
+    plain = subprocess.run([sys.executable, str(script), "6"], capture_output=True, text=True, check=True)
+    done = call("run", "--out", str(tmp_path / "run"), str(script), "6")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == plain.stdout
+    assert "5 steps" in done.stderr  # the first forward of an unwrapped model goes by while it is being found
+    run = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert run["world_size"] == 1
+    assert run["config"]["act"] == "observe"
+    events = [json.loads(line) for line in (tmp_path / "run" / "rank00000" / "events.jsonl").read_text().splitlines()]
+    assert events[-1]["evidence"]["parameters"] == {"watched": 4, "of": 4}
+
+
+def test_a_scripts_own_exit_code_and_error_pass_through(tmp_path: Path) -> None:
+    path = tmp_path / "fails.py"
+    path.write_text("import sys; sys.exit(5)")
+    assert call("run", str(path)).returncode == 5
+    path.write_text("def f():\n    raise KeyError('mine')\nf()")
+    done = call("run", str(path))
+    assert done.returncode == 1
+    assert "KeyError: 'mine'" in done.stderr
+    frames = [line for line in done.stderr.splitlines() if line.startswith("  File")]
+    assert all("fails.py" in frame for frame in frames), frames
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "no/such/script.py"], "there is no script no/such/script.py"),
+        (["run", "-m", "no_such_module"], "no module named 'no_such_module'"),
+        (["run", "--config", "no.toml", "{script}"], "cannot read the configuration no.toml"),
+        (["run", "."], "is a folder"),
+    ],
+)
+def test_bad_input_is_named_and_exits_with_2(arguments: list[str], message: str, script: Path) -> None:
+    done = call(*(part.format(script=script) for part in arguments))
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_unknown_key_names_the_nearest(script: Path, tmp_path: Path) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text("[trend]\nwarmpu = 3\n")
+    done = call("run", "--config", str(config), str(script), "2")
+    assert done.returncode == 2
+    assert "warmpu" in done.stderr
+    assert "warmup" in done.stderr
+
+
+def test_a_reference_variable_with_a_bad_value_is_a_warning_and_the_job_starts(script: Path) -> None:
+    done = call("run", str(script), "2", MS_NPU_ASD_CONFIG="enable:true,cooldwn:1,strikes_num:0")
+    assert done.returncode == 0, done.stderr
+    assert "cooldwn" in done.stderr
+    assert "cooldown" in done.stderr
+    assert "strikes_num" in done.stderr
+    assert "done" in done.stdout
+
+
+def test_a_folder_that_cannot_be_written_does_not_end_the_training(script: Path, tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    done = call("run", "--out", str(blocked / "run"), str(script), "3")
+    assert done.returncode == 0, done.stderr
+    assert "cannot write to the run folder" in done.stderr
+    assert "The training goes on" in done.stderr
+    assert "done" in done.stdout
+
+
+def test_an_earlier_run_is_kept(script: Path, tmp_path: Path) -> None:
+    for _ in range(2):
+        assert call("run", "--out", str(tmp_path / "run"), str(script), "2").returncode == 0
+    assert (tmp_path / "run" / "run.json").exists()
+    assert (tmp_path / "run-2" / "run.json").exists()
+
+
+def test_a_fault_declared_in_the_environment_is_found(script: Path, tmp_path: Path) -> None:
+    faults = tmp_path / "faults.toml"
+    faults.write_text(
+        textwrap.dedent("""
+        [[fault]]
+        site = "2/mm:backward"
+        from_step = 30
+        kind = "multiply"
+        factor = 1e6
+        pattern = "row"
+        element = 0
+        """)
+    )
+    done = call("run", "--act", "protect", str(script), "40", BITWITNESS_INJECT=str(faults))
+    assert done.returncode == 17, done.stderr
+    assert "persistent_hardware" in done.stderr
+    assert "2/mm#" in done.stderr
+
+
+def test_doctor_proves_every_sensor() -> None:
+    done = call("doctor", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert set(found["proven"].values()) == {"sees"}

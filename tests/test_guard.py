@@ -1,0 +1,191 @@
+"""The guard in a single process: what it refuses, what it heals, what it says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scenarios import Scenario, train
+from torch import nn
+
+import bitwitness as bw
+from bitwitness.inject.device import FaultyDevice
+from bitwitness.inject.faults import from_mapping
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def test_refuses_what_it_cannot_guard() -> None:
+    net = model()
+    with pytest.raises(bw.UsageError, match="no parameters that require a gradient"):
+        bw.Guard(nn.ReLU())
+    with pytest.raises(bw.UsageError, match=r"expects a torch\.nn\.Module"):
+        bw.Guard("net")
+    with pytest.raises(bw.UsageError, match="holds none of the parameters"):
+        bw.Guard(net, torch.optim.SGD(model().parameters(), lr=1.0))
+    with pytest.raises(bw.ConfigError, match="protect"):
+        bw.Guard(net, act="protct")
+    with pytest.raises(bw.ConfigError, match="deep_every"):
+        bw.Guard(net, deep_evry=3)
+
+
+def test_one_guard_a_training_and_one_a_model() -> None:
+    net = model()
+    guard = bw.Guard(net)
+    with guard, pytest.raises(bw.UsageError, match="guarded already"), bw.Guard(net):
+        pass
+    with pytest.raises(bw.UsageError, match="used before"), guard:
+        pass
+
+
+def test_an_optimizer_that_never_steps_is_said(capsys: pytest.CaptureFixture) -> None:
+    net = model()
+    with bw.Guard(net):
+        net(torch.randn(3, 4)).sum().backward()
+    assert "no optimizer step was seen" in capsys.readouterr().err
+
+
+def with_fault(fault: dict, scenario: Scenario, **settings) -> tuple[list[str], bw.Guard, FaultyDevice]:
+    guards: list[bw.Guard] = []
+
+    def guarded(net, optimizer):
+        guards.append(bw.Guard(net, optimizer, trend={"warmup": 3}, **settings))
+        return guards[-1]
+
+    with FaultyDevice(from_mapping({"fault": [fault]})) as device:
+        lines = train(scenario, guarded)
+    return lines, guards[0], device
+
+
+TRANSIENT = {"site": "layers.1.mlp.up/mm:backward", "steps": [7], "times": 1, "kind": "exponent_msb"}
+
+
+@pytest.mark.parametrize("scenario", [Scenario("gpt", steps=10), Scenario("gpt", steps=10, clip=1.0, accumulate=2)])
+def test_a_transient_is_healed_alone(scenario: Scenario) -> None:
+    clean = train(scenario)
+    lines, guard, device = with_fault(TRANSIENT, scenario, act="protect")
+    assert len(device.fired) == 1
+    assert guard.coverage()["verdicts"] == ["step 7: transient_hardware [0] healed"]
+    assert lines[-1].split("]")[1] == clean[-1].split("]")[1]  # weights, optimizer state, random state
+
+
+def test_observe_touches_nothing() -> None:
+    scenario = Scenario("gpt", steps=10)
+    lines, guard, _ = with_fault(TRANSIENT, scenario)
+    with FaultyDevice(from_mapping({"fault": [TRANSIENT]})):
+        unguarded = train(scenario)
+    assert lines == unguarded
+    assert guard.coverage()["verdicts"] == ["step 7: transient_hardware [0] reported"]
+
+
+def test_a_persistent_fault_alone_is_proven_by_the_operator() -> None:
+    fault = {
+        "site": "layers.0.mlp.down/addmm:forward", "from_step": 7, "kind": "multiply", "factor": 1e3,
+        "pattern": "column", "element": 3,
+    }  # fmt: skip
+    with pytest.raises(SystemExit) as stop:
+        with_fault(fault, Scenario("gpt", steps=10), act="protect")
+    assert stop.value.code == 17
+    assert "layers.0.mlp.down/addmm#0:forward.out0" in str(stop.value)
+    assert "model.py:" in str(stop.value)
+
+
+def test_a_nan_batch_is_the_datas_fault(capsys: pytest.CaptureFixture) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    with bw.Guard(net, optimizer, act="protect") as guard:
+        for step in range(3):
+            x = torch.randn(5, 4)
+            x[2, 1] = float("nan") if step == 2 else 0.0
+            net(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert guard.coverage()["verdicts"] == ["step 2: data [] reported"]
+    assert "holds NaN or Inf" in capsys.readouterr().err
+
+
+class LogOfZero(nn.Module):
+    """Makes its own infinity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.log(torch.relu(self.layer(x))).mean()
+
+
+def test_a_log_of_zero_is_the_softwares_fault_with_its_line(capsys: pytest.CaptureFixture) -> None:
+    net = LogOfZero()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    with bw.Guard(net, optimizer) as guard:
+        net(torch.randn(5, 4)).backward()
+        optimizer.step()
+    assert guard.coverage()["verdicts"] == ["step 0: software [] reported"]
+    told = capsys.readouterr().err
+    assert "./log#0:forward.out0" in told
+    assert "test_guard.py:" in told
+
+
+def test_two_models_and_optimizers_keep_apart() -> None:
+    first, second = model(), model()
+    one, two = (torch.optim.SGD(net.parameters(), lr=0.01) for net in (first, second))
+    with bw.Guard(first, one) as a, bw.Guard(second, two) as b:
+        for _ in range(4):
+            for net, optimizer in ((first, one), (second, two)):
+                net(torch.randn(3, 4)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    for guard in (a, b):
+        table = guard.coverage()
+        assert table["steps"]["held"] == 4
+        assert table["failures"] == {}
+        assert table["verdicts"] == []
+
+
+def test_closures_are_named_as_not_replayable() -> None:
+    net = model()
+    optimizer = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=3)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = net(torch.ones(3, 4)).square().sum()
+        loss.backward()
+        return loss
+
+    with bw.Guard(net, optimizer) as guard:
+        for _ in range(3):
+            optimizer.step(closure)
+    assert "closure" in guard.coverage()["replay"]["this_step"]
+    assert guard.coverage()["verdicts"] == []
+
+
+def test_an_error_of_our_own_never_reaches_the_training(capsys, monkeypatch) -> None:
+    from bitwitness.sense.trend import TrendSensor
+
+    monkeypatch.setattr(TrendSensor, "look", lambda self, light: 1 / 0)
+    scenario = Scenario("gpt", steps=4)
+    guards: list[bw.Guard] = []
+
+    def guarded(net, optimizer):
+        guards.append(bw.Guard(net, optimizer, self_test=False))
+        return guards[-1]
+
+    assert train(scenario, guarded) == train(scenario)
+    assert "ZeroDivisionError" in guards[0].coverage()["sensors"]["off"]["trend"]
+    assert capsys.readouterr().err.count("the training is untouched") == 1
+
+
+def test_stop_ends_at_the_anomaly_without_proof(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("NPU_ASD_ENABLE", "1")
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    with pytest.raises(SystemExit) as stop, bw.Guard(net, optimizer):
+        for step in range(9):
+            x = torch.randn(5, 4) * (float("inf") if step == 8 else 1.0)
+            net(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert stop.value.code == 16
+    assert "unproven" in capsys.readouterr().err
