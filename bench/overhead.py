@@ -1,9 +1,9 @@
 """What the guard costs: interleaved A/B in one process, process-CPU time a step, one thread.
 
-Each variant has a model and an optimizer of its own and its guard is switched on for its own steps only. A round runs one
-step of every variant in random order; the figure is the mean over rounds of ln(variant / unguarded in the same round), with a
-95 % interval (Student's t). ``default`` is put together, round by round, from the light and the deep step (one of them in `DEEP_EVERY`);
-the calibration replays, two in a thousand steps, are not in it.
+Each variant has a model and an optimizer of its own and its guard is switched on for its own steps only. A round runs
+one step of every variant in random order; the figure is the mean over rounds of ln(variant / unguarded in the same
+round), with a 95 % interval (Student's t). ``default`` is put together, round by round, from the light and the deep
+step (one of them in `DEEP_EVERY`); the calibration replays, two in a thousand steps, are not in it.
 
     python bench/overhead.py --tokens 512 4096 --dtype float32 bfloat16 --rounds 20
 """
@@ -158,7 +158,8 @@ def main() -> None:
             rows += measure(tokens, getattr(torch, dtype), args.rounds)
             print(table(rows[-4:]), flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
-    about = f"torch {torch.__version__}, {platform.machine()}, one thread, {args.rounds} rounds, 11.2 M-parameter GPT, AdamW (for-loop)"
+    setting = f"torch {torch.__version__}, {platform.machine()}, one thread, {args.rounds} rounds"
+    about = f"{setting}, 11.2 M-parameter GPT, AdamW (for-loop)"
     (args.out / "overhead.md").write_text(f"# What the guard costs\n\n{about}\n\n{table(rows)}\n")
     (args.out / "overhead.json").write_text(json.dumps({"about": about, "rows": rows}, indent=1))
 

@@ -181,11 +181,16 @@ def test_stop_ends_at_the_anomaly_without_proof(monkeypatch, capsys) -> None:
     monkeypatch.setenv("NPU_ASD_ENABLE", "1")
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    with pytest.raises(SystemExit) as stop, bw.Guard(net, optimizer):
-        for step in range(9):
-            x = torch.randn(5, 4) * (float("inf") if step == 8 else 1.0)
-            net(x).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+
+    def nine_steps() -> None:
+        with bw.Guard(net, optimizer):
+            for step in range(9):
+                x = torch.randn(5, 4) * (float("inf") if step == 8 else 1.0)
+                net(x).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with pytest.raises(SystemExit) as stop:
+        nine_steps()
     assert stop.value.code == 16
     assert "unproven" in capsys.readouterr().err

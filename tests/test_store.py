@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -54,7 +53,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a device that is always full")
 def test_a_full_disk_is_said_once_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     writer = RunWriter(tmp_path / "run", 0, 1)
-    os.symlink("/dev/full", tmp_path / "run" / "rank00000" / "events.jsonl")
+    (tmp_path / "run" / "rank00000" / "events.jsonl").symlink_to("/dev/full")
     for _ in range(3):
         writer.event(Note("hello"))
     writer.close()

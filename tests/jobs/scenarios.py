@@ -83,10 +83,9 @@ class Scenario:
 
     def __str__(self) -> str:
         parts = [self.model, self.optimizer, *(f"{k}={v}" for k, v in self.ddp.items())]
-        for name in ("accumulate", "clip", "scaler", "autocast", "set_to_none"):
-            if getattr(self, name) != Scenario.__dataclass_fields__[name].default:
-                parts.append(f"{name}={getattr(self, name)}")
-        return " ".join(parts)
+        settings = ("accumulate", "clip", "scaler", "autocast", "set_to_none")
+        changed = [name for name in settings if getattr(self, name) != Scenario.__dataclass_fields__[name].default]
+        return " ".join(parts + [f"{name}={getattr(self, name)}" for name in changed])
 
 
 def build(kind: str) -> nn.Module:

@@ -59,8 +59,8 @@ def eod_mask_v2(
     flip_mode
         ``bitflip``: inverts bit ``bit_pos``, counted from the most significant (0 = sign).
         ``bitflip_designed``: sets the highest exponent bit that is 0. ``multiply``: times
-        ``multiply_factor``. ``multiply_max``: the elements of the largest magnitude times
-        ``multiply_factor``, whatever ``ele_pos`` says.
+        ``multiply_factor``. ``multiply_max``: every element becomes the largest magnitude,
+        whatever ``ele_pos`` says.
     flip_probability
         Above 0, strikes each element with this probability (drawn from ``seed + offset``), not ``ele_pos``.
 
@@ -79,7 +79,7 @@ def eod_mask_v2(
         return x
     factor = float(torch.tensor(multiply_factor, dtype=x.dtype))  # the kernel casts the factor, too
     if flip_mode == "multiply_max":
-        values = patterns.multiply_max(x, None, factor)
+        values = patterns.multiply_max(x, None)
     else:
         positions = _positions(x, ele_pos, int(seed) + int(offset), flip_probability)
         if flip_mode == "bitflip":

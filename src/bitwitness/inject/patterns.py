@@ -133,17 +133,7 @@ def multiply(x: torch.Tensor, positions: Positions, factor: float) -> torch.Tens
     return _change_values(x, positions, lambda values: values * factor)
 
 
-def multiply_max(x: torch.Tensor, positions: Positions, factor: float) -> torch.Tensor:
-    """Multiply those of the chosen elements that have the largest magnitude among them (all that tie)."""
-
-    def change(values: torch.Tensor) -> torch.Tensor:
-        magnitude = values.abs()
-        return torch.where(magnitude == magnitude.max(), values * factor, values)
-
-    return _change_values(x, positions, change)
-
-
-def fill_max(x: torch.Tensor, positions: Positions) -> torch.Tensor:
+def multiply_max(x: torch.Tensor, positions: Positions) -> torch.Tensor:
     """Replace by the largest magnitude in the whole tensor."""
     if x.numel() == 0:
         return x.detach().clone()
@@ -198,8 +188,7 @@ def corrupt(x: torch.Tensor, fault: Fault, rng: np.random.Generator) -> torch.Te
         "stuck_at": lambda: force_bit(x, positions, fault.bit, fault.value),
         "carry": lambda: add_ulps(x, positions, fault.ulps),
         "multiply": lambda: multiply(x, positions, fault.factor),
-        "multiply_max": lambda: multiply_max(x, positions, fault.factor),
-        "fill_max": lambda: fill_max(x, positions),
+        "multiply_max": lambda: multiply_max(x, positions),
         "nullify": lambda: nullify(x, positions),
         "permute": lambda: permute(x, positions, rng),
     }

@@ -1,8 +1,8 @@
 """A rank's local gradient, before reduction, against the other ranks' on the same parameter in the same step.
 
-What is exchanged is one sum over the ranks of [5, P] numbers, whatever the number of ranks: a count, and the
-values and squares of ln max|g| and ln L2. Each rank then leaves itself out and compares itself with the mean and the deviation of the others.
-A faulty rank stands far from its quiet peers; to them, the deviation of their peers (the faulty one among them) is
+What is exchanged is one sum over the ranks of [5, P] numbers, whatever the number of ranks: a count, and the values and
+squares of ln max|g| and ln L2. Each rank then leaves itself out and compares itself with the mean and the deviation of the
+others. A faulty rank stands far from its quiet peers; to them, the deviation of their peers (the faulty one among them) is
 large, so only the faulty one suspects itself.
 """
 
