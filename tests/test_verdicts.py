@@ -13,15 +13,18 @@ JOBS = Path(__file__).parent / "jobs"
 pytestmark = pytest.mark.ranks
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    """Run every case of the job once; the cases by name."""
-    logs = tmp_path_factory.mktemp("verdicts")
-    launched = torchrun(4, [str(JOBS / "verdicts.py")], logs, echo=False)
+def run(ranks: int, logs: Path, *names: str) -> dict[str, dict]:
+    """Run cases of the job (all by default); return what was concluded, by name."""
+    launched = torchrun(ranks, [str(JOBS / "verdicts.py"), *names], logs, echo=False)
     text = "\n".join(log.read_text() for log in launched.logs)
     cases = [json.loads(line) for line in text.splitlines() if line.startswith('{"case"')]
     assert launched.code == 0, text[-4000:]
     return {case["case"]: case for case in cases}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    return run(4, tmp_path_factory.mktemp("verdicts"))
 
 
 def only_verdict(case: dict) -> list:
@@ -69,3 +72,14 @@ def test_corrupt_state_is_its_own_cause(told, name) -> None:
     assert (cause, ranks, action) == ("corrupt_state", [1], "stopped")
     assert ":param" in where
     assert "rank 1 holds other bits than the rest" in message
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_two_and_eight_ranks_come_to_the_same_verdicts(ranks: int, tmp_path: Path) -> None:
+    names = ("transient backward flip", "persistent layer norm")
+    cases = run(ranks, tmp_path, *names)
+    transient, persistent = (only_verdict(cases[name]) for name in names)
+    assert transient[:4] == [4, "transient_hardware", [1], "healed"]
+    assert cases[names[0]]["weights_as_clean"]
+    assert persistent[:5] == [4, "persistent_hardware", [1], "stopped", "norm/native_layer_norm#0:forward.out0"]
+    assert cases[names[1]]["stopped"] == [17] * ranks

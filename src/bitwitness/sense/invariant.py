@@ -24,12 +24,19 @@ class Invariant:
 
 
 def largest(
-    name: str, residual: Tensor, threshold: Tensor, judged: Tensor, overflowed: Tensor | None = None
+    name: str,
+    residual: Tensor,
+    threshold: Tensor,
+    judged: Tensor,
+    overflowed: Tensor | None = None,
+    *,
+    per_row: int = 1,
 ) -> Invariant:
     """Find the worst place without waiting for the device.
 
     A NaN residual fails, and so does an infinite threshold: both come from a non-finite output, since ``judged`` (bool) is
-    True only where the inputs are finite. All tensors have one shape and at least one element.
+    True only where the inputs are finite. All tensors have one shape and at least one element; ``per_row`` of them in
+    a row share one index.
     """
     passed = (residual <= threshold) & torch.isfinite(threshold)
     ratio = residual.double() / threshold.double()
@@ -41,7 +48,7 @@ def largest(
     count = worst.new_zeros(()) if overflowed is None else overflowed.sum().double()
     at = index.reshape(1)
     there = [values.reshape(-1).index_select(0, at)[0].double() for values in (residual, threshold)]
-    return Invariant(name, torch.stack([worst, index.double(), *there, count]))
+    return Invariant(name, torch.stack([worst, (index // per_row).double(), *there, count]))
 
 
 class Signs:

@@ -3,6 +3,9 @@
 Huang and Abraham, "Algorithm-based fault tolerance for matrix operations" (1984), with weights that a permuted or
 duplicated tile cannot pass, and a threshold from the rounding errors themselves. Signs that are independent of the
 data make the errors of one row add up as ``w . e``, of variance ``|w|^2 ||e||^2`` whatever their correlation.
+
+In bfloat16, N is split in up to G = 8 blocks with a checksum each: the threshold grows with a block's norm, and the
+columns ``B w`` of all blocks go through one product with A, which reads A once whatever their number.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ ROUNDING = 3.0
 """Rounding of C, in units of u ||C_m||: independent roundings give sigma = 0.41, so 7 sigma; see bench/checksum_cost.py."""
 ACCUMULATION = 4.0
 """What the order of summation leaves, in units of u32 (||A_m|| ||B|| + sqrt(K + N) ||C_m||); see bench/checksum_cost.py."""
+_BLOCKS = 8
+_BLOCK_WIDTH = 128  # at least so many columns in a block
 _UNDERFLOW = 2.0**-63
 """float32 loses the square of what is smaller; n such elements add up to no more than sqrt(n) times this."""
 _CHUNK = 1 << 19  # elements that are widened at a time: 2 MiB of float32, which stay in a core's cache
@@ -101,51 +106,61 @@ def product_of(call: OpCall) -> Product | None:
 
 
 def check_product(product: Product, signs: Signs) -> Invariant | None:
-    """Compare ``out w`` with ``alpha a (b w) + beta bias w``, row by row, on the product's device.
+    """Compare ``out w`` with ``alpha a (b w) + beta bias w``, row by row and block by block, on the product's device.
 
-    Returns None for an empty product. A row is judged where its inputs are finite and small enough not to overflow.
+    Returns None for an empty product. A row is judged where its inputs are finite and small enough not to overflow. All
+    quantities have the shape ``[*batch, M, G]``.
     """
     a, b, out = product.a, product.b, product.out
     if not out.numel():
         return None
-    columns = int(out.shape[-1])
+    blocks = blocks_of(out)
     wide = torch.float64 if out.dtype is torch.float64 else torch.float32
-    w = signs(columns, out.device, wide)
-    expected = _gemv(a, _gemv_wide(b, w))
-    size = row_norms(a) * frobenius(b)[..., None]
+    w = signs(int(out.shape[-1]) // blocks, out.device, wide)
+    expected = _times(a, _block_sums(b, w, blocks))
+    size = row_norms(a)[..., None] * _block_norms(b, blocks)
     if product.alpha != 1:
         expected, size = expected * product.alpha, size * abs(product.alpha)
     if product.bias is not None:
-        bias_w, bias_size = _bias(product.bias, w)
+        bias_w, bias_size = _bias(product.bias, w, blocks)
         expected, size = expected + product.beta * bias_w, size + abs(product.beta) * bias_size
-    norms = row_norms(out)
-    residual = (_gemv(out, w, exact_weights=True) - expected).abs()
+    norms = row_norms(out.unflatten(-1, (blocks, -1)) if blocks > 1 else out.unsqueeze(-2))
+    residual = (_row_sums(out, w, blocks) - expected).abs()
     threshold = row_threshold(product, norms, size, expected)
     judged = torch.isfinite(expected) & torch.isfinite(size)
     if out.dtype is not torch.float16:
-        return largest("C w = A (B w)", residual, threshold, judged)
+        return largest("C w = A (B w)", residual, threshold, judged, per_row=blocks)
     reach = size >= torch.finfo(torch.float16).max  # a true bound of each element: below it, none can overflow
     lawful = judged & reach & ~torch.isfinite(residual)
-    return largest("C w = A (B w)", residual, threshold, judged & ~lawful, lawful)
+    return largest("C w = A (B w)", residual, threshold, judged & ~lawful, lawful.any(-1))
+
+
+def blocks_of(out: Tensor) -> int:
+    """Return into how many blocks of equal width the columns are split: a power of two up to 8, in bfloat16 only."""
+    blocks = _BLOCKS if out.dtype is torch.bfloat16 else 1
+    columns = int(out.shape[-1])
+    while blocks > 1 and (columns % blocks or columns // blocks < _BLOCK_WIDTH):
+        blocks //= 2
+    return blocks
 
 
 def row_threshold(product: Product, norms: Tensor, size: Tensor, expected: Tensor) -> Tensor:
-    """Return the largest innocent residual of each row, for weights of magnitude `Signs.scale`.
+    """Return the largest innocent residual, for weights of magnitude `Signs.scale`; all tensors ``[*batch, M, G]``.
 
     Parameters
     ----------
     product
         Gives dtypes, device and lengths.
     norms
-        ``||C_m||_2``, float ``[*batch, M]``.
+        ``||C_m||_2`` of each block.
     size
-        ``||A_m||_2 ||B||_F`` (bias included), float ``[*batch, M]``.
+        ``||A_m||_2 ||B||_F`` of each block, bias included.
     expected
-        ``A (B w)`` (bias included), float ``[*batch, M]``.
+        ``A (B w)`` of each block, bias included.
 
     """
     out = product.out
-    inner, columns = int(product.a.shape[-1]), int(out.shape[-1])
+    inner, columns = int(product.a.shape[-1]), int(out.shape[-1]) // int(norms.shape[-1])
     info = torch.finfo(out.dtype)
     u, u_sum = unit_roundoff(out.dtype), unit_roundoff(torch.float64 if out.dtype is torch.float64 else torch.float32)
     scale = Signs.scale(columns)
@@ -169,35 +184,64 @@ def factor_roundoff(out: Tensor) -> float:
     return {"tf32": 2.0**-11, "bf16": unit_roundoff(torch.bfloat16)}.get(str(allowed), 0.0)
 
 
-def _gemv(x: Tensor, v: Tensor, *, exact_weights: bool = False) -> Tensor:
-    """Return ``x @ v`` in v's dtype: x ``[*batch, M, K]``, v ``[K]`` or ``[*batch, K]``.
+def _times(a: Tensor, v: Tensor) -> Tensor:
+    """Return ``a @ v`` in v's dtype: a ``[*batch, M, K]``, v ``[*batch, K, G]``.
 
-    bfloat16 is multiplied as it is, eight times faster than widened: v is split in three bfloat16 parts that together
-    hold its 24 bits (``exact_weights``: v is one already), so that only the results are rounded.
+    bfloat16 is multiplied as it is, which reads it once and widens nothing: v is split in two bfloat16 parts that hold 16 of
+    its 24 bits, and the two products are rounded.
     """
-    if x.dtype is not torch.bfloat16:
-        return _gemv_wide(x, v)
-    parts = [v.to(torch.bfloat16)]
-    for _ in range(0 if exact_weights else 2):
-        v = v - parts[-1]
-        parts.append(v.to(torch.bfloat16))
-    columns = torch.stack(parts, -1)
-    if x.dim() == 2 and x.stride(0) == 1 and x.stride(1) != 1:
-        return (columns.t() @ x.t()).sum(0, dtype=torch.float32)  # the fast order for a transposed view
-    return torch.matmul(x, columns).sum(-1, dtype=torch.float32)
+    if a.dtype is not torch.bfloat16:
+        return _times_wide(a, v)
+    high = v.to(torch.bfloat16)
+    columns = torch.cat([high, (v - high).to(torch.bfloat16)], -1)
+    if _is_transposed(a):
+        products = (columns.t() @ a.t()).t()  # the fast order for a transposed view
+    else:
+        products = torch.matmul(a, columns)
+    return products.unflatten(-1, (2, -1)).sum(-2, dtype=v.dtype)
 
 
-def _gemv_wide(x: Tensor, v: Tensor) -> Tensor:
-    """Return ``x @ v`` computed in v's dtype; x is widened a part at a time, which bounds the memory that takes."""
-    column = v.unsqueeze(-1)
+def _times_wide(x: Tensor, v: Tensor) -> Tensor:
+    """Return ``x @ v`` in v's dtype; x is widened a part at a time, which bounds the memory that takes."""
     if x.dtype is v.dtype:
-        return torch.matmul(x, column).squeeze(-1) if x.dim() > 2 or v.dim() > 1 else torch.mv(x, v)
+        return torch.matmul(x, v)
     length = _part(x)
     if x.shape[0] <= length:
-        return torch.matmul(x.to(v.dtype), column).squeeze(-1)
-    columns = column.split(length) if v.dim() > 1 else [column] * -(-x.shape[0] // length)
-    parts = [torch.matmul(part.to(v.dtype), c) for part, c in zip(x.split(length), columns, strict=True)]
-    return torch.cat(parts).squeeze(-1)
+        return torch.matmul(x.to(v.dtype), v)
+    factors = [v] * -(-x.shape[0] // length) if v.dim() < x.dim() or v.dim() == 2 else list(v.split(length))
+    return torch.cat([torch.matmul(part.to(v.dtype), f) for part, f in zip(x.split(length), factors, strict=True)])
+
+
+def _row_sums(out: Tensor, w: Tensor, blocks: int) -> Tensor:
+    """Return ``out w`` of each block, ``[*batch, M, G]``; bfloat16 rounds it (w itself is exact there)."""
+    if out.dtype is not torch.bfloat16:
+        return _times_wide(out, w[:, None])
+    column = w[:, None].to(torch.bfloat16)
+    return torch.matmul(out.unflatten(-1, (blocks, -1)), column).squeeze(-1).to(w.dtype)
+
+
+def _block_sums(b: Tensor, w: Tensor, blocks: int) -> Tensor:
+    """Return ``b w`` of each block in w's dtype, ``[*batch, K, G]``, rounding nothing to less."""
+    if blocks == 1:
+        return _times_wide(b, w[:, None])
+    if _is_transposed(b):
+        parts = b.t().unflatten(0, (blocks, -1))
+        return torch.stack([_times_wide(part.t(), w[:, None]).squeeze(-1) for part in parts], -1)
+    return _times_wide(b.unflatten(-1, (blocks, -1)), w[:, None]).squeeze(-1)
+
+
+def _block_norms(b: Tensor, blocks: int) -> Tensor:
+    """Return the Frobenius norm of each block of b's columns, ``[*batch, 1, G]``."""
+    if blocks == 1:
+        return frobenius(b)[..., None, None]
+    if _is_transposed(b):
+        return frobenius(b.t().unflatten(0, (blocks, -1)))[None]
+    rows = row_norms(b.unflatten(-1, (blocks, -1)))
+    return torch.linalg.vector_norm(rows, dim=-2, keepdim=True)
+
+
+def _is_transposed(x: Tensor) -> bool:
+    return x.dim() == 2 and x.stride(0) == 1 and x.stride(1) != 1
 
 
 def _part(x: Tensor) -> int:
@@ -219,7 +263,7 @@ def row_norms(x: Tensor) -> Tensor:
     are squared and summed as a matrix product, or in low precision, where the figure hardly matters, bounded by the norm of
     the whole.
     """
-    if x.dim() > 2 or x.stride(1) == 1 or x.stride(0) != 1 or x.shape[0] == 1:
+    if not _is_transposed(x) or x.shape[0] == 1:
         norms = _wide(torch.linalg.vector_norm(_unless_half(x), dim=-1))
     elif x.dtype in (torch.float32, torch.float64):
         norms = _norms_across(x.t())
@@ -247,12 +291,12 @@ def _unless_half(x: Tensor) -> Tensor:
     return x.float() if x.dtype is torch.float16 else x
 
 
-def _bias(bias: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``bias w`` and the norms of bias's rows, both broadcastable to ``[*batch, M]``, reading each number once."""
+def _bias(bias: Tensor, w: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+    """Return ``bias w`` and its norms of each block, broadcastable to ``[*batch, M, G]``, reading each number once."""
     if bias.stride(-2) == 0:
         bias = bias[..., :1, :]
     if bias.stride(-1) == 0:
-        column = bias[..., 0].to(w.dtype)
+        column = bias[..., :1].to(w.dtype)
         return column * w.sum(), column.abs() * math.sqrt(len(w))
-    bias = bias.to(w.dtype)
-    return torch.matmul(bias, w), torch.linalg.vector_norm(bias, dim=-1)
+    parts = bias.to(w.dtype).unflatten(-1, (blocks, -1))
+    return torch.matmul(parts, w), torch.linalg.vector_norm(parts, dim=-1)
