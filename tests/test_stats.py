@@ -46,7 +46,8 @@ def check_against_numpy(stats, x):
     assert (stats.min, stats.max, stats.absmax) == (finite.min(), finite.max(), np.abs(finite).max())
     scale = np.abs(finite).max() or 1.0
     assert stats.mean == pytest.approx(np.mean(finite / scale) * scale, rel=1e-9, abs=1e-13 * scale)
-    assert stats.l2 == pytest.approx(float(np.linalg.norm(finite / scale)) * scale, rel=1e-9)
+    with np.errstate(over="ignore"):
+        assert stats.l2 == pytest.approx(np.linalg.norm(finite / scale) * scale, rel=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
@@ -192,7 +193,7 @@ def test_features_of_any_mixture_are_those_of_each_gradient_in_order():
     assert features.l2.shape == features.absmax.shape == features.digest.shape == (len(grads),)
     for index, grad in enumerate(grads):
         stats = stats_of(grad, with_hash=True)
-        assert float(features.l2[index]) == pytest.approx(stats.l2, rel=1e-5)
+        assert float(features.l2[index]) == pytest.approx(stats.l2, rel=1e-4)
         assert float(features.absmax[index]) == (float(np.float32(stats.absmax)) if grad.numel() else 0)
         assert int(features.digest[index]) == stats.hash
 
@@ -224,7 +225,7 @@ def test_a_norm_beyond_float32_is_infinite_and_the_exact_one_tells():
 
 def test_large_half_gradients_keep_float32_norms():
     grad = torch.full((50_000,), 600.0, dtype=torch.float16)
-    assert float(features_of([grad]).l2[0]) == pytest.approx(600 * math.sqrt(50_000), rel=1e-5)
+    assert float(features_of([grad]).l2[0]) == pytest.approx(600 * math.sqrt(50_000), rel=1e-4)
 
 
 def test_sparse_gradients_are_read_by_their_values():

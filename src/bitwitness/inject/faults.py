@@ -50,8 +50,8 @@ class Fault:
         ``bitflip``: bit ``bit`` is inverted. ``exponent_msb`` (or ``bitflip_designed``): the highest exponent
         bit that is 0 becomes 1. ``stuck_at``: bit ``bit`` reads ``value``. ``carry``: ``ulps`` units in the
         last place too many; a carry lost at mantissa bit k is ``-2**k``. ``multiply``: times ``factor``.
-        ``multiply_max``: becomes the largest magnitude of the tensor. ``nullify``: becomes 0. ``permute``: the struck elements change
-        places among themselves.
+        ``multiply_max``: becomes the largest magnitude of the tensor. ``nullify``: becomes 0.
+        ``permute``: the struck elements change places among themselves.
     site
         Glob of the values that can be struck. Operators have the phases ``forward`` and ``backward``; weights
         are ``NAME/weight:param`` and optimizer state ``NAME/exp_avg:optim`` (``NAME``: the parameter's full

@@ -16,7 +16,7 @@ class Invariant:
     """One identity, checked on one call.
 
     ``figures``: float64 [5] on the operator's device, named by `FIGURES`: the largest residual over its threshold, the flat
-    index where it is, residual and threshold there, and how many rows overflowed lawfully. ``ratio`` is at most 1 where the identity holds, and at least 2 where it does not.
+    index where it is, residual and threshold there, and how many rows overflowed lawfully. ``ratio`` above 1 is a failure.
     """
 
     name: str
@@ -34,21 +34,15 @@ def largest(
 ) -> Invariant:
     """Find the worst place without waiting for the device.
 
-    A NaN residual fails, and so does an infinite threshold: both come from a non-finite output, since ``judged`` (bool) is
-    True only where the inputs are finite. All tensors have one shape and at least one element; ``per_row`` of them in
-    a row share one index.
+    All tensors have one shape and at least one element; ``per_row`` of them in a row share one index. A residual that is not
+    finite fails: ``judged`` (bool) is to be True only where the inputs, and therefore the threshold, are finite.
     """
-    passed = (residual <= threshold) & torch.isfinite(threshold)
-    ratio = residual.double() / threshold.double()
-    failing = ratio.nan_to_num(nan=math.inf, posinf=math.inf).clamp_min(2.0)
-    failing = torch.where(torch.isfinite(threshold), failing, math.inf)
-    ratio = torch.where(passed, ratio.nan_to_num(nan=0.0), failing)  # 0 of 0 passes
-    ratio = torch.where(judged, ratio, 0.0).reshape(-1)
-    worst, index = ratio.max(0)
-    count = worst.new_zeros(()) if overflowed is None else overflowed.sum().double()
+    ratio = (residual / threshold).nan_to_num_(nan=math.inf, posinf=math.inf)
+    worst, index = ratio.masked_fill_(~judged, 0.0).reshape(-1).max(0)
     at = index.reshape(1)
     there = [values.reshape(-1).index_select(0, at)[0].double() for values in (residual, threshold)]
-    return Invariant(name, torch.stack([worst, (index // per_row).double(), *there, count]))
+    count = index.new_zeros(()) if overflowed is None else overflowed.sum()
+    return Invariant(name, torch.stack([worst.double(), (index // per_row).double(), *there, count.double()]))
 
 
 class Signs:

@@ -125,9 +125,10 @@ def check_product(product: Product, signs: Signs) -> Invariant | None:
         bias_w, bias_size = _bias(product.bias, w, blocks)
         expected, size = expected + product.beta * bias_w, size + abs(product.beta) * bias_size
     norms = row_norms(out.unflatten(-1, (blocks, -1)) if blocks > 1 else out.unsqueeze(-2))
-    residual = (_row_sums(out, w, blocks) - expected).abs()
+    norms = norms.nan_to_num(nan=0.0, posinf=0.0)  # a wrong C shall not widen its own threshold without bound
+    residual = (_row_sums(out, w, blocks) - expected).abs_()
     threshold = row_threshold(product, norms, size, expected)
-    judged = torch.isfinite(expected) & torch.isfinite(size)
+    judged = torch.isfinite(threshold + expected)
     if out.dtype is not torch.float16:
         return largest("C w = A (B w)", residual, threshold, judged, per_row=blocks)
     reach = size >= torch.finfo(torch.float16).max  # a true bound of each element: below it, none can overflow
@@ -166,13 +167,18 @@ def row_threshold(product: Product, norms: Tensor, size: Tensor, expected: Tenso
     scale = Signs.scale(columns)
     # A serial sum of n terms of one sign loses up to sqrt(n / 3) u of its value. Sums of random signs lose some u
     # ||A_m|| ||B||, and our own over the N columns sqrt(N) times a small part of that.
-    summed = u_sum * (size * (1 + math.sqrt(columns) / 32) + math.sqrt(inner + columns) * norms)
-    summed = ACCUMULATION * (summed + factor_roundoff(out) * size)
+    by_norm = ROUNDING * u + ACCUMULATION * u_sum * math.sqrt(inner + columns)
+    by_size = ACCUMULATION * (u_sum * (1 + math.sqrt(columns) / 32) + factor_roundoff(out))
+    by_value = 0.0
+    if (
+        product.a.dtype is torch.bfloat16
+    ):  # `_row_sums` and `_times` round, each by at most u; the low part u times less
+        by_size += u * u
+        by_value = 2 * u
     floor = ROUNDING * (u * info.smallest_normal + (inner + columns) * torch.finfo(torch.float32).tiny)
-    threshold = scale * (ROUNDING * u * norms + summed) + floor
-    if product.a.dtype is torch.bfloat16:  # `_gemv` rounds C w and A hi, each by at most u, and A mid, u times smaller
-        threshold = threshold + 2 * u * expected.abs() + scale * u * u * size
-    return threshold
+    threshold = (scale * by_norm) * norms + floor
+    threshold.add_(size, alpha=scale * by_size)
+    return threshold.add_(expected.abs(), alpha=by_value) if by_value else threshold
 
 
 def factor_roundoff(out: Tensor) -> float:

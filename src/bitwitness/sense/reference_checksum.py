@@ -34,4 +34,5 @@ def check_reference(product: Product) -> Invariant | None:
     largest_value, mean = out.abs().amax(-1), out.abs().mean(-1)
     peaked = (largest_value / mean).amin() > _PEAKED
     tolerance = torch.where(peaked, largest_value * (_U * math.sqrt(columns)), mean * (_U * columns))
+    tolerance = tolerance.nan_to_num(nan=0.0, posinf=0.0) + torch.finfo(torch.float32).tiny  # 0 of 0 passes
     return largest("reference CheckSum", error, tolerance, torch.isfinite(expected))

@@ -88,7 +88,7 @@ def flat_bits(x: Tensor) -> Tensor:
     if x.dtype.itemsize == 16:
         x = torch.view_as_real(x)
     bits = x.view(_INTEGER_OF_SIZE[x.dtype.itemsize])
-    return bits if bits.dim() == 1 and bits.is_contiguous() else bits.reshape(-1)
+    return bits.reshape(-1).contiguous()  # reshape alone leaves a strided vector strided
 
 
 def joined(hashes: Sequence[Tensor]) -> Tensor:
@@ -168,7 +168,9 @@ def _hash_large(folds: list[Fold]) -> Tensor:
 def _hash_small(stacked: Tensor) -> Tensor:
     """Hash small tensors of one length, each a row of ``stacked``: int64 [len(stacked)]."""
     length = stacked.shape[1] * stacked.itemsize
-    if length % WORD:
+    if not length:
+        stacked = stacked.new_zeros(len(stacked), WORD // stacked.itemsize)  # told from zeros by the length below
+    elif length % WORD:
         stacked = torch.nn.functional.pad(stacked, (0, -length % WORD // stacked.itemsize))
     columns = _shifted(stacked)
     columns += _numbers(_COLUMNS_FROM, columns.shape[1], columns.device)

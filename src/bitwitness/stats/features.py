@@ -23,7 +23,7 @@ class Features:
     Attributes
     ----------
     l2
-        float32 [P]. Infinite if the squares overflow float32 although all values are finite (`exact_l2` then
+        float32 [P], right to 1e-4. Infinite if the squares overflow float32 although all values are finite (`exact_l2` then
         tells); NaN if a value is NaN.
     absmax
         float32 [P]: largest magnitude. NaN if any value is NaN, else infinite if any is. A float64 magnitude

@@ -237,7 +237,11 @@ def _integer_block(block: Tensor) -> Tensor:
     offset = _offset(block.dtype)
     x = block.view(torch.int64).bitwise_xor(_SIGN) if offset else block.to(torch.int64)
     low, high = x.aminmax()
-    wide = x.to(torch.float64).add_(float(offset))
+    wide = x.to(torch.float64)
+    if offset:  # in halves: a small number less 2^63 is no longer told from others in float64
+        bits = block.view(torch.int64)
+        upper = (bits >> 32).bitwise_and_(0xFFFFFFFF).to(torch.float64)
+        wide = upper.mul_(2.0**32).add_(bits.bitwise_and(0xFFFFFFFF).to(torch.float64))
     squares = torch.dot(wide, wide).view(torch.int64)
     return torch.stack([(x == -offset).sum(), low, high, (x >> 32).sum(), (x & _LOW_HALF).sum(), squares])
 
