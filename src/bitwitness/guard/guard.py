@@ -26,7 +26,7 @@ from bitwitness.guard.selftest import prove
 from bitwitness.guard.watch import Watch
 from bitwitness.ranks import Alone, Ranks, SideChannel
 from bitwitness.respond.reporter import Reporter
-from bitwitness.store import RunWriter, free_folder
+from bitwitness.store import RunWriter, claim_folder
 from bitwitness.tap.holdpoints import HoldPoints
 from bitwitness.tap.modules import unwrap
 
@@ -129,7 +129,7 @@ class Guard:
     def _open_writer(self, ranks: Ranks) -> RunWriter | None:
         if self.config.out is None:
             return None
-        folder = ranks.tell(str(free_folder(self.config.out)) if ranks.rank == 0 else "", 0)
+        folder = ranks.tell(str(claim_folder(self.config.out)) if ranks.rank == 0 else "", 0)
         return RunWriter(folder, ranks.rank, ranks.size)
 
     def close(self) -> None:

@@ -195,7 +195,7 @@ def _overflow(noted: _Pending, figures: dict[str, float], step: int, rank: int) 
         "not suspected; use bfloat16, or a smaller loss scale"
     )
     evidence = {"kind": "overflow", "rows": count, **_facts(noted)}
-    return Finding("checksum", site, Severity.INFO, message, evidence, step, rank)
+    return Finding("overflow", site, Severity.INFO, message, evidence, step, rank)
 
 
 def _facts(noted: _Pending) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def read_events(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], lis
             continue
         try:
             event = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             problems.append(f"{file}:{number}: half-written or damaged, left out")
             continue
         if isinstance(event, dict):

@@ -1,10 +1,11 @@
 """Writes one rank's part of a run folder. Never fails into the training: what cannot be recorded is said and counted.
 
-    RUN/run.json                    what ran: configuration, versions, ranks, devices (rank 0)
-    RUN/events.jsonl                verdicts and notes that concern all ranks (rank 0)
+    RUN/run.json                    what ran: configuration, versions, ranks, devices, the last verdict
+    RUN/events.jsonl                verdicts and notes that concern all ranks (kept by the lowest living rank)
     RUN/rank00000/events.jsonl      this rank's own findings, verdicts and notes
 
 A folder that holds an earlier run is kept: the new run goes beside it, into ``RUN-2``, ``RUN-3``, …, the same on all ranks.
+What is created is its owner's alone (folders 0700, files 0600); a folder that was there before keeps its permissions.
 """
 
 from __future__ import annotations
@@ -13,26 +14,33 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Collection
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bitwitness.finding import Event, to_jsonable
+from bitwitness.finding import Event, Verdict, to_jsonable
+from bitwitness.store.redact import redacted
 
 SCHEMA = 1
-_SECRET = ("key", "token", "secret", "password", "passwd", "credential")
+_SHARED = "events.jsonl"
 
 
 class RunWriter:
-    """One rank's writer.
+    """One rank's writer. No method raises for a folder that cannot be written: it is said once and tried again.
 
     Parameters
     ----------
     path
-        The run folder. See `free_folder` for how ranks agree on one that is not taken.
+        The run folder. See `claim_folder` for how ranks agree on one that is not taken.
     rank, world_size
         Who writes.
+
+    Attributes
+    ----------
+    dropped
+        How many events could not be recorded so far.
 
     """
 
@@ -40,6 +48,8 @@ class RunWriter:
         self.path = Path(path)
         self.rank = rank
         self.dropped = 0
+        self._own = f"rank{rank:05d}"
+        self._keeps_shared = rank == 0
         self._fields: dict[str, Any] = {
             "schema": SCHEMA,
             "world_size": world_size,
@@ -47,89 +57,109 @@ class RunWriter:
             "started": _now(),
             "versions": {"python": platform.python_version(), **_versions()},
         }
-        self._broken: str | None = None
+        self._problem: str | None = None
+        self._torn: set[str] = set()
         try:
-            self._own = self.path / f"rank{rank:05d}"
-            self._own.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with suppress(OSError):
-                self.path.chmod(0o700)
+            self._make_folders()
         except OSError as error:
             self._fail(error)
 
     def event(self, event: Event) -> None:
         """Append to this rank's events, at once."""
-        self._append(f"rank{self.rank:05d}/events.jsonl", event)
+        self._append(f"{self._own}/events.jsonl", event)
 
     def shared_event(self, event: Event) -> None:
-        """Append to the file of all ranks; one rank keeps it."""
-        if self.rank == 0:
-            self._append("events.jsonl", event)
+        """Append to the file of all ranks, where this rank keeps it; ``run.json`` shows the last verdict."""
+        if not self._keeps_shared:
+            return
+        self._append(_SHARED, event)
+        if isinstance(event, Verdict):
+            self.describe(verdict=event.to_event())
+
+    def take_over(self, missing: Collection[int]) -> None:
+        """Keep the file of all ranks from here on, if every rank below this one is ``missing``."""
+        self._keeps_shared = self._keeps_shared or set(range(self.rank)) <= set(missing)
 
     def describe(self, **fields: Any) -> None:
-        """Set fields of ``run.json`` and rewrite it, whole or not at all; rank 0 only."""
-        if self.rank or self._broken is not None:
-            return
+        """Set fields of ``run.json`` and rewrite it, whole or not at all; one rank does."""
         self._fields |= to_jsonable(fields)
+        if self.rank:
+            return
         temporary = self.path / "run.json.part"
         try:
-            temporary.write_text(json.dumps(self._fields, indent=1, allow_nan=False) + "\n")
+            with temporary.open("w", encoding="utf-8", opener=_private) as file:
+                file.write(json.dumps(self._fields, indent=1, allow_nan=False) + "\n")
             temporary.replace(self.path / "run.json")
         except OSError as error:
+            with suppress(OSError):
+                temporary.unlink()
             self._fail(error)
 
     def close(self) -> None:
         """Say what was not recorded."""
         if self.dropped:
-            _say(f"rank {self.rank}: {self.dropped} events were not recorded in {self.path}: {self._broken}")
+            _say(f"rank {self.rank}: {self.dropped} events were not recorded in {self.path}: {self._problem}")
 
     def _append(self, name: str, event: Event) -> None:
-        if self._broken is not None:
-            self.dropped += 1
-            return
         line = json.dumps({"time": _now(), **event.to_event()}, allow_nan=False) + "\n"
         try:
+            self._make_folders()
             # Opened anew each time: events are few, and a full disk shows at once and not when the file is closed.
-            with (self.path / name).open("a", encoding="utf-8") as file:
-                file.write(line)
+            with (self.path / name).open("a", encoding="utf-8", opener=_private) as file:
+                file.write("\n" + line if name in self._torn else line)
         except OSError as error:
-            self._fail(error)
+            self._torn.add(name)  # it may end in half a line now
             self.dropped += 1
+            self._fail(error)
+        else:
+            self._torn.discard(name)
+
+    def _make_folders(self) -> None:
+        _make_folder(self.path)
+        _make_folder(self.path / self._own)
 
     def _fail(self, error: OSError) -> None:
-        if self._broken is None:
-            self._broken = f"{error.strerror or error} ({error.filename or self.path})"
+        first = self._problem is None
+        self._problem = f"{error.strerror or error} ({error.filename or self.path})"
+        if first:
             _say(
-                f"rank {self.rank}: cannot write to the run folder {self.path}: {self._broken}. The training goes on; from "
-                "here on nothing is recorded, and findings are printed only. Free the space or give another --out"
+                f"rank {self.rank}: cannot write to the run folder {self.path}: {self._problem}. The training goes on; "
+                "what cannot be recorded is counted, and findings are printed. Free the space or give another --out"
             )
 
 
-def free_folder(path: str | os.PathLike[str]) -> Path:
-    """Return ``path``, or ``path-2``, ``path-3``, … if it holds a run already. Ask on one rank and tell the others."""
-    wanted = Path(path)
+def claim_folder(path: str | os.PathLike[str]) -> Path:
+    """Return ``path``, or ``path-2``, ``path-3``, … if it holds a run already, and mark it as taken.
+
+    Ask on one rank and tell the others. Of two trainings that ask at the same time each gets its own: the mark is a
+    ``run.json`` that is created only if there is none. Where nothing can be written ``path`` is returned, for the writer
+    to say why.
+    """
+    folder = wanted = Path(path)
     number = 1
-    candidate = wanted
-    while (candidate / "run.json").exists():
-        number += 1
-        candidate = wanted.with_name(f"{wanted.name}-{number}")
-    return candidate
+    while True:
+        try:
+            _make_folder(folder)
+            descriptor = _private(str(folder / "run.json"), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        except FileExistsError as error:
+            if error.filename == str(folder):  # no folder but a file
+                return folder
+            number += 1
+            folder = wanted.with_name(f"{wanted.name}-{number}")
+            continue
+        except OSError:
+            return folder
+        with suppress(OSError), open(descriptor, "w", encoding="utf-8") as file:
+            json.dump({"schema": SCHEMA}, file)
+        return folder
 
 
-def redacted(arguments: list[str]) -> list[str]:
-    """Return a command line in which the values of arguments that name a secret are left out."""
-    result: list[str] = []
-    hide = False
-    for argument in arguments:
-        name, equals, _ = argument.partition("=")
-        secret = any(word in name.lower() for word in _SECRET)
-        if hide and not argument.startswith("-"):
-            result.append("***")
-        elif secret and equals:
-            result.append(f"{name}=***")
-        else:
-            result.append(argument)
-        hide = secret and not equals and argument.startswith("-")
-    return result
+def _make_folder(path: Path) -> None:
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _versions() -> dict[str, str]:
