@@ -63,7 +63,10 @@ def main() -> None:
         dist.all_reduce(same)
         if dist.get_rank() == 0:
             told = {"verdicts": table["verdicts"], "failures": table["failures"]}
-            print(json.dumps({"training": str(scenario), "same": int(same[0]), "struck": int(same[1]), **told}), flush=True)
+            print(
+                json.dumps({"training": str(scenario), "same": int(same[0]), "struck": int(same[1]), **told}),
+                flush=True,
+            )
     time.sleep(0.2)  # gloo's threads let go of the last exchange before the interpreter ends
     dist.destroy_process_group()
 

@@ -19,11 +19,14 @@ def tell(run: Path, guarded: Path, clean: Path) -> list[str]:
     """Return the lines: each verdict with its evidence, then the weights against a fault-free run's."""
     events, problems = read_events(run / "events.jsonl")
     lines = [f"({problem})" for problem in problems]
-    for event in events:
-        if event["type"] == "verdict":
-            lines += _verdict(event)
+    lines += tell_verdicts([event for event in events if event["type"] == "verdict"])
     lines += _weights(read_weights(guarded), read_weights(clean))
     return lines
+
+
+def tell_verdicts(verdicts: list[dict[str, Any]]) -> list[str]:
+    """Return the lines of some verdicts, each with its evidence."""
+    return [line for event in verdicts for line in _verdict(event)]
 
 
 def _verdict(event: dict[str, Any]) -> list[str]:
@@ -51,18 +54,24 @@ def _verdict(event: dict[str, Any]) -> list[str]:
     if operator:
         lines.append(f"  named     {operator['site']}")
         lines.append(f"            {operator['line']}")
-        for rank, found in ((k, v) for k, v in operator.items() if k.startswith("rank ")):
+        both = {key: found for key, found in operator.items() if key.startswith("rank ") and found["comparable"]}
+        for rank, found in both.items():
             lines.append(
-                f"            {rank}: worst element {found['value']:.6g}, float64 says {found['expected']:.6g}; "
-                f"error of the whole result {found['error']:.3g}"
+                f"            {rank}: worst element {_number(found['value'])}, float64 says {_number(found['expected'])}; "
+                f"error of the whole result {_number(found['error'])}"
             )
     check = evidence.get("checksum")
     if check:
         lines.append(
-            f"  checksum  {check['site']}: residual {check['residual']:.4g} beside a threshold of {check['threshold']:.4g}"
+            f"  checksum  {check['site']}: residual {_number(check['residual'])} beside a threshold of {_number(check['threshold'])}"
         )
     lines += [f"  device    {d['kind']}:{d['index']} {d['uuid']} on {d['host']}" for d in event["devices"]]
     return lines
+
+
+def _number(value: float | str) -> str:
+    """Return a number short; NaN and infinities are words in a run folder."""
+    return value if isinstance(value, str) else f"{value:.4g}"
 
 
 def _weights(guarded: dict[int, str], clean: dict[int, str]) -> list[str]:

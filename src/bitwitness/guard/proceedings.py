@@ -11,7 +11,7 @@ import torch
 from bitwitness.config import Config
 from bitwitness.device import this_device
 from bitwitness.errors import EXIT_ELSEWHERE, TrainingStopped
-from bitwitness.finding import Cause, Device, Finding, Note, Severity, Verdict
+from bitwitness.finding import Action, Cause, Device, Finding, Note, Severity, Verdict
 from bitwitness.judge.experiments import Laboratory
 from bitwitness.judge.fingerprint import NEAR, Fingerprint
 from bitwitness.judge.judge import Judge, Outcome
@@ -89,7 +89,7 @@ class Proceedings:
         if any(forward.autocast.enabled for forward in record.forwards):
             self.laboratory.tolerance = NEAR["low"]
         outcome = self._judge.question(record, original, loud)
-        outcome = self._attach(outcome, loud)
+        outcome = self._attach(self._in_the_light_of_earlier(outcome), loud)
         verdict, code = self._responder.respond(outcome, record, scaled=light.scaled)
         self._announce(verdict, loud)
         if code is not None:
@@ -110,6 +110,8 @@ class Proceedings:
         """Tell whether this innocent step is to be replayed to learn the model's own spread."""
         if not (self._config.replay.enabled and self._config.replay.calibrate):
             return False
+        if any(verdict.cause not in _INNOCENT for verdict in self.verdicts):
+            return False  # what a convicted device computes says nothing of the model
         return step in _CALIBRATIONS or (step > 0 and step % _CALIBRATE_EVERY == 0)
 
     def calibrate(self, record: StepRecord, original: Fingerprint, light: LightStep) -> None:
@@ -123,6 +125,15 @@ class Proceedings:
             self.question(record, original, [finding] if self.laboratory.odd_here else [], light)
             return
         self._reporter.once(f"replay: {problem}; such differences will not be taken for faults")
+
+    def _in_the_light_of_earlier(self, outcome: Outcome) -> Outcome:
+        """Blame no data and no software for what may follow from a proven fault that was only reported."""
+        earlier = next((v for v in self.verdicts if v.cause not in _INNOCENT and v.action is Action.REPORTED), None)
+        if earlier is not None and outcome.verdict.cause in (Cause.DATA, Cause.SOFTWARE, Cause.INCONCLUSIVE):
+            why = f"it may follow from the {earlier.cause} of step {earlier.step}, which was reported and not healed"
+            message = f"{outcome.verdict.message}; {why}"
+            outcome.verdict = replace(outcome.verdict, cause=Cause.DISMISSED, message=message)
+        return outcome
 
     # -- telling -------------------------------------------------------------------------------------------------
 
@@ -141,8 +152,7 @@ class Proceedings:
 
     def _announce(self, verdict: Verdict, loud: list[Finding]) -> None:
         speaks = self._ranks.rank == (verdict.ranks[0] if verdict.ranks else 0)
-        innocent = verdict.cause in _INNOCENT
-        if innocent:
+        if verdict.cause in _INNOCENT or verdict.action is Action.REPORTED:
             self._innocent_in_a_row += 1
             rest = min(_LONGEST_REST, 2 ** (self._innocent_in_a_row - 1))
             self._rests_until = verdict.step + (rest if loud else 0)

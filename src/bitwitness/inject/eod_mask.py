@@ -77,19 +77,36 @@ def eod_mask_v2(
         raise UsageError(f"eod_mask_v2: x is {x.dtype}, expected bfloat16, float16 or float32; cast it first")
     if not _fires(int(cur_step) - start, [steps] if isinstance(steps, int) else list(steps), error_mode):
         return x
-    factor = float(torch.tensor(multiply_factor, dtype=x.dtype))  # the kernel casts the factor, too
-    if flip_mode == "multiply_max":
-        values = patterns.multiply_max(x, None)
-    else:
-        positions = _positions(x, ele_pos, int(seed) + int(offset), flip_probability)
-        if flip_mode == "bitflip":
-            values = patterns.flip_bit(x, positions, bit_pos)
-        elif flip_mode == "bitflip_designed":
-            values = patterns.raise_exponent(x, positions)
-        else:
-            values = patterns.multiply(x, positions, factor)
+    where = torch.as_tensor(ele_pos, dtype=torch.int64).reshape(-1).tolist()
+    values = _struck(x.detach(), where, int(seed) + int(offset), flip_mode, multiply_factor, bit_pos, flip_probability)
     replaced: torch.Tensor = _Replaced.apply(x, values)  # type: ignore[no-untyped-call]
     return replaced
+
+
+@torch.library.custom_op(
+    "bitwitness::generate_eod_mask_v2",
+    mutates_args=(),
+    schema="(Tensor x, int[] ele_pos, int seed, str flip_mode, float factor, int bit_pos, float probability) -> Tensor",
+)
+def _struck(
+    x: torch.Tensor,
+    ele_pos: list[int],
+    seed: int,
+    flip_mode: str,
+    factor: float,
+    bit_pos: int,
+    probability: float,
+) -> torch.Tensor:
+    """Return the corrupted copy: one operator to torch, as the original is one to MindSpore."""
+    if flip_mode == "multiply_max":
+        return patterns.multiply_max(x, None)
+    positions = _positions(x, ele_pos, seed, probability)
+    if flip_mode == "bitflip":
+        return patterns.flip_bit(x, positions, bit_pos)
+    if flip_mode == "bitflip_designed":
+        return patterns.raise_exponent(x, positions)
+    cast = float(torch.tensor(factor, dtype=x.dtype))  # the kernel casts the factor, too
+    return patterns.multiply(x, positions, cast)
 
 
 def _fires(passed: int, steps: list[int], error_mode: str) -> bool:
@@ -100,12 +117,10 @@ def _fires(passed: int, steps: list[int], error_mode: str) -> bool:
     return passed > 0 and passed % steps[0] == 0
 
 
-def _positions(
-    x: torch.Tensor, ele_pos: int | Sequence[int] | torch.Tensor, seed: int, probability: float
-) -> patterns.Positions:
+def _positions(x: torch.Tensor, ele_pos: list[int], seed: int, probability: float) -> patterns.Positions:
     if probability > 0.0:
         return np.flatnonzero(np.random.default_rng(abs(seed)).random(x.numel()) <= probability)
-    where = torch.as_tensor(ele_pos, dtype=torch.int64).reshape(-1).cpu().numpy()
+    where = np.asarray(ele_pos, dtype=np.int64)
     if where.size and not (where.min() >= 0 and where.max() < x.numel()):
         raise UsageError(f"eod_mask_v2: ele_pos = {where.tolist()}, but x has {x.numel()} elements, counted from 0")
     return where

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections import Counter
 
 from bitwitness.errors import SideChannelError
 from bitwitness.finding import Event, Finding, Note, Severity, Verdict
 from bitwitness.ranks import Ranks
 from bitwitness.store import RunWriter
+
+
+_SPEAKS_FREELY = 8
 
 
 class Reporter:
@@ -30,6 +34,7 @@ class Reporter:
         self._rank = rank
         self._quiet = quiet
         self._said: set[str] = set()
+        self._spoken: Counter[str] = Counter()
         self.failures: dict[str, str] = {}
 
     def say(self, text: str) -> None:
@@ -50,8 +55,14 @@ class Reporter:
     def finding(self, finding: Finding) -> None:
         """Record a suspicion, and print it unless it is only informative."""
         self.event(finding)
-        if finding.severity is not Severity.INFO:
-            self.say(f"step {finding.step}: suspicion ({finding.sensor}): {finding.message}")
+        if finding.severity is Severity.INFO:
+            return
+        self._spoken[finding.sensor] += 1
+        times = self._spoken[finding.sensor]
+        # A sensor that has spoken often is printed at the 8th, 16th, 32nd … time only; all of it is recorded.
+        if times < _SPEAKS_FREELY or not times & (times - 1):
+            often = f" (time {times}; those between are recorded only)" if times >= _SPEAKS_FREELY else ""
+            self.say(f"step {finding.step}: suspicion ({finding.sensor}): {finding.message}{often}")
 
     def verdict(self, verdict: Verdict, *, speak: bool) -> None:
         """Record a verdict on every rank; one rank prints it."""
@@ -90,5 +101,7 @@ class Reporter:
         who = f"rank {', '.join(map(str, missing))} does not answer" if missing else "every rank still answers"
         line = f"step {step}: the ranks can no longer be questioned ({who}); this rank ends instead of waiting"
         self.say(line)
-        self.event(Note(line, step, self._rank, "ranks", Severity.ERROR, evidence={"missing": missing}))
+        if self._writer is not None:
+            self._writer.take_over(missing)
+        self.event(Note(line, step, self._rank, "ranks", Severity.ERROR, evidence={"missing": missing}), shared=True)
         return line

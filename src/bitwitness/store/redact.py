@@ -15,12 +15,14 @@ HIDDEN = "***"
 
 _SWITCHES = frozenset({"true", "false", "yes", "no", "on", "off", "none", "null", "auto"})
 _TELLING = frozenset(
-    "act backend config dataset device dtype mode model optim optimizer precision scheduler strategy task".split()
+    {"act", "backend", "config", "dataset", "device", "dtype", "mode", "model", "optim", "optimizer"}
+    | {"precision", "scheduler", "strategy", "task"}
 )
 _SECRET = frozenset(
-    "apikey auth credential credentials key keys pass passwd password pat pin pwd secret token".split()
+    {"apikey", "auth", "credential", "credentials", "key", "keys", "pass", "passwd", "password"}
+    | {"pat", "pin", "pwd", "secret", "token"}
 )
-_OPTION = re.compile(r"--[A-Za-z][\w.-]*|-[a-z][a-z_-]*|[+~]{0,2}[A-Za-z_][\w./-]*")
+_OPTION = re.compile(r"--[A-Za-z][\w.-]*|-[a-z][a-z_-]*|[+~]{0,2}[a-z_][a-z0-9_]*([./][a-z0-9_]+)*")
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 _PLAIN = re.compile(r"[\w.+/-]{1,64}")
 
@@ -42,14 +44,17 @@ def redacted(arguments: Sequence[str]) -> list[str]:
             option = argument
         else:
             result.append(_shown(argument, option))
-            # a secret of several words, or an option of several values: the option goes on to the next one
+            option = option if _words(option) & _SECRET else ""  # a secret may be of several words
     return result
 
 
 def _shown(value: str, option: str) -> str:
-    words = set(re.split(r"[-_.+~/]+", option.lower()))
-    if words & _SECRET:
+    if _words(option) & _SECRET:
         return HIDDEN
-    if _NUMBER.fullmatch(value) or value.lower() in _SWITCHES or os.path.exists(value):
+    if _NUMBER.fullmatch(value) or value.lower() in _SWITCHES or os.path.exists(value):  # noqa: PTH110 - never raises, whatever it is given
         return value
-    return value if words & _TELLING and _PLAIN.fullmatch(value) else HIDDEN
+    return value if _words(option) & _TELLING and _PLAIN.fullmatch(value) else HIDDEN
+
+
+def _words(option: str) -> set[str]:
+    return set(re.split(r"[-_.+~/]+", option.lower()))

@@ -18,7 +18,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 from bitwitness.finding import Event, Verdict, to_jsonable
 from bitwitness.store.redact import redacted
@@ -81,13 +81,13 @@ class RunWriter:
         self._keeps_shared = self._keeps_shared or set(range(self.rank)) <= set(missing)
 
     def describe(self, **fields: Any) -> None:
-        """Set fields of ``run.json`` and rewrite it, whole or not at all; one rank does."""
-        self._fields |= to_jsonable(fields)
+        """Set fields of ``run.json`` and rewrite it, whole or not at all; rank 0 only."""
         if self.rank:
             return
+        self._fields |= to_jsonable(fields)
         temporary = self.path / "run.json.part"
         try:
-            with temporary.open("w", encoding="utf-8", opener=_private) as file:
+            with _open(temporary, "w") as file:
                 file.write(json.dumps(self._fields, indent=1, allow_nan=False) + "\n")
             temporary.replace(self.path / "run.json")
         except OSError as error:
@@ -105,7 +105,7 @@ class RunWriter:
         try:
             self._make_folders()
             # Opened anew each time: events are few, and a full disk shows at once and not when the file is closed.
-            with (self.path / name).open("a", encoding="utf-8", opener=_private) as file:
+            with _open(self.path / name, "a") as file:
                 file.write("\n" + line if name in self._torn else line)
         except OSError as error:
             self._torn.add(name)  # it may end in half a line now
@@ -135,31 +135,35 @@ def claim_folder(path: str | os.PathLike[str]) -> Path:
     ``run.json`` that is created only if there is none. Where nothing can be written ``path`` is returned, for the writer
     to say why.
     """
-    folder = wanted = Path(path)
-    number = 1
+    wanted = Path(os.path.abspath(path))  # a script may change its directory
+    folder, number = wanted, 1
     while True:
-        try:
+        with suppress(OSError):
             _make_folder(folder)
-            descriptor = _private(str(folder / "run.json"), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        except FileExistsError as error:
-            if error.filename == str(folder):  # no folder but a file
-                return folder
-            number += 1
-            folder = wanted.with_name(f"{wanted.name}-{number}")
-            continue
-        except OSError:
-            return folder
-        with suppress(OSError), open(descriptor, "w", encoding="utf-8") as file:
-            json.dump({"schema": SCHEMA}, file)
+            if not _mark(folder):
+                number += 1
+                folder = Path(f"{wanted}-{number}")
+                continue
         return folder
+
+
+def _mark(folder: Path) -> bool:
+    """Take a folder; return whether it was free."""
+    try:
+        with _open(folder / "run.json", "x") as file:
+            json.dump({"schema": SCHEMA}, file)
+    except FileExistsError:
+        return False
+    return True
 
 
 def _make_folder(path: Path) -> None:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
+def _open(path: Path, mode: str) -> TextIO:
+    """Open a text file that, where it is new, only its owner may read."""
+    return cast("TextIO", open(path, mode, encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)))
 
 
 def _versions() -> dict[str, str]:

@@ -1,0 +1,116 @@
+"""Running somebody's script inside this process so that it cannot tell the difference from ``python SCRIPT``."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Sequence
+from importlib.machinery import SourceFileLoader
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+from bitwitness.errors import UsageError
+
+_NOT_THE_SCRIPTS = frozenset({__file__, runpy.__file__, "<frozen runpy>"})
+
+
+class ScriptError(Exception):
+    """The script ended in an error of its own."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+    def show(self) -> int:
+        """Hand the error to `sys.excepthook` (which the script may have set) as python does; return the exit code.
+
+        The traceback begins at the script; there is none where the script did not begin to run (a `SyntaxError`).
+        """
+        trace = self.error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename in _NOT_THE_SCRIPTS:
+            trace = trace.tb_next
+        sys.excepthook(type(self.error), self.error.with_traceback(trace), trace)
+        return 1
+
+
+class Script:
+    """A script or a module, and its arguments.
+
+    Parameters
+    ----------
+    name
+        A path; with ``module`` a module's name.
+    arguments
+        What follows it on the command line.
+
+    Raises
+    ------
+    UsageError
+        If it is not there, or cannot be run.
+
+    """
+
+    def __init__(self, name: str, arguments: Sequence[str], *, module: bool = False) -> None:
+        self._name = name
+        self._arguments = list(arguments)
+        self._module = module
+        if module:
+            _put_first_on_path(str(Path.cwd()))
+            _check_module(name)
+        else:
+            _check_file(Path(name))
+
+    def run(self) -> None:
+        """Run it as ``__main__``.
+
+        Raises
+        ------
+        ScriptError
+            Around any `Exception` that ends it; `SystemExit` and `KeyboardInterrupt` pass as they are.
+
+        """
+        sys.argv = [self._name, *self._arguments]
+        try:
+            if self._module:
+                runpy.run_module(self._name, run_name="__main__", alter_sys=True)
+            else:
+                _put_first_on_path(str(Path(self._name).resolve().parent))
+                _run_file(Path(self._name).absolute())
+        except Exception as error:
+            raise ScriptError(error) from error
+
+
+def _run_file(path: Path) -> None:
+    """Execute a file as python does: ``__file__`` is absolute, and ``__main__`` stays, for what runs at the exit."""
+    main = ModuleType("__main__")
+    main.__file__ = str(path)
+    main.__loader__ = SourceFileLoader("__main__", str(path))
+    sys.modules["__main__"] = main
+    code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+    exec(code, main.__dict__)  # noqa: S102 - the user's script is what we are here to run
+
+
+def _put_first_on_path(folder: str) -> None:
+    if not sys.flags.safe_path:  # with python -P nothing of ours stands there to be replaced
+        sys.path[0] = folder
+
+
+def _check_file(path: Path) -> None:
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder; expected a Python script")
+    if not path.is_file():
+        raise UsageError(f"there is no script {path}; check the path (seen from {Path.cwd()})")
+
+
+def _check_module(name: str) -> None:
+    try:
+        spec = find_spec(name)
+        package = spec is not None and spec.submodule_search_locations is not None
+        runnable = find_spec(f"{name}.__main__") is not None if package else spec is not None
+    except (ImportError, ValueError) as error:
+        raise UsageError(f"no module named {name!r} can be found ({error}); check the name") from error
+    if package and not runnable:
+        raise UsageError(f"{name!r} is a package without a __main__; name the module in it that trains")
+    if not runnable:
+        raise UsageError(f"no module named {name!r} can be found; check the name, or leave out -m for a file")

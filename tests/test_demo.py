@@ -1,0 +1,51 @@
+"""The two demonstrations, as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.ranks
+
+
+def demo(out: Path, *arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "bitwitness", "demo", "--out", str(out), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+
+
+def test_the_demo_heals_one_fault_and_names_the_other(tmp_path: Path) -> None:
+    done = demo(tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = done.stdout
+    assert "step 20: transient hardware, rank 1; action: healed" in told
+    assert "step 40: persistent hardware, rank 2; action: stopped" in told
+    assert "layers.2.mlp.up/addmm#0:forward.out0" in told
+    assert "beside a threshold of" in told
+    assert "bit-equal after all 40 steps; the last is step 39" in told
+
+
+def test_the_documents_searches_find_their_lines(tmp_path: Path) -> None:
+    done = demo(tmp_path, "--seed")
+    assert done.returncode == 0, done.stdout + done.stderr
+    logs = sorted((tmp_path / "logs").rglob("stderr.log"))
+    assert len(logs) == 8
+    for log in logs:
+        text = log.read_text()
+        assert "name: fc1.weight, value: inf, stat: StatData{avg: " in text
+        assert "count: 6, none_zero_count: 6}}" in text
+        assert "Feature value detection strikes out!" in text
+        assert "Global CheckSum result is 0" in text
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    verdicts = [(e["step"], e["cause"], e["ranks"]) for e in events if e["type"] == "verdict"]
+    assert verdicts == [(5, "persistent_hardware", [2])]
+    alert = events[0]["evidence"]["alert"]
+    assert (alert["health_status"], alert["error_code"], alert["fault_level"]) == ("Warning", "80818C00", "minor")
