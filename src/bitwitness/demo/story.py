@@ -62,9 +62,8 @@ def _verdict(event: dict[str, Any]) -> list[str]:
             )
     check = evidence.get("checksum")
     if check:
-        lines.append(
-            f"  checksum  {check['site']}: residual {_number(check['residual'])} beside a threshold of {_number(check['threshold'])}"
-        )
+        residual, threshold = _number(check["residual"]), _number(check["threshold"])
+        lines.append(f"  checksum  {check['site']}: residual {residual} beside a threshold of {threshold}")
     lines += [f"  device    {d['kind']}:{d['index']} {d['uuid']} on {d['host']}" for d in event["devices"]]
     return lines
 

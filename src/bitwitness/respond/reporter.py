@@ -11,7 +11,6 @@ from bitwitness.finding import Event, Finding, Note, Severity, Verdict
 from bitwitness.ranks import Ranks
 from bitwitness.store import RunWriter
 
-
 _SPEAKS_FREELY = 8
 
 
