@@ -59,8 +59,8 @@ def clean() -> None:
         largest: dict[str, float] = {}
         failed = 0
         for m, k, n in SHAPES:
-            for name, a, b in matrices(m, k, n, g):
-                a, b = (t.clamp(-1e3, 1e3).to(dtype) if dtype is torch.float16 else t.to(dtype) for t in (a, b))
+            for name, *factors in matrices(m, k, n, g):
+                a, b = (t.clamp(-1e3, 1e3).to(dtype) if dtype is torch.float16 else t.to(dtype) for t in factors)
                 sensor = ChecksumSensor(deferred=True)  # no confirmation: the ratio itself
                 sensor(call_of(a, b, a @ b))
                 failed += len([f for f in sensor.drain(0, 0) if f.evidence["kind"] == "residual"])

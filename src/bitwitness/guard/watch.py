@@ -25,6 +25,8 @@ from bitwitness.judge.fingerprint import Fingerprint
 from bitwitness.ranks import Ranks
 from bitwitness.respond.reporter import Reporter
 from bitwitness.sense.light import LightStep
+from bitwitness.stats import Features
+from bitwitness.tap.capture import StepRecord
 from bitwitness.tap.clock import StepClock
 from bitwitness.tap.gradients import LocalGradients
 from bitwitness.tap.root import RootTap
@@ -171,19 +173,15 @@ class Watch:
 
     def _hold(self, scaler: GradScaler | None) -> None:
         record = self.root.record
-        features = self.gradients.take()
+        features = self.gradients.take(hashed=False)
         losses, self._losses = self._losses, []
         if features is None:
             self.reporter.once(
                 "no synchronising backward was seen before the optimizer's step; the step is not covered"
             )
             return
-        outputs = [digest for group in record.passes() for forward in group for digest in forward.output_digests]
-        device = self.root.device
-        hashes = torch.stack(outputs).to(device) if outputs else torch.zeros(0, dtype=torch.int64, device=device)
-        original = Fingerprint.from_features(features, hashes)
         scale = 1.0 if scaler is None else float(scaler.get_scale())
-        light = self._light(original, losses, scale, scaled=scaler is not None)
+        light = self._light(features, losses, scale, scaled=scaler is not None)
         deep = self.is_deep(light.step)
         self.steps_held += 1
         self.deep_steps += deep
@@ -194,13 +192,20 @@ class Watch:
         if self._anyone(bool(flagged)):
             self._deep_until = light.step + _DEEP_AFTER_SUSPICION
             with self._replaying():
-                wrong = self.proceedings.question(record, original, findings, light)
+                wrong = self.proceedings.question(record, self._original(record, features), findings, light)
             if wrong:
                 return  # numbers that were proven wrong teach the sensors nothing
         elif self.proceedings.calibration_due(light.step):
             with self._replaying():
-                self.proceedings.calibrate(record, original, light)
+                self.proceedings.calibrate(record, self._original(record, features), light)
         self.sensors.learn(light)
+
+    def _original(self, record: StepRecord, features: Features) -> Fingerprint:
+        """Return what the training itself computed, to be compared with replays."""
+        outputs = [digest for group in record.passes() for forward in group for digest in forward.output_digests]
+        device = self.root.device
+        hashes = torch.stack(outputs).to(device) if outputs else torch.zeros(0, dtype=torch.int64, device=device)
+        return Fingerprint.from_features(self.gradients.with_hashes(features), hashes)
 
     @contextmanager
     def _replaying(self) -> Iterator[None]:
@@ -214,9 +219,9 @@ class Watch:
     def _anyone(self, here: bool) -> bool:
         return bool(float(self.ranks.max(torch.tensor([float(here)]))))
 
-    def _light(self, original: Fingerprint, losses: list[torch.Tensor], scale: float, *, scaled: bool) -> LightStep:
-        absmax = original.absmax.numpy() / scale
-        l2 = original.l2.numpy() / scale
+    def _light(self, features: Features, losses: list[torch.Tensor], scale: float, *, scaled: bool) -> LightStep:
+        """Bring the step's sizes to the host: the one wait of a light step."""
+        l2, absmax = torch.stack([features.l2.double(), features.absmax.double()]).cpu().numpy() / scale
         # A float32 norm overflows where the values do not: the largest value is then the norm's better estimate.
         l2 = np.where(np.isinf(l2) & np.isfinite(absmax), absmax, l2)
         values = torch.stack([loss.reshape(()).double() for loss in losses]).cpu().tolist() if losses else []

@@ -58,7 +58,7 @@ def _attention(call: OpCall) -> int:
     named = attention.bound(call)
     query, key, value = named["query"], named["key"], named["value"]
     pairs = query.shape[:-1].numel() * int(key.shape[-2])
-    forward = 2 * pairs * (int(query.shape[-1]) + int(value.shape[-1]))
+    forward: int = 2 * pairs * (int(query.shape[-1]) + int(value.shape[-1]))
     return round(forward * _BACKWARD_ATTENTION) if call.op in attention.BACKWARD else forward
 
 

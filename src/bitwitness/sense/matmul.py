@@ -200,11 +200,10 @@ def _times(a: Tensor, v: Tensor) -> Tensor:
         return _times_wide(a, v)
     high = v.to(torch.bfloat16)
     columns = torch.cat([high, (v - high).to(torch.bfloat16)], -1)
-    if _is_transposed(a):
-        products = (columns.t() @ a.t()).t()  # the fast order for a transposed view
-    else:
-        products = torch.matmul(a, columns)
-    return products.unflatten(-1, (2, -1)).sum(-2, dtype=v.dtype)
+    # for a transposed view the other order is the fast one
+    products = (columns.t() @ a.t()).t() if _is_transposed(a) else torch.matmul(a, columns)
+    sums: Tensor = products.unflatten(-1, (2, -1)).sum(-2, dtype=v.dtype)
+    return sums
 
 
 def _times_wide(x: Tensor, v: Tensor) -> Tensor:
@@ -239,7 +238,8 @@ def _block_sums(b: Tensor, w: Tensor, blocks: int) -> Tensor:
 def _block_norms(b: Tensor, blocks: int) -> Tensor:
     """Return the Frobenius norm of each block of b's columns, ``[*batch, 1, G]``."""
     if blocks == 1:
-        return frobenius(b)[..., None, None]
+        whole: Tensor = frobenius(b)[..., None, None]
+        return whole
     if _is_transposed(b):
         return frobenius(b.t().unflatten(0, (blocks, -1)))[None]
     rows = row_norms(b.unflatten(-1, (blocks, -1)))

@@ -29,7 +29,7 @@ class Features:
         float32 [P]: largest magnitude. NaN if any value is NaN, else infinite if any is. A float64 magnitude
         beyond float32 becomes infinite. Of a complex gradient the larger one of a real and an imaginary part.
     digest
-        int64 [P]: `bit_hash` of each.
+        int64 [P]: `bit_hash` of each; empty where hashes were not asked for.
 
     """
 
@@ -39,7 +39,7 @@ class Features:
 
 
 @torch.no_grad()
-def features_of(grads: Sequence[Tensor]) -> Features:
+def features_of(grads: Sequence[Tensor], *, hashed: bool = True) -> Features:
     """Compute the features of all local gradients of this rank; nothing waits for a device.
 
     Parameters
@@ -47,6 +47,8 @@ def features_of(grads: Sequence[Tensor]) -> Features:
     grads
         Gradients of any floating dtypes, on any devices. Of a DTensor the local shard is read, of a sparse
         gradient the values as stored; an empty one has norm and magnitude 0.
+    hashed
+        Hash the bits, too; otherwise ``digest`` is empty.
 
     Returns
     -------
@@ -64,11 +66,11 @@ def features_of(grads: Sequence[Tensor]) -> Features:
         group[0] = group[0].reshape(-1)  # the one copy of a gradient that is not contiguous
     values = [_plain(group[0]) for group in parts]
     home = next((value.device for value in values if value.device.type != "cpu"), torch.device("cpu"))
-    bits = [[flat_bits(part) for part in group] for group in parts]
+    bits = [[flat_bits(part) for part in group] for group in parts] if hashed else []
     folds: dict[int, Fold] = {}
 
     def in_cache(index: int) -> None:
-        if is_large(bits[index][0]):
+        if hashed and is_large(bits[index][0]):
             folds[index] = fold(bits[index][0])
 
     magnitudes = _magnitudes(values, home, in_cache)

@@ -2,7 +2,8 @@
 
 How they are reached depends on who owns them:
 
-``hold``      no DistributedDataParallel: ``p.grad`` is local, and is read at the hold point
+``hold``      no DistributedDataParallel: ``p.grad`` is local, and is read at the hold point; its bits are hashed only if
+              somebody asks, since they are still there then
 ``callback``  DistributedDataParallel: ``p.grad`` stays local until the reducer's final callback copies the reduced
               buckets back; ours is queued before it
 ``hooks``     ``gradient_as_bucket_view=True``: a gradient lives in its bucket and is reduced there as soon as the bucket is
@@ -25,10 +26,10 @@ def queue_after_backward(action: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(action)
 
 
-def features_with_absent(grads: list[torch.Tensor | None], device: torch.device) -> Features:
+def features_with_absent(grads: list[torch.Tensor | None], device: torch.device, *, hashed: bool = True) -> Features:
     """Return the features of gradients some of which are absent (None); an absent one reads as zeros."""
     here = [grad for grad in grads if grad is not None]
-    features = features_of(here)
+    features = features_of(here, hashed=hashed)
     if len(here) == len(grads):
         return features
     index = torch.tensor([i for i, grad in enumerate(grads) if grad is not None], dtype=torch.int64).to(device)
@@ -37,7 +38,8 @@ def features_with_absent(grads: list[torch.Tensor | None], device: torch.device)
         empty = torch.zeros(len(grads), dtype=values.dtype, device=device)
         return empty.index_copy_(0, index, values.to(device)) if here else empty
 
-    return Features(spread(features.l2), spread(features.absmax), spread(features.digest))
+    digest = spread(features.digest) if hashed else features.digest
+    return Features(spread(features.l2), spread(features.absmax), digest)
 
 
 class LocalGradients:
@@ -77,10 +79,11 @@ class LocalGradients:
             with torch.no_grad(), own_work():
                 self._parts[index] = features_of([parameter.grad])
 
-    def collect(self) -> None:
+    def collect(self, *, hashed: bool = True) -> None:
         """Describe the gradients as they stand: called when a backward has left them local and complete."""
         if self.mode != "hooks":
-            self._latest = features_with_absent([p.grad for p in self._parameters], self._device)
+            grads = [p.grad for p in self._parameters]
+            self._latest = features_with_absent(grads, self._device, hashed=hashed)
             return
         zero = torch.zeros(1, device=self._device)
         none = Features(zero, zero, torch.zeros(1, dtype=torch.int64, device=self._device))
@@ -92,10 +95,19 @@ class LocalGradients:
             torch.cat([part.digest for part in parts]),
         )
 
-    def take(self) -> Features | None:
-        """Return the step's description and forget it; None if no synchronising backward was seen."""
+    def take(self, *, hashed: bool = True) -> Features | None:
+        """Return the step's description and forget it; None if no synchronising backward was seen.
+
+        Without ``hashed`` the digest may be left out; `with_hashes` adds it as long as the gradients are untouched.
+        """
         if self.mode == "hold":
             with torch.no_grad(), own_work():
-                self.collect()
+                self.collect(hashed=hashed)
         latest, self._latest = self._latest, None
         return latest
+
+    def with_hashes(self, features: Features) -> Features:
+        """Return the description with its hashes, which are computed now if they were left out."""
+        if features.digest.numel() == len(self._parameters):
+            return features
+        return self.take() or features
