@@ -221,7 +221,9 @@ def test_drain_forgets_and_caps() -> None:
     a, b = factors(torch.float32, 4, 4, 4)
     sensor = ChecksumSensor()
     for _ in range(70):
-        sensor(call(aten.mm.default, a, b, out=a @ b + 1))
+        bad = a @ b
+        bad[1, 2] += 10
+        sensor(call(aten.mm.default, a, b, out=bad))
     assert len(sensor.drain(0, 0)) == 64
     assert sensor.coverage()["findings_dropped"] == 6
     assert sensor.drain(1, 0) == []
@@ -466,7 +468,7 @@ def train(build, steps, *, low=False, sensor=None):
             findings += sensor.drain(step, 0)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return losses, findings, [p.detach().clone() for p in model.parameters()], torch.random.get_rng_state()
 
 
@@ -477,7 +479,7 @@ def test_a_training_raises_no_alarm_and_keeps_its_bits(build, low, steps) -> Non
     sensor = ChecksumSensor(deferred=True)
     losses, findings, weights, rng = train(build, steps, low=low, sensor=sensor)
     assert findings == []
-    assert losses[-1] < losses[0] / 2
+    assert losses[-1] < 0.9 * losses[0]
     assert 0 < sensor.coverage()["largest_ratio"] < 0.9
     plain = train(build, steps, low=low)
     assert losses == plain[0]
@@ -520,17 +522,17 @@ def test_integer_products_are_seen_but_not_checked() -> None:
 
 
 def test_the_reference_finds_the_top_exponent_bit_and_nan_but_misses_tiles() -> None:
-    a, b = factors(torch.bfloat16, 64, 128, 512)
+    a, b = factors(torch.bfloat16, 64, 128, 4096)
     c = a @ b
     assert not look(call(aten.mm.default, a, b, out=c), scheme="reference")
     assert look(call(aten.mm.default, a, b, out=flipped(c, 700, 14)), scheme="reference")
     missing = c.clone()
     missing[3, 3] = math.nan
     assert look(call(aten.mm.default, a, b, out=missing), scheme="reference")
-    moved = c.clone()
-    permuted_tiles(moved)
-    assert not look(call(aten.mm.default, a, b, out=moved), scheme="reference")
-    assert look(call(aten.mm.default, a, b, out=moved))
+    lost = c.clone()
+    lost[:16, :16] = 0
+    assert not look(call(aten.mm.default, a, b, out=lost), scheme="reference")
+    assert look(call(aten.mm.default, a, b, out=lost))
 
 
 def test_the_reference_reads_only_bfloat16_products() -> None:

@@ -86,8 +86,7 @@ class Proceedings:
         loud = [finding for finding in findings if finding.severity is not Severity.INFO]
         if self._config.act == "stop":
             self._stop_unproven([f for f in loud if f.severity is Severity.ERROR], record.step)
-        if any(forward.autocast.enabled for forward in record.forwards):
-            self.laboratory.tolerance = NEAR["low"]
+        self._know_precision(record)
         outcome = self._judge.question(record, original, loud)
         outcome = self._attach(self._in_the_light_of_earlier(outcome), loud)
         verdict, code = self._responder.respond(outcome, record, scaled=light.scaled)
@@ -116,6 +115,7 @@ class Proceedings:
 
     def calibrate(self, record: StepRecord, original: Fingerprint, light: LightStep) -> None:
         """Replay a step that nobody suspects; collective. A spread that only a few ranks show is questioned at once."""
+        self._know_precision(record)
         problem = self.laboratory.calibrate(record, original)
         if problem is None:
             return
@@ -134,6 +134,10 @@ class Proceedings:
             message = f"{outcome.verdict.message}; {why}"
             outcome.verdict = replace(outcome.verdict, cause=Cause.DISMISSED, message=message)
         return outcome
+
+    def _know_precision(self, record: StepRecord) -> None:
+        if any(forward.autocast.enabled for forward in record.forwards):
+            self.laboratory.tolerance = NEAR["low"]
 
     # -- telling -------------------------------------------------------------------------------------------------
 

@@ -77,11 +77,12 @@ class Laboratory:
             (0.0 if original.compare(x, 0.0) is Match.EQUAL else original.distance(x)) for x in (here, elsewhere)
         )
         everywhere = self.ranks.max(torch.tensor([spread], dtype=torch.float64))
-        # One odd rank is no property of the model: only a spread that most ranks show is taken for one.
+        # A large spread on a few ranks is no property of the model; one that most show, or of rounding's size, is.
         many = int(self.ranks.sum(torch.tensor([int(spread > 0)])))
-        self.odd = 0 < many <= self.ranks.size // 2
+        rounding = float(everywhere) <= self.tolerance
+        self.odd = 0 < many <= self.ranks.size // 2 and not rounding
         self.odd_here = self.odd and spread > 0
-        if many > self.ranks.size // 2:
+        if many and not self.odd:
             self.spread = max(self.spread, float(everywhere))
         self.calibrated += 1
         return (

@@ -64,9 +64,11 @@ def _attention(call: OpCall) -> int:
 
 def _recurrent(call: OpCall) -> int:
     """Count each weight matrix once a time step and sequence; backward twice that."""
-    tensors = tensors_in(call.args)
-    positions = tensors[0].numel() // max(int(tensors[0].shape[-1]), 1)
-    weights = sum(t.numel() for t in tensors[1:] if t.dim() == _WEIGHT_DIMENSIONS)
+    first = tensors_in(call.args)[0]
+    positions = first.numel() // max(int(first.shape[-1]), 1)
+    named = zip((argument.name for argument in call.func._schema.arguments), call.args, strict=False)
+    tensors = [t for name, value in named if "weight" in name for t in tensors_in(value)]
+    weights = sum(t.numel() for t in tensors if t.dim() == _WEIGHT_DIMENSIONS)  # not the biases
     return 2 * positions * weights * (2 if call.op.endswith("_backward") else 1)
 
 

@@ -125,7 +125,8 @@ def check_product(product: Product, signs: Signs) -> Invariant | None:
         bias_w, bias_size = _bias(product.bias, w, blocks)
         expected, size = expected + product.beta * bias_w, size + abs(product.beta) * bias_size
     norms = row_norms(out.unflatten(-1, (blocks, -1)) if blocks > 1 else out.unsqueeze(-2))
-    norms = norms.nan_to_num(nan=0.0, posinf=0.0)  # a wrong C shall not widen its own threshold without bound
+    # A wrong C shall not widen its own threshold without bound, nor a large one lose it: ||A_m|| ||B|| bounds a right one.
+    norms = torch.where(torch.isfinite(norms), norms, size)
     residual = (_row_sums(out, w, blocks) - expected).abs_()
     threshold = row_threshold(product, norms, size, expected)
     judged = torch.isfinite(threshold + expected)
@@ -169,6 +170,8 @@ def row_threshold(product: Product, norms: Tensor, size: Tensor, expected: Tenso
     # ||A_m|| ||B||, and our own over the N columns sqrt(N) times a small part of that.
     by_norm = ROUNDING * u + ACCUMULATION * u_sum * math.sqrt(inner + columns)
     by_size = ACCUMULATION * (u_sum * (1 + math.sqrt(columns) / 32) + factor_roundoff(out))
+    if columns == 1 and u > u_sum:
+        by_size += ROUNDING * u  # a half type's product with a vector rounds its parts on their own, bias and all
     by_value = 0.0
     if (
         product.a.dtype is torch.bfloat16
