@@ -1,8 +1,9 @@
 """What the guard costs: interleaved A/B in one process, process-CPU time a step, one thread.
 
 Each variant has a model and an optimizer of its own and its guard is switched on for its own steps only. A round runs
-one step of every variant in random order; the figure is the mean over rounds of ln(variant / unguarded in the same
-round), with a 95 % interval (Student's t). ``default`` is put together, round by round, from the light and the deep
+one step of every variant in random order; the figure is the median over rounds of variant / unguarded in the same round
+(these machines are shared, and a neighbour may spoil single steps), with a 95 % interval from its order statistics (no
+distribution is assumed). ``default`` is put together, round by round, from the light and the deep
 step (one of them in `DEEP_EVERY`); the calibration replays, two in a thousand steps, are not in it.
 
     python bench/overhead.py --tokens 512 4096 --dtype float32 bfloat16 --rounds 20
@@ -26,7 +27,6 @@ from gpt import GPT
 from bitwitness.guard import Guard
 
 CONTEXT = 128
-T95 = {5: 2.57, 8: 2.31, 10: 2.23, 15: 2.13, 20: 2.09, 30: 2.04, 60: 2.0}
 
 
 class Variant:
@@ -80,12 +80,17 @@ DEEP_EVERY = 50
 
 
 def ratio(a: list[float], b: list[float]) -> tuple[float, float, float]:
-    """Return the mean ratio of paired times and the ends of its 95 % interval."""
-    logs = [math.log(x / y) for x, y in zip(a, b, strict=True)]
-    mean = statistics.fmean(logs)
-    t = next((value for count, value in sorted(T95.items(), reverse=True) if len(logs) >= count), 2.8)
-    half = t * statistics.stdev(logs) / math.sqrt(len(logs))
-    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+    """Return the median ratio of paired times and the ends of its 95 % interval (all ratios, where they are too few)."""
+    ratios = sorted(x / y for x, y in zip(a, b, strict=True))
+    count = len(ratios)
+    tail = 0.0
+    lower = 0
+    for k in range(count // 2):
+        tail += math.comb(count, k) / 2**count
+        if tail > 0.025:
+            break
+        lower = k
+    return statistics.median(ratios), ratios[lower], ratios[count - 1 - lower]
 
 
 def measure(tokens: int, dtype: torch.dtype, rounds: int) -> list[dict[str, Any]]:
@@ -107,7 +112,7 @@ def measure(tokens: int, dtype: torch.dtype, rounds: int) -> list[dict[str, Any]
     own = (1 - share) * statistics.fmean(light.own) + share * statistics.fmean(deep.own)
     default = {
         "variant": f"default (1 of {DEEP_EVERY} steps deep)",
-        "ms": 1e3 * statistics.fmean(mixed),
+        "ms": 1e3 * statistics.median(mixed),
         "ratio": middle,
     }
     rows.insert(2, {**rows[0], **default, "low": low, "high": high, "own_ms": 1e3 * own})
@@ -121,11 +126,11 @@ def row(variant: Variant, plain: Variant, tokens: int) -> dict[str, Any]:
         "tokens": tokens,
         "dtype": "fp32" if variant.dtype is torch.float32 else "bf16 autocast",
         "variant": variant.name,
-        "ms": 1e3 * statistics.fmean(variant.seconds),
+        "ms": 1e3 * statistics.median(variant.seconds),
         "ratio": middle,
         "low": low,
         "high": high,
-        "own_ms": 1e3 * statistics.fmean(variant.own),
+        "own_ms": 1e3 * statistics.median(variant.own),
     }
 
 

@@ -244,9 +244,11 @@ def _block_norms(b: Tensor, blocks: int) -> Tensor:
         whole: Tensor = frobenius(b)[..., None, None]
         return whole
     if _is_transposed(b):
-        return frobenius(b.t().unflatten(0, (blocks, -1)))[None]
+        each: Tensor = frobenius(b.t().unflatten(0, (blocks, -1)))[None]
+        return each
     rows = row_norms(b.unflatten(-1, (blocks, -1)))
-    return torch.linalg.vector_norm(rows, dim=-2, keepdim=True)
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=-2, keepdim=True)
+    return norms
 
 
 def _is_transposed(x: Tensor) -> bool:
