@@ -221,10 +221,10 @@ class Watch:
 
     def _light(self, features: Features, losses: list[torch.Tensor], scale: float, *, scaled: bool) -> LightStep:
         """Bring the step's sizes to the host: the one wait of a light step."""
-        l2, absmax = torch.stack([features.l2.double(), features.absmax.double()]).cpu().numpy() / scale
+        l2, absmax = torch.stack([features.l2, features.absmax]).cpu().double().numpy() / scale
         # A float32 norm overflows where the values do not: the largest value is then the norm's better estimate.
         l2 = np.where(np.isinf(l2) & np.isfinite(absmax), absmax, l2)
-        values = torch.stack([loss.reshape(()).double() for loss in losses]).cpu().tolist() if losses else []
+        values = torch.stack([loss.reshape(()).float() for loss in losses]).cpu().tolist() if losses else []
         return LightStep(
             step=self.root.record.step,
             rank=self.ranks.rank,

@@ -41,14 +41,14 @@ class Fingerprint:
         words = torch.cat(
             [
                 features.digest,
-                features.l2.double().view(torch.int64),
-                features.absmax.double().view(torch.int64),
+                features.l2.view(torch.int32).long(),  # as bits: not every accelerator has float64
+                features.absmax.view(torch.int32).long(),
                 outputs.to(features.digest.device),
             ]
         ).cpu()
         count = features.digest.numel()
         digest, l2, absmax, rest = words.split([count, count, count, words.numel() - 3 * count])
-        return cls(digest, l2.view(torch.float64), absmax.view(torch.float64), rest)
+        return cls(digest, _float64(l2), _float64(absmax), rest)
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the parts, to be sent."""
@@ -72,3 +72,8 @@ class Fingerprint:
         gap = (self.l2.log() - other.l2.log()).abs().nan_to_num(nan=float("inf"))
         gap = torch.where(self.digest == other.digest, torch.full_like(gap, -1.0), gap)
         return int(gap.argmax())
+
+
+def _float64(bits: torch.Tensor) -> torch.Tensor:
+    """Return float32 numbers, given by their bits as int64, in float64."""
+    return bits.to(torch.int32).view(torch.float32).double()
