@@ -391,6 +391,17 @@ def test_a_wrong_attention_gradient_is_found(dtype, slot, invariant) -> None:
     assert all(f.severity is Severity.ERROR and f.site.op.endswith("_backward") for f in found)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("slot", [0, 1, 2])
+@pytest.mark.parametrize("value", [1e25, -1e33, 3e38])
+def test_an_attention_gradient_whose_square_overflows_is_found(dtype, slot, value) -> None:
+    def corrupt(one: OpCall) -> None:
+        if one.op.endswith("_backward"):
+            one.result[slot][1, 2, 5, 7] = value
+
+    assert attend(dtype, mode="causal", corrupt=corrupt)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_wrong_attention_output_is_found_in_the_forward_or_at_the_latest_in_the_backward(dtype) -> None:
     def far_out(one: OpCall) -> None:

@@ -25,7 +25,7 @@ def light(step: int, rank: int = 0, *, common: float = 1.0, spoil: dict[int, flo
     return LightStep(step, rank, NAMES, l2, absmax, **more)
 
 
-def warm(z: float = 12.0) -> TrendSensor:
+def warm(z: float = 9.0) -> TrendSensor:
     sensor = TrendSensor(len(NAMES), warmup=20, z=z)
     for step in range(60):
         assert not sensor.look(light(step))
@@ -44,9 +44,63 @@ def test_trend_sees_a_gradient_that_collapses() -> None:
     assert warm().look(light(60, spoil={5: 1e-4}))
 
 
-@pytest.mark.parametrize("factor", [0.01, 100.0])
+@pytest.mark.parametrize("factor", [0.2, 5.0])
 def test_trend_does_not_mind_what_all_parameters_do_together(factor: float) -> None:
     assert not warm().look(light(60, common=factor))
+
+
+def test_trend_calls_a_hundredfold_jump_of_all_gradients_by_its_name() -> None:
+    (found,) = warm().look(light(60, common=100.0))
+    assert "all gradients together" in found.message
+
+
+def test_trend_sees_a_loss_that_changes_its_sign() -> None:
+    sensor = TrendSensor(len(NAMES), warmup=20, z=9.0)
+    for step in range(60):
+        sensor.learn(light(step, losses=(4.0 + 0.1 * (step % 5),)))
+    assert not sensor.look(light(60, losses=(4.2,)))
+    assert "the loss (-4.2)" in sensor.look(light(60, losses=(-4.2,)))[0].message
+
+
+def test_a_fault_in_the_first_steps_does_not_blind_the_sensor() -> None:
+    sensor = TrendSensor(len(NAMES), warmup=20, z=9.0)
+    for step in range(40):
+        spoiled = {5: 1e6} if step in (0, 3, 12) else None
+        sensor.learn(light(step, spoil=spoiled))
+    assert not sensor.look(light(40))
+    assert "layers.5.weight" in sensor.look(light(40, spoil={5: 10.0}))[0].message
+
+
+def test_false_alarms_make_the_sensor_cautious_for_a_while() -> None:
+    sensor = warm()
+    spoiled = light(60, spoil={5: 10.0})
+    assert sensor.look(spoiled)
+    sensor.learn(spoiled, false_alarm=True)
+    cautious = sensor.history.threshold
+    assert cautious > 9.0
+    for step in range(61, 200):
+        sensor.look(light(step))
+        sensor.learn(light(step))
+    assert 9.0 < sensor.history.threshold < cautious
+
+
+def test_an_expert_that_rests_is_judged_more_mildly_when_it_returns() -> None:
+    def after(rest: int) -> float:
+        sensor = warm()
+        for step in range(60, 60 + rest):
+            sensor.learn(light(step, spoil={3: 0.0}))
+        return max(f.evidence["z"] for f in sensor.look(light(60 + rest, spoil={3: 1e3})))
+
+    assert after(40) < 0.5 * after(0)
+
+
+def test_what_was_learned_survives_a_restart() -> None:
+    old, new = warm(), TrendSensor(len(NAMES), warmup=20, z=9.0)
+    new.history.load(old.history.state())
+    spoiled = light(60, spoil={5: 50.0})
+    assert [f.evidence["z"] for f in new.look(spoiled)] == pytest.approx([f.evidence["z"] for f in old.look(spoiled)])
+    with pytest.raises(ValueError, match="shape"):
+        TrendSensor(3, warmup=20, z=9.0).history.load(old.history.state())
 
 
 def test_a_fault_does_not_poison_the_history() -> None:
@@ -57,7 +111,7 @@ def test_a_fault_does_not_poison_the_history() -> None:
 
 
 def test_trend_waits_for_parameters_without_a_gradient() -> None:
-    sensor = TrendSensor(len(NAMES), warmup=5, z=12.0)
+    sensor = TrendSensor(len(NAMES), warmup=5, z=9.0)
     for step in range(40):
         sensor.learn(light(step, spoil={3: 0.0}))
     assert not sensor.look(light(40))  # layer 3 gets its first gradient now
@@ -65,7 +119,7 @@ def test_trend_waits_for_parameters_without_a_gradient() -> None:
 
 def test_peers_suspects_the_odd_rank_only_and_from_the_first_step() -> None:
     steps = [light(0, rank, spoil={7: 40.0} if rank == 2 else None) for rank in range(4)]
-    sensors = [PeersSensor(len(NAMES), z=12.0) for _ in steps]
+    sensors = [PeersSensor(len(NAMES), z=9.0) for _ in steps]
     total = np.sum([s.row(x) for s, x in zip(sensors, steps, strict=True)], axis=0)
     found = [s.look(x, total) for s, x in zip(sensors, steps, strict=True)]
     assert [bool(f) for f in found] == [False, False, True, False]
@@ -73,16 +127,29 @@ def test_peers_suspects_the_odd_rank_only_and_from_the_first_step() -> None:
 
 
 def test_peers_is_quiet_on_healthy_ranks() -> None:
-    sensors = [PeersSensor(len(NAMES), z=12.0) for _ in range(4)]
+    sensors = [PeersSensor(len(NAMES), z=9.0) for _ in range(4)]
     for step in range(300):
         steps = [light(step, rank, common=1.0 + step % 7) for rank in range(4)]
         total = np.sum([s.row(x) for s, x in zip(sensors, steps, strict=True)], axis=0)
         assert not any(s.look(x, total) for s, x in zip(sensors, steps, strict=True))
+        for sensor in sensors:
+            sensor.learn()
+
+
+def test_peers_learns_that_a_rank_is_always_a_little_different() -> None:
+    sensors = [PeersSensor(len(NAMES), z=9.0) for _ in range(4)]
+    for step in range(60):
+        steps = [light(step, rank, spoil={7: 6.0} if rank == 2 else None) for rank in range(4)]
+        total = np.sum([s.row(x) for s, x in zip(sensors, steps, strict=True)], axis=0)
+        found = [s.look(x, total) for s, x in zip(sensors, steps, strict=True)]
+        assert not (step > 20 and any(found))
+        for sensor in sensors:
+            sensor.learn()
 
 
 def test_peers_passes_over_what_is_zero_or_not_finite() -> None:
     steps = [light(0, rank, spoil={1: 0.0, 2: float("nan")} if rank else None) for rank in range(4)]
-    sensors = [PeersSensor(len(NAMES), z=12.0) for _ in steps]
+    sensors = [PeersSensor(len(NAMES), z=9.0) for _ in steps]
     total = np.sum([s.row(x) for s, x in zip(sensors, steps, strict=True)], axis=0)
     assert np.isfinite(total).all()
     assert not any(s.look(x, total) for s, x in zip(sensors, steps, strict=True))

@@ -62,7 +62,7 @@ class TrendConfig(_Validated):
 
     enabled: bool = True
     warmup: int = _number(20, minimum=1)
-    z: float = _number(12.0, minimum=0, above=True)
+    z: float = _number(9.0, minimum=0, above=True)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class PeersConfig(_Validated):
     """A local gradient against the other ranks': deviations at which it speaks."""
 
     enabled: bool = True
-    z: float = _number(12.0, minimum=0, above=True)
+    z: float = _number(9.0, minimum=0, above=True)
 
 
 @dataclass(frozen=True)

@@ -69,14 +69,14 @@ def _seen(clean: list[Finding], faulty: list[Finding]) -> str:
 
 
 def _trend() -> str:
-    sensor = TrendSensor(len(_NAMES), warmup=20, z=12.0)
+    sensor = TrendSensor(len(_NAMES), warmup=20, z=9.0)
     for step in range(30):
         sensor.learn(_light(step))
     return _seen(sensor.look(_light(30)), sensor.look(_light(30, spoiled=1e3)))
 
 
 def _peers() -> str:
-    sensor = PeersSensor(len(_NAMES), z=12.0)
+    sensor = PeersSensor(len(_NAMES), z=9.0)
     clean = [_light(0, rank) for rank in range(4)]
     faulty = [*clean[:-1], _light(0, 3, spoiled=1e3)]
     return _seen(

@@ -25,6 +25,8 @@ from bitwitness.tap.operators import OperatorTap
 from bitwitness.tap.root import RootTap
 
 _PEERS_NEEDED = 3
+STATISTICAL = ("trend", "peers")
+"""The sensors that judge by a history."""
 
 
 class Sensors:
@@ -95,10 +97,16 @@ class Sensors:
         self.reference.advance(failed)
         return findings + failed
 
-    def learn(self, light: LightStep) -> None:
-        """Take an innocent step into the sensors' histories."""
-        if self.trend is not None and "trend" not in self._off:
-            self.trend.learn(light)
+    def learn(self, light: LightStep, *, false_alarm: bool = False) -> None:
+        """Take a step that was not proven wrong into the sensors' histories.
+
+        ``false_alarm``: a history's suspicion, on whatever rank, was what this step was questioned for. All ranks grow
+        cautious together, so that the rate of false alarms does not grow with the number of ranks.
+        """
+        if self.trend is not None:
+            self._safely("trend", partial(_quietly, partial(self.trend.learn, light, false_alarm=false_alarm)))
+        if self.peers is not None:
+            self._safely("peers", partial(_quietly, partial(self.peers.learn, false_alarm=false_alarm)))
 
     def _compare(self, peers: PeersSensor, light: LightStep) -> list[Finding]:
         # The exchange happens whatever this rank's own state, so that the others do not wait for it.
@@ -117,3 +125,8 @@ class Sensors:
     def _turn_off(self, name: str, error: Exception) -> None:
         self._off[name] = f"{type(error).__name__}: {error}"
         self._reporter.failure(f"sensor {name} (now off)", error, self._step)
+
+
+def _quietly(learn: Callable[[], None]) -> list[Finding]:
+    learn()
+    return []

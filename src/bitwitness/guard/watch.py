@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer
 from bitwitness.config import Config
 from bitwitness.errors import EXIT_RANK_LOST, SideChannelError, TrainingStopped
 from bitwitness.guard.proceedings import Proceedings
-from bitwitness.guard.sensors import Sensors
+from bitwitness.guard.sensors import STATISTICAL, Sensors
 from bitwitness.judge.fingerprint import Fingerprint
 from bitwitness.ranks import Ranks
 from bitwitness.respond.reporter import Reporter
@@ -189,7 +189,9 @@ class Watch:
         if deep:
             findings += self.proceedings.compare_replicas(record, light)
         flagged = self.proceedings.worth_asking(findings)
-        if self._anyone(bool(flagged)):
+        statistical = any(finding.sensor in STATISTICAL for finding in flagged)
+        suspicious, by_history = self._anyone(bool(flagged), statistical)
+        if suspicious:
             self._deep_until = light.step + _DEEP_AFTER_SUSPICION
             with self._replaying():
                 wrong = self.proceedings.question(record, self._original(record, features), findings, light)
@@ -198,7 +200,7 @@ class Watch:
         elif self.proceedings.calibration_due(light.step):
             with self._replaying():
                 self.proceedings.calibrate(record, self._original(record, features), light)
-        self.sensors.learn(light)
+        self.sensors.learn(light, false_alarm=by_history)
 
     def _original(self, record: StepRecord, features: Features) -> Fingerprint:
         """Return what the training itself computed, to be compared with replays."""
@@ -216,8 +218,9 @@ class Watch:
         finally:
             self.root.paused = self.sensors.reference.collector.paused = False
 
-    def _anyone(self, here: bool) -> bool:
-        return bool(float(self.ranks.max(torch.tensor([float(here)]))))
+    def _anyone(self, *here: bool) -> list[bool]:
+        """Tell, of each of some statements, whether it holds on any rank; one exchange."""
+        return [bool(flag) for flag in self.ranks.max(torch.tensor([float(flag) for flag in here])).tolist()]
 
     def _light(self, features: Features, losses: list[torch.Tensor], scale: float, *, scaled: bool) -> LightStep:
         """Bring the step's sizes to the host: the one wait of a light step."""

@@ -44,6 +44,10 @@ ACCUMULATION = 8.0
 """As `ROUNDING`, in units of float32's u sqrt(L), times the scores' size: exp(S) has |S| times the relative error of S."""
 
 
+_LOG_ROOT = math.log(1e17)
+"""Below it, a number's square times the elements of a row stays within float32."""
+
+
 def bound(call: OpCall) -> dict[str, Any]:
     """Return the call's arguments by the schema's names."""
     arguments = call.func._schema.arguments
@@ -97,6 +101,10 @@ class _Backward:
         self._relative = ROUNDING * self._u + ACCUMULATION * 2.0**-24 * math.sqrt(length) * exponents
         sizes = [self._shared(n.square()) for n in (self._nq, self._nk, self._nv, self._ng, self._no)]
         self._judged = torch.isfinite(sum(sizes[1:], start=sizes[0])) & torch.isfinite(scores)
+        # no gradient is larger than this product, so that one whose square overflows float32 is wrong, not large
+        factors = [self._ng.amax(), self._nv.amax(), torch.maximum(self._nq.amax(), self._nk.amax()).clamp_min(1.0)]
+        bound = torch.stack(factors).log().sum()
+        self._tame = bound + math.log(length * max(_scale(named), 1.0)) < _LOG_ROOT
 
     def invariants(self) -> list[Invariant]:
         grad_out, grad_out_square = self._pair(self._grad, self._out, self._ng, self._no)
@@ -149,7 +157,8 @@ class _Backward:
         lost = (self._q.shape[-2] + self._k.shape[-2]) * torch.finfo(torch.float32).tiny  # squares that underflowed
         threshold = (square + lost).sqrt() * self._relative + COMMON * self._u * total.abs()
         floor = torch.finfo(self._dq.dtype).smallest_normal * self._k.shape[-1]
-        return largest(name, residual, threshold + floor, self._judged)
+        impossible = torch.isinf(threshold) & self._tame
+        return largest(name, residual, (threshold + floor).masked_fill(impossible, 0.0), self._judged)
 
     def _shared(self, rows: Tensor) -> Tensor:
         """Sum ``[batch, heads, length]`` to ``[batch, key heads]``."""

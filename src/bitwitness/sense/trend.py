@@ -1,88 +1,88 @@
 """A parameter's gradient against its own history.
 
-For each parameter three numbers are followed: ln max|g|, ln L2 and their difference (how peaked the gradient is). Each
-has a running mean and a running mean absolute deviation. What all parameters do together (a loss spike, a new learning
-rate) is removed by subtracting the parameters' median deviation from each one's.
+For each parameter three numbers are followed: ln max|g|, ln L2 and their difference (how peaked the gradient is). What all of
+them do together is taken away first (`history`) and followed as a number of its own, as is the loss.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from bitwitness.finding import Finding
+from bitwitness.finding import Finding, Severity
+from bitwitness.sense.history import History
 from bitwitness.sense.light import LightStep, Vector, log_sizes
+from bitwitness.site import Site
 
 FEATURES = ("ln max|g|", "ln L2(g)", "ln max|g| - ln L2(g)")
-_MEMORY = 0.05  # weight of a new value: a mean over about 20 steps
-_FLOOR = (
-    0.08,
-    0.05,
-    0.05,
-)  # deviations below these are not told apart from chance, whatever the history says
-_WINSOR = 3.0  # a value moves the history by at most this many deviations, so that a fault cannot poison it
-_COMMON = 8  # parameters needed for a median to stand for "all of them"
+_FLOOR = (0.08, 0.05, 0.05)  # deviations below these are not told apart from chance, whatever the history says
+_LOSS_FLOOR = 0.05
+_LEVEL_FLOOR = 0.25  # with z = 9, all gradients grow tenfold before that alone is a suspicion
+_NAMED = 3
 
 
 class TrendSensor:
     """Suspects a parameter whose gradient leaves its own history by more than ``z`` deviations.
 
     Sees single large values and blocks of wrong ones in any gradient, activation gradient or activation that reaches a
-    parameter's gradient. Does not see faults smaller than the batch-to-batch noise, nor any in the first ``warmup`` steps.
-    Costs a few vector operations on the host, [3, P].
+    parameter's gradient. Does not see faults smaller than the batch-to-batch noise, nor those that leave sizes as they are
+    (a sign), nor any in the first 8 steps. Costs some vector operations on the host, [3 P].
     """
 
     name = "trend"
 
     def __init__(self, parameters: int, *, warmup: int, z: float) -> None:
-        self._warmup = warmup
-        self._z = z
-        self._seen = np.zeros((3, parameters))
-        self._mean = np.zeros((3, parameters))
-        self._deviation = np.zeros((3, parameters))
+        floor = np.append(np.repeat(_FLOOR, parameters), [_LOSS_FLOOR, _LEVEL_FLOOR])
+        self.history = History(3 * parameters + 2, warmup=warmup, z=z, floor=floor)
 
     def look(self, light: LightStep) -> list[Finding]:
         """Return suspicions about this step, at most three, the strongest first; the history is not changed."""
-        score = self._scores(log_sizes(light))
-        score[self._seen < self._warmup] = 0.0
-        strongest = np.abs(score).max(axis=0)
-        suspects = np.argsort(-strongest)[:3]
-        return [self._finding(light, int(i), score[:, i]) for i in suspects if strongest[i] > self._z]
+        scores = self.history.scores(self._values(light))
+        size = len(light.names)
+        table = scores[: 3 * size].reshape(3, size)
+        strongest = np.abs(table).max(axis=0) if size else np.zeros(0)
+        limit = self.history.threshold
+        found = [self._parameter(light, int(i), table) for i in np.argsort(-strongest)[:_NAMED] if strongest[i] > limit]
+        if abs(scores[-2]) > limit:
+            message = f"the loss ({_loss(light):.6g}) is {scores[-2]:+.1f} deviations from its history"
+            found.append(self._whole(light, message, "asinh loss", float(scores[-2]), -2))
+        if abs(scores[-1]) > limit:
+            message = f"all gradients together are {scores[-1]:+.1f} deviations from their usual size"
+            found.append(self._whole(light, message, "level of all gradients", float(scores[-1]), -1))
+        return found
 
-    def learn(self, light: LightStep) -> None:
-        """Take this step into the history."""
-        sizes = log_sizes(light)
-        known = np.isfinite(sizes)
-        first = known & (self._seen == 0)
-        self._mean[first] = sizes[first]
-        weight = np.maximum(_MEMORY, 1.0 / (self._seen + 1.0))
-        gap = np.where(known, sizes - self._mean, 0.0)
-        limit = np.where(self._seen < self._warmup / 2, np.inf, _WINSOR * self._spread())
-        step = np.clip(gap, -limit, limit)
-        self._mean += np.where(known, weight * step, 0.0)
-        self._deviation += np.where(known, weight * (np.abs(step) - self._deviation), 0.0)
-        self._seen += known
+    def learn(self, light: LightStep, *, false_alarm: bool = False) -> None:
+        """Take this step, which was not proven wrong, in; ``false_alarm``: a rank suspected it."""
+        self.history.learn(self._values(light), false_alarm=false_alarm)
 
-    def _spread(self) -> Vector:
-        # 1.25 turns a mean absolute deviation into a standard deviation (normal values)
-        spread: Vector = np.maximum(1.25 * self._deviation, np.array(_FLOOR)[:, None])
-        return spread
+    def _values(self, light: LightStep) -> Vector:
+        """Return what is followed, float64 [3 P + 2]; NaN where there is nothing."""
+        sizes, level = self.history.levelled(log_sizes(light))
+        # asinh: a logarithm for large losses, and defined for those that cross zero
+        return np.append(sizes.reshape(-1), [np.arcsinh(_loss(light)), level or np.nan])
 
-    def _scores(self, sizes: Vector) -> Vector:
-        gap = sizes - self._mean
-        ripe = (self._seen >= self._warmup) & np.isfinite(gap)
-        for row in range(2):  # the ratio has no common mode
-            if ripe[row].sum() >= _COMMON:
-                gap[row] -= np.median(gap[row][ripe[row]])
-        return np.where(np.isfinite(gap), gap / self._spread(), 0.0)
+    def _parameter(self, light: LightStep, index: int, table: Vector) -> Finding:
+        feature = int(np.abs(table[:, index]).argmax())
+        entry = feature * len(light.names) + index
+        score = float(table[feature, index])
+        message = f"gradient of {light.names[index]}: {FEATURES[feature]} is {score:+.1f} deviations from its history"
+        return light.finding(self.name, index, message, self._evidence(FEATURES[feature], score, entry))
 
-    def _finding(self, light: LightStep, index: int, score: Vector) -> Finding:
-        feature = int(np.abs(score).argmax())
-        message = f"gradient of {light.names[index]}: {FEATURES[feature]} is {score[feature]:+.1f} deviations from its history"
-        evidence = {
-            "feature": FEATURES[feature],
-            "z": float(score[feature]),
-            "threshold": self._z,
-            "history_mean": float(self._mean[feature, index]),
-            "history_deviation": float(self._spread()[feature, index]),
+    def _whole(self, light: LightStep, message: str, feature: str, score: float, entry: int) -> Finding:
+        site = Site(".", "loss", 0, "forward", "out0").at(rank=light.rank, step=light.step)
+        evidence = self._evidence(feature, score, entry)
+        return Finding(self.name, site, Severity.WARNING, message, evidence, light.step, light.rank)
+
+    def _evidence(self, feature: str, score: float, entry: int) -> dict[str, Any]:
+        return {
+            "feature": feature,
+            "z": score,
+            "threshold": self.history.threshold,
+            "history_mean": float(self.history.mean[entry]),
+            "history_deviation": float(self.history.spread[entry]),
         }
-        return light.finding(self.name, index, message, evidence)
+
+
+def _loss(light: LightStep) -> float:
+    return float(np.mean(light.losses)) if light.losses else float("nan")

@@ -1,0 +1,70 @@
+"""The trial of the sensors: how many harmful faults each of them sees, ours and the reference schemes', on the same faults.
+
+    python bench/detect.py                    # collects until every class has 500 harmful faults, then writes docs/detection.md
+    python bench/detect.py --harmful 20       # a short form
+
+Faults are drawn by class (where they strike, and whether a bit or a pattern of elements is wrong), their operator, parameter
+or module uniformly. A fault is *harmful* where it changes the local gradient by more than its own norm. What is collected
+lies in ``--data`` in parts, each whole or absent: started again, the trial goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from pathlib import Path
+
+import torch
+from detection.collect import HARMFUL, Part, collect, load, save
+from detection.faults import CLASSES
+from detection.subjects import SUBJECTS
+
+ROOT = Path(__file__).parents[1]
+
+
+def harmful(parts: list[Part]) -> Counter[tuple[str, str]]:
+    """Count harmful faults by class."""
+    return Counter(
+        (trial["place"], trial["sort"]) for part in parts for trial in part.trials if trial["harm"] > HARMFUL
+    )
+
+
+def gather(folder: Path, *, wanted: int, steps: int, trials: int, seed: int, limit: int) -> list[Part]:
+    """Collect parts, subject by subject, until every class has ``wanted`` harmful faults."""
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = [load(path) for path in sorted(folder.glob("part-*.npz"))]
+    while len(parts) < limit:
+        counts = harmful(parts)
+        classes = [kind for kind in CLASSES if counts[kind] < wanted]
+        if not classes:
+            break
+        number = len(parts)
+        subject = SUBJECTS[number % len(SUBJECTS)]
+        part = collect(
+            subject, ranks=4, steps=steps, first=min(40, steps // 2), trials=trials, seed=seed + number, classes=classes
+        )
+        save(part, folder / f"part-{number:04d}.npz")
+        parts.append(part)
+        done = min(harmful(parts)[kind] for kind in CLASSES)
+        print(f"part {number}: {subject.name}; rarest class has {done} of {wanted} harmful faults", flush=True)
+    return parts
+
+
+def main() -> int:
+    """Collect, evaluate, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--harmful", type=int, default=500, help="harmful faults in each class")
+    parser.add_argument("--steps", type=int, default=240, help="steps of each training")
+    parser.add_argument("--trials", type=int, default=1500, help="faults tried on each training")
+    parser.add_argument("--parts", type=int, default=100, help="trainings at most")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--data", type=Path, default=ROOT / "build" / "detect")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    gather(args.data, wanted=args.harmful, steps=args.steps, trials=args.trials, seed=args.seed, limit=args.parts)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
