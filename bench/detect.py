@@ -14,10 +14,13 @@ import argparse
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 from detection.collect import HARMFUL, Part, collect, load, save
+from detection.evaluate import evaluate
 from detection.faults import CLASSES
+from detection.report import figure, page
 from detection.subjects import SUBJECTS
 
 ROOT = Path(__file__).parents[1]
@@ -60,9 +63,23 @@ def main() -> int:
     parser.add_argument("--parts", type=int, default=100, help="trainings at most")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--data", type=Path, default=ROOT / "build" / "detect")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs", help="where detection.md and detection.svg go")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    gather(args.data, wanted=args.harmful, steps=args.steps, trials=args.trials, seed=args.seed, limit=args.parts)
+    parts = gather(
+        args.data, wanted=args.harmful, steps=args.steps, trials=args.trials, seed=args.seed, limit=args.parts
+    )
+    results: list[dict[str, Any]] = []
+    alarms: Counter[str] = Counter()
+    for number, part in enumerate(parts):
+        found, seen = evaluate(part, lambda name, number=number: print(f"judged part {number}: {name}", flush=True))
+        results += found
+        alarms.update(seen)
+    args.out.mkdir(parents=True, exist_ok=True)
+    text = page(results, alarms, "python bench/detect.py " + " ".join(sys.argv[1:]))
+    (args.out / "detection.md").write_text(text)
+    (args.out / "detection.svg").write_text(figure(results))
+    print(text)
     return 0
 
 

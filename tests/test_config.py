@@ -25,7 +25,8 @@ def toml(tmp_path: Path, text: str) -> Path:
 
 def test_defaults_are_the_documented_ones():
     config = load_config(environ={}).config
-    assert (config.act, config.out, config.deep_every, config.self_test) == ("observe", None, 50, True)
+    assert (config.act, config.out, config.deep_every, config.self_test) == ("observe", None, None, True)
+    assert config.budget == 0.01
     assert config.ranks.deadline_s == 120.0
     assert config.feature.schemes == ()
     assert (config.feature.upper_thresh, config.feature.sigma_thresh) == (

@@ -159,8 +159,11 @@ class Config(_Validated):
         ``observe`` proves and reports, ``protect`` also heals or stops, ``stop`` ends at any anomaly.
     out
         The run folder; None records nothing.
+    budget
+        The share of the training's time that the guard may take: it decides how many steps are deep.
     deep_every
-        Every so many steps all operators are checked; 0 is never, 1 every step.
+        Every so many steps all operators are checked, whatever it costs; 0 is never, 1 every step. None leaves it to
+        the budget.
     self_test
         Let each sensor prove at the start that it sees.
 
@@ -168,7 +171,8 @@ class Config(_Validated):
 
     act: Act = "observe"
     out: str | None = None
-    deep_every: int = _number(50, minimum=0)
+    budget: float = _number(0.01, minimum=0, above=True)
+    deep_every: int | None = _number(None, minimum=0)
     self_test: bool = True
     ranks: RanksConfig = field(default_factory=RanksConfig)
     replay: ReplayConfig = field(default_factory=ReplayConfig)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
 _TRUE = ("1", "true", "yes", "on")
+_NOTHING = ("", "none")
 _FALSE = ("0", "false", "no", "off")
 
 
@@ -25,6 +26,8 @@ class Kind:
     above: bool = False
 
     def __str__(self) -> str:
+        if get_origin(self.hint) in (Union, types.UnionType):
+            return f"{_describe(_only(get_args(self.hint)))}{self._limit} or nothing"
         return _describe(self.hint) + self._limit
 
     @property
@@ -65,14 +68,11 @@ def _describe(hint: Any) -> str:
         if inner[-1] is Ellipsis:
             return f"a list, each item {_describe(inner[0])}"
         return f"{len(inner)} values, each {_describe(inner[0])}"
-    if origin in (Union, types.UnionType):
-        return " or ".join(_describe(part) for part in inner)
     names = {
         bool: "true or false",
         int: "an integer",
         float: "a finite number",
         str: "a text",
-        types.NoneType: "nothing",
     }
     return names[hint]
 
@@ -84,7 +84,7 @@ def _coerce(hint: Any, value: Any) -> Any:
     elif origin is tuple:
         return _coerce_tuple(inner, value)
     elif origin in (Union, types.UnionType):
-        fits = value is None or isinstance(value, tuple(part for part in inner if part is not types.NoneType))
+        return None if value is None else _coerce(_only(inner), value)
     elif hint is float:
         fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         value = float(value) if fits else value
@@ -93,6 +93,11 @@ def _coerce(hint: Any, value: Any) -> Any:
     if not fits:
         raise ValueError
     return value
+
+
+def _only(inner: tuple[Any, ...]) -> Any:
+    """Return the one kind of a union that is not nothing."""
+    return next(part for part in inner if part is not types.NoneType)
 
 
 def _coerce_tuple(inner: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
@@ -106,7 +111,7 @@ def _parse(hint: Any, text: str) -> Any:
     if origin is tuple:
         return _coerce(hint, [_parse(inner[0], part.strip()) for part in text.split(",") if part.strip()])
     if origin in (Union, types.UnionType):
-        return text or None
+        return None if text.lower() in _NOTHING else _parse(_only(inner), text)
     if hint is bool:
         if text.lower() not in _TRUE + _FALSE:
             raise ValueError

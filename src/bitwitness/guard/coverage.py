@@ -18,7 +18,7 @@ def coverage_table(watch: Watch, reporter: Reporter) -> dict[str, Any]:
         "steps": {
             "training_forwards": root.forwards_seen,
             "held": watch.steps_held,
-            "deep": watch.deep_steps,
+            "deep": watch.deep.taken,
         },
         "outputs": {"loss_inside": root.loss_inside, "outputs_seen": root.outputs_seen},
         "sensors": {"off": sensors.off},
@@ -31,6 +31,7 @@ def coverage_table(watch: Watch, reporter: Reporter) -> dict[str, Any]:
             "spread": proceedings.laboratory.spread,
             "this_step": root.record.unreplayable or "can be run again",
         },
+        "price": watch.deep.report(),
         "own_seconds": round(watch.own_seconds, 3),
         "failures": dict(reporter.failures),
         "not_covered": _gaps(watch),
@@ -65,10 +66,30 @@ def coverage_lines(table: dict[str, Any]) -> list[str]:
     )
     found = f"{table['suspicions']} suspicions, {table['dismissed']} dismissed, {len(table['verdicts'])} verdicts"
     lines = [f"covered: {seen}; {found}"]
+    lines += _price_lines(table["price"])
     operators = table.get("operators")
     if operators and operators.get("flops_seen"):
         lines.append(f"covered: {operators['share_checked']:.1%} of the FLOPs seen on deep steps were checked")
         lines += [f"not covered: {name}, {share:.1%} of the FLOPs" for name, share in operators["unchecked"].items()]
     lines += [f"not covered: {gap}" for gap in table["not_covered"]]
     lines += [f"sensor {name} is off: {why}" for name, why in table["sensors"]["off"].items()]
+    return lines
+
+
+def _price_lines(price: dict[str, Any]) -> list[str]:
+    """Say what the guard cost and what that bought."""
+    if price.get("measured") is None:
+        return []
+    spent = f"price: {price['measured']:.2%} of the time, of {price['price']:.2%} allowed"
+    deep = f"a deep step {price['deep_step_costs']:.1%} of a step, one step in {price['deep_every']} is deep"
+    products, replicas = price["persistent_wrong_product_seen_within"], price["corrupt_replica_seen_within"]
+    seen = f"a wrong product that persists is looked at within {products} steps, replicas that differ within {replicas}"
+    lines = [
+        f"{spent}: light steps {price['light']:.2%}, {deep}",
+        f"bought: {seen}; the gradients of every step are watched",
+    ]
+    if price["light_alone_exceeds"]:
+        lines.append(
+            "price: light steps alone cost more than the budget; larger batches or a larger budget would mend that"
+        )
     return lines

@@ -56,6 +56,7 @@ class Sensors:
         self._tracker = ModuleTracker()
         self._tracker.name_tree(root.root)
         self._step = 0
+        self._checking_seconds = 0.0
 
     def close(self) -> None:
         """Remove the sensors' hooks and patches."""
@@ -74,10 +75,22 @@ class Sensors:
 
     def _checked(self, call: Any) -> None:
         if self.checksum is not None and "checksum" not in self._off:
+            started = time.perf_counter()
             try:
                 self.checksum(call)
             except Exception as error:
                 self._turn_off("checksum", error)
+            self._checking_seconds += time.perf_counter() - started
+
+    def take_checking_seconds(self) -> float:
+        """Return the seconds that operators' checks took since the last time."""
+        seconds, self._checking_seconds = self._checking_seconds, 0.0
+        return seconds
+
+    def look_at_one_product_in(self, count: int) -> None:
+        """Have only a share of a deep step's operators checked, by turns."""
+        if self.checksum is not None:
+            self.checksum.one_in = count
 
     def look(self, light: LightStep, *, deep: bool, scale: float) -> list[Finding]:
         """Ask every sensor about this step. Collective, by what `peers` and the strike rule exchange.

@@ -19,6 +19,7 @@ from torch.optim.optimizer import Optimizer
 
 from bitwitness.config import Config
 from bitwitness.errors import EXIT_RANK_LOST, SideChannelError, TrainingStopped
+from bitwitness.guard.deepsteps import DeepSteps
 from bitwitness.guard.proceedings import Proceedings
 from bitwitness.guard.sensors import STATISTICAL, Sensors
 from bitwitness.judge.fingerprint import Fingerprint
@@ -30,8 +31,6 @@ from bitwitness.tap.capture import StepRecord
 from bitwitness.tap.clock import StepClock
 from bitwitness.tap.gradients import LocalGradients
 from bitwitness.tap.root import RootTap
-
-_DEEP_AFTER_SUSPICION = 3
 
 
 class Watch:
@@ -61,9 +60,9 @@ class Watch:
         self.clock = StepClock()
         self.reporter = reporter
         self.ranks = ranks
-        self.own_seconds = 0.0
+        self._own_seconds = 0.0
         self.steps_held = 0
-        self.deep_steps = 0
+        self.deep = DeepSteps(config)
         self.optimizer_steps = 0
         self._optimizers = optimizers
         self._known: dict[int, bool] = {}
@@ -83,7 +82,7 @@ class Watch:
         self._armed = False
         self._busy = False
         self._in_step = False
-        self._deep_until = -1
+        self._own_before = 0.0
 
     def close(self) -> None:
         """Remove every hook."""
@@ -127,16 +126,18 @@ class Watch:
         if self._armed:
             self._armed = False
             self._busy = True
+            ordinary = False
             started = time.perf_counter()
             try:
-                self._hold(scaler)
+                ordinary = self._hold(scaler)
             except SideChannelError as error:
                 self._lost(error)
             except Exception as error:
                 self._fail("hold point", error)
             finally:
                 self._busy = False
-                self.own_seconds += time.perf_counter() - started
+                self._own_seconds += time.perf_counter() - started
+            self._note_times(ordinary=ordinary)
         if optimizer is not None and scaler is None:
             self._in_step = True
 
@@ -159,19 +160,34 @@ class Watch:
 
     def is_deep(self, step: int) -> bool:
         """Tell whether a step's operators are looked at: the same steps on all ranks."""
-        every = self.config.deep_every
-        return self.config.checksum.enabled and (
-            step <= self._deep_until
-            or self.sensors.reference.checksum_on
-            or (every > 0 and step % every == min(1, every - 1))
+        return self.deep.is_deep(step) or (self.config.checksum.enabled and self.sensors.reference.checksum_on)
+
+    @property
+    def own_seconds(self) -> float:
+        """Seconds of wall clock that the guard attributes to itself so far."""
+        return self._own_seconds + self.root.own_seconds
+
+    def _note_times(self, *, ordinary: bool) -> None:
+        own, self._own_before = self.own_seconds - self._own_before, self.own_seconds
+        step, checking = self.root.record.step, self.sensors.take_checking_seconds()
+        self.deep.done(
+            step,
+            deep=self.is_deep(step),
+            ordinary=ordinary,
+            began=self.root.record.began,
+            own=own,
+            checking=checking,
         )
 
     def _collect(self) -> None:
+        if self.gradients.mode == "hold":
+            return  # they are still there at the hold point, and are read once
         started = time.perf_counter()
         self.gradients.collect()
-        self.own_seconds += time.perf_counter() - started
+        self._own_seconds += time.perf_counter() - started
 
-    def _hold(self, scaler: GradScaler | None) -> None:
+    def _hold(self, scaler: GradScaler | None) -> bool:
+        """Look at the step; return whether it was ordinary: nothing of it was run again."""
         record = self.root.record
         features = self.gradients.take(hashed=False)
         losses, self._losses = self._losses, []
@@ -179,28 +195,31 @@ class Watch:
             self.reporter.once(
                 "no synchronising backward was seen before the optimizer's step; the step is not covered"
             )
-            return
+            return False
         scale = 1.0 if scaler is None else float(scaler.get_scale())
         light = self._light(features, losses, scale, scaled=scaler is not None)
         deep = self.is_deep(light.step)
         self.steps_held += 1
-        self.deep_steps += deep
         findings = self.sensors.look(light, deep=deep, scale=scale)
         if deep:
             findings += self.proceedings.compare_replicas(record, light)
         flagged = self.proceedings.worth_asking(findings)
         statistical = any(finding.sensor in STATISTICAL for finding in flagged)
-        suspicious, by_history = self._anyone(bool(flagged), statistical)
+        suspicious, by_history = self._agree(light.step, bool(flagged), statistical)
+        ordinary = not suspicious
         if suspicious:
-            self._deep_until = light.step + _DEEP_AFTER_SUSPICION
+            self.deep.look_closely_after(light.step)
             with self._replaying():
                 wrong = self.proceedings.question(record, self._original(record, features), findings, light)
             if wrong:
-                return  # numbers that were proven wrong teach the sensors nothing
+                return False  # numbers that were proven wrong teach the sensors nothing
         elif self.proceedings.calibration_due(light.step):
+            ordinary = False
             with self._replaying():
                 self.proceedings.calibrate(record, self._original(record, features), light)
         self.sensors.learn(light, false_alarm=by_history)
+        self.sensors.look_at_one_product_in(self.deep.plan.one_in)
+        return ordinary
 
     def _original(self, record: StepRecord, features: Features) -> Fingerprint:
         """Return what the training itself computed, to be compared with replays."""
@@ -218,9 +237,12 @@ class Watch:
         finally:
             self.root.paused = self.sensors.reference.collector.paused = False
 
-    def _anyone(self, *here: bool) -> list[bool]:
-        """Tell, of each of some statements, whether it holds on any rank; one exchange."""
-        return [bool(flag) for flag in self.ranks.max(torch.tensor([float(flag) for flag in here])).tolist()]
+    def _agree(self, step: int, *here: bool) -> list[bool]:
+        """Tell, of each of some statements, whether it holds on any rank; settle the plan. The one exchange of a light step."""
+        flags = torch.tensor([float(flag) for flag in here])
+        told = self.ranks.max(torch.cat([flags, self.deep.proposal(step)]))
+        self.deep.agree(told[len(here) :])
+        return [bool(flag) for flag in told[: len(here)].tolist()]
 
     def _light(self, features: Features, losses: list[torch.Tensor], scale: float, *, scaled: bool) -> LightStep:
         """Bring the step's sizes to the host: the one wait of a light step."""

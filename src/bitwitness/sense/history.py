@@ -44,8 +44,8 @@ class History:
     size
         F.
     warmup
-        Values of an entry before it is scored in full. From the eighth on (or the ``warmup``-th, if that is earlier) its score counts
-        a quarter.
+        Values of an entry before it is scored in full. From the eighth on (or the ``warmup``-th, if that is
+        earlier) its score counts a quarter.
     z
         Score from which a step is unusual. False alarms raise it for a while, up to fourfold.
     floor

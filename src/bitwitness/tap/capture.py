@@ -7,6 +7,7 @@ replaying from it runs the whole model again.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,9 +63,13 @@ class ForwardRecord:
 
 @dataclass(slots=True)
 class StepRecord:
-    """All that is kept of one step. ``unreplayable`` names the reason where the step cannot be run again."""
+    """All that is kept of one step.
+
+    ``unreplayable`` names the reason where the step cannot be run again; ``began`` is when (`time.perf_counter`).
+    """
 
     step: int
+    began: float = field(default_factory=time.perf_counter)
     forwards: list[ForwardRecord] = field(default_factory=list)
     zero_start: bool = False
     start_norm: torch.Tensor | None = None

@@ -7,8 +7,9 @@ and ``torch.save(model)`` work as without the guard.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -82,6 +83,8 @@ class RootTap:
         self.forwards_seen = 0
         self.outputs_seen = 0
         self.paused = False
+        self.own_seconds = 0.0
+        """Seconds of wall clock that recording took so far."""
         self._clock = clock
         self._limit = capture_limit
         self._around = around_forward
@@ -114,7 +117,7 @@ class RootTap:
         if self.paused or not torch.is_grad_enabled() or not root.training or torch.compiler.is_compiling():
             return
         try:
-            with own_work():
+            with own_work(), self._timed():
                 self._open[-1] = self._begin(root, args, kwargs)
             context = self._around()
             if context is not None:
@@ -122,6 +125,14 @@ class RootTap:
                 self._entered[-1] = context
         except Exception as error:
             self._fail("capture", error)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.own_seconds += time.perf_counter() - started
 
     def _begin(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardRecord:
         self.forwards_seen += 1
@@ -166,7 +177,7 @@ class RootTap:
             context.__exit__(None, None, None)
             if record is None or result is None:
                 return None
-            with own_work():
+            with own_work(), self._timed():
                 return self._alias(record, result)
         except Exception as error:
             self._fail("capture", error)

@@ -1,0 +1,101 @@
+"""Which steps are deep: at a fixed distance, or as many as the price allows; the same steps on all ranks."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from bitwitness.config import Config
+from bitwitness.guard.budget import Budget, Plan
+
+_AFTER_SUSPICION = 3
+_FIRST = (2, 5, 8)  # by which the price of one is learned; calibrations are elsewhere
+_UNTIL_KNOWN = 16
+_REVISED = 16  # steps between two looks at the plan
+
+
+class DeepSteps:
+    """Decides, and measures what it is decided by.
+
+    Parameters
+    ----------
+    config
+        ``deep_every`` fixes the distance; None leaves it to ``budget``.
+
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._enabled = config.checksum.enabled
+        self._fixed = config.deep_every
+        self.budget = Budget(config.budget)
+        self.plan = Plan(0)
+        self.taken = 0
+        self._last = 0
+        self._until = -1
+        self._proposal = Plan(0)
+        self._ended: float | None = None
+
+    def is_deep(self, step: int) -> bool:
+        """Tell whether a step's operators are looked at."""
+        if not self._enabled:
+            return False
+        if step <= self._until:
+            return True
+        if self._fixed is not None:
+            return self._fixed > 0 and step % self._fixed == min(1, self._fixed - 1)
+        if step in _FIRST:
+            return True
+        if not self.plan.every:
+            return step > _FIRST[-1] and step % _UNTIL_KNOWN == 0
+        return step >= self._last + self.plan.every
+
+    def look_closely_after(self, step: int) -> None:
+        """Make the steps after a suspicion deep, too."""
+        self._until = step + _AFTER_SUSPICION
+
+    def proposal(self, step: int) -> torch.Tensor:
+        """Return this rank's plan, float [2], of which the ranks take the maximum: the dearest rank decides."""
+        if self._fixed is None and step % _REVISED == 0:
+            self._proposal = self.budget.propose()
+        return torch.tensor([float(self._proposal.every), float(self._proposal.one_in)])
+
+    def agree(self, proposal: torch.Tensor) -> None:
+        """Take the plan of all ranks."""
+        every, one_in = (int(value) for value in proposal.tolist())
+        self.plan = Plan(every, one_in)
+
+    def done(self, step: int, *, deep: bool, ordinary: bool, began: float, own: float, checking: float) -> None:
+        """Note that a step's hold ends now.
+
+        Parameters
+        ----------
+        step, deep
+            The step, and whether it was a deep one.
+        ordinary
+            Nothing was replayed in it, so that its times say something of others.
+        began
+            When its first forward did (`time.perf_counter`).
+        own, checking
+            Seconds of it that the guard took, and of these the operators' checks.
+
+        """
+        now = time.perf_counter()
+        whole = None if self._ended is None else now - self._ended
+        self._ended = now if ordinary and not deep else None
+        if deep:
+            self.taken += 1
+            self._last = step
+        if not ordinary:
+            return
+        if deep:
+            self.budget.note_deep(now - began, checking, self.plan.one_in)
+        elif whole is not None:
+            self.budget.note_light(now - began, own, whole)
+
+    def report(self) -> dict[str, Any]:
+        """Return the price and what it buys, ready for JSON."""
+        if self._fixed is not None:
+            return {"deep_every": self._fixed}
+        return self.budget.report(self.plan)
