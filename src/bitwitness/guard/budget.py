@@ -2,9 +2,9 @@
 
 The user states a price, a share of the training's time. Light steps cost what they cost; what is left of the price buys deep
 steps: the guard measures how much longer a deep step takes than a light one, and spaces them so that the price holds. Where
-even one deep step in `_RAREST` would cost too much, a deep step looks at only a share of the products, by turns. One deep step
-in `_RAREST` with one product in `_SMALLEST_SHARE` is the least that is done, whatever it costs: what a training would never look at
-it would never find; the report then says that the price is exceeded.
+even one deep step in `_RAREST` would cost too much, a deep step looks at only a share of the products, by turns. One deep
+step in `_RAREST` with one product in `_SMALLEST_SHARE` is the least that is done, whatever it costs: what is never looked at
+is never found. The report then says that the price is exceeded.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Budget:
     price
         The share of the training's time that the guard may take.
 
-    All times are seconds of wall clock.
+    All times are seconds by `tap.clock.stopwatch`.
     """
 
     price: float

@@ -88,8 +88,8 @@ def _price_lines(price: dict[str, Any]) -> list[str]:
         f"{spent}: light steps {price['light']:.2%}, {deep}",
         f"bought: {seen}; the gradients of every step are watched",
     ]
-    if price["light_alone_exceeds"]:
+    if price["exceeded"]:
         lines.append(
-            "price: light steps alone cost more than the budget; larger batches or a larger budget would mend that"
+            "price: exceeded, because steps this short leave no room for less; larger batches cost less of their time"
         )
     return lines

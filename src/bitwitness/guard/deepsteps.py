@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -66,7 +65,9 @@ class DeepSteps:
         every, one_in = (int(value) for value in proposal.tolist())
         self.plan = Plan(every, one_in)
 
-    def done(self, step: int, *, deep: bool, ordinary: bool, began: float, own: float, checking: float) -> None:
+    def done(
+        self, step: int, *, deep: bool, ordinary: bool, began: float, now: float, own: float, checking: float
+    ) -> None:
         """Note that a step's hold ends now.
 
         Parameters
@@ -75,13 +76,12 @@ class DeepSteps:
             The step, and whether it was a deep one.
         ordinary
             Nothing was replayed in it, so that its times say something of others.
-        began
-            When its first forward did (`time.perf_counter`).
+        began, now
+            When its first forward did, and the time now, by `tap.clock.stopwatch`.
         own, checking
             Seconds of it that the guard took, and of these the operators' checks.
 
         """
-        now = time.perf_counter()
         whole = None if self._ended is None else now - self._ended
         self._ended = now if ordinary and not deep else None
         if deep:

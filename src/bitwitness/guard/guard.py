@@ -123,6 +123,9 @@ class Guard:
     ) -> None:
         try:
             self._report()
+        except Exception as failure:
+            if self.reporter is not None and self.watch is not None:
+                self.reporter.failure("closing report", failure, self.watch.clock.step)
         finally:
             self._stack.close()
 
@@ -152,7 +155,7 @@ class Guard:
 
     @property
     def own_seconds(self) -> float:
-        """Seconds of wall time that the guard attributes to itself so far: hold points and gradient descriptions."""
+        """Seconds that the guard attributes to itself so far, in captures, descriptions and hold points (process time on a CPU)."""
         return 0.0 if self.watch is None else self.watch.own_seconds
 
     def coverage(self) -> dict[str, Any]:

@@ -56,6 +56,7 @@ class Sensors:
         self._tracker = ModuleTracker()
         self._tracker.name_tree(root.root)
         self._step = 0
+        self._now = root.now
         self._checking_seconds = 0.0
 
     def close(self) -> None:
@@ -75,12 +76,12 @@ class Sensors:
 
     def _checked(self, call: Any) -> None:
         if self.checksum is not None and "checksum" not in self._off:
-            started = time.perf_counter()
+            started = self._now()
             try:
                 self.checksum(call)
             except Exception as error:
                 self._turn_off("checksum", error)
-            self._checking_seconds += time.perf_counter() - started
+            self._checking_seconds += self._now() - started
 
     def take_checking_seconds(self) -> float:
         """Return the seconds that operators' checks took since the last time."""

@@ -127,7 +127,7 @@ class Watch:
             self._armed = False
             self._busy = True
             ordinary = False
-            started = time.perf_counter()
+            started = self.root.now()
             try:
                 ordinary = self._hold(scaler)
             except SideChannelError as error:
@@ -136,7 +136,7 @@ class Watch:
                 self._fail("hold point", error)
             finally:
                 self._busy = False
-                self._own_seconds += time.perf_counter() - started
+                self._own_seconds += self.root.now() - started
             self._note_times(ordinary=ordinary)
         if optimizer is not None and scaler is None:
             self._in_step = True
@@ -164,7 +164,7 @@ class Watch:
 
     @property
     def own_seconds(self) -> float:
-        """Seconds of wall clock that the guard attributes to itself so far."""
+        """Seconds that the guard attributes to itself so far, by `tap.clock.stopwatch`."""
         return self._own_seconds + self.root.own_seconds
 
     def _note_times(self, *, ordinary: bool) -> None:
@@ -175,6 +175,7 @@ class Watch:
             deep=self.is_deep(step),
             ordinary=ordinary,
             began=self.root.record.began,
+            now=self.root.now(),
             own=own,
             checking=checking,
         )
@@ -182,9 +183,9 @@ class Watch:
     def _collect(self) -> None:
         if self.gradients.mode == "hold":
             return  # they are still there at the hold point, and are read once
-        started = time.perf_counter()
+        started = self.root.now()
         self.gradients.collect()
-        self._own_seconds += time.perf_counter() - started
+        self._own_seconds += self.root.now() - started
 
     def _hold(self, scaler: GradScaler | None) -> bool:
         """Look at the step; return whether it was ordinary: nothing of it was run again."""

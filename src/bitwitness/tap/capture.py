@@ -7,7 +7,6 @@ replaying from it runs the whole model again.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,11 +64,11 @@ class ForwardRecord:
 class StepRecord:
     """All that is kept of one step.
 
-    ``unreplayable`` names the reason where the step cannot be run again; ``began`` is when (`time.perf_counter`).
+    ``unreplayable`` names the reason where the step cannot be run again; ``began`` is when, by `tap.clock.stopwatch`.
     """
 
     step: int
-    began: float = field(default_factory=time.perf_counter)
+    began: float = 0.0
     forwards: list[ForwardRecord] = field(default_factory=list)
     zero_start: bool = False
     start_norm: torch.Tensor | None = None

@@ -7,7 +7,6 @@ and ``torch.save(model)`` work as without the guard.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -17,7 +16,7 @@ from torch import nn
 
 from bitwitness.stats import bit_hash
 from bitwitness.tap.capture import Autocast, ForwardRecord, StepRecord
-from bitwitness.tap.clock import StepClock
+from bitwitness.tap.clock import StepClock, stopwatch
 from bitwitness.tap.gradients import queue_after_backward
 from bitwitness.tap.modules import own_work, unwrap
 from bitwitness.tap.randomness import RandomState
@@ -84,7 +83,7 @@ class RootTap:
         self.outputs_seen = 0
         self.paused = False
         self.own_seconds = 0.0
-        """Seconds of wall clock that recording took so far."""
+        """Seconds that recording took so far, by `stopwatch`."""
         self._clock = clock
         self._limit = capture_limit
         self._around = around_forward
@@ -96,6 +95,7 @@ class RootTap:
         self._queued = False
         first = next(iter(self.parameters.values()), None)
         self.device = torch.device("cpu") if first is None else first.device
+        self.now = stopwatch(self.device)
         self._hooks = [ModuleHook(self._before), ModuleHook(self._after)]
         self._handles = [
             self.root.register_forward_pre_hook(self._hooks[0], with_kwargs=True),
@@ -128,16 +128,16 @@ class RootTap:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        started = time.perf_counter()
+        started = self.now()
         try:
             yield
         finally:
-            self.own_seconds += time.perf_counter() - started
+            self.own_seconds += self.now() - started
 
     def _begin(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardRecord:
         self.forwards_seen += 1
         if self._clock.begin_forward() or self.record.step != self._clock.step:
-            self.record = StepRecord(self._clock.step)
+            self.record = StepRecord(self._clock.step, began=self.now())
         if not self.record.forwards:
             self._begin_step(root)
         self._clock.micro = len(self.record.forwards)
