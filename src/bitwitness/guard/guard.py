@@ -155,7 +155,7 @@ class Guard:
 
     @property
     def own_seconds(self) -> float:
-        """Seconds that the guard attributes to itself so far, in captures, descriptions and hold points (process time on a CPU)."""
+        """Seconds that the guard attributes to itself so far (on a CPU: of process time)."""
         return 0.0 if self.watch is None else self.watch.own_seconds
 
     def coverage(self) -> dict[str, Any]:
