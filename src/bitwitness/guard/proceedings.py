@@ -22,8 +22,8 @@ from bitwitness.respond.reference_log import alert_fields
 from bitwitness.respond.reporter import Reporter
 from bitwitness.sense.light import LightStep, parameter_site
 from bitwitness.tap.capture import StepRecord
+from bitwitness.tap.compiled import distributed, is_compiled
 from bitwitness.tap.gradients import LocalGradients
-from bitwitness.tap.modules import unwrap
 from bitwitness.tap.root import RootTap
 
 _CALIBRATIONS = (1, 3, 10)
@@ -45,12 +45,14 @@ class Proceedings:
         self._root = root
         parameters = list(root.parameters.values())
         low = any(p.dtype in (torch.bfloat16, torch.float16) for p in parameters)
-        replayer = Replayer(root.root, root.parameters, root.device)
-        self.laboratory = Laboratory(ranks, replayer, NEAR["low" if low else "full"])
-        self.devices = gather_devices(ranks, this_device(root.device))
-        broadcasts = bool(getattr(root.wrapper, "broadcast_buffers", False)) and root.wrapper is not unwrap(
-            root.wrapper
+        self.replayer = Replayer(
+            root.root, root.parameters, root.device, call=root.entry.call, regions=root.regions
         )
+        self.laboratory = Laboratory(ranks, self.replayer, NEAR["low" if low else "full"])
+        self.devices = gather_devices(ranks, this_device(root.device))
+        reducing = distributed(root.wrapper)
+        # Around a compiled DistributedDataParallel buffers are captured before they are broadcast.
+        broadcasts = reducing is not None and reducing.broadcast_buffers and not is_compiled(root.wrapper)
         self._judge = Judge(self.laboratory, root.root, replicated_buffers=broadcasts, devices=self.devices)
         healable = Root(root.wrapper, root.root, parameters, root.device, gradients.collect, gradients.take)
         self._responder = Responder(config.act, ranks, healable)

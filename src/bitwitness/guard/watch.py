@@ -155,7 +155,10 @@ class Watch:
     # -- the step ------------------------------------------------------------------------------------------------
 
     def _deep_tap(self) -> AbstractContextManager[Any] | None:
-        return self.sensors.operator_tap() if self.is_deep(self.clock.step) and not self._busy else None
+        """Return the tap of a deep step; compiled code is looked at in a replay instead (`Sensors.look_again`)."""
+        if self._busy or not self.is_deep(self.clock.step) or self.root.regions.present():
+            return None
+        return self.sensors.operator_tap()
 
     def is_deep(self, step: int) -> bool:
         """Tell whether a step's operators are looked at: the same steps on all ranks."""
@@ -185,6 +188,9 @@ class Watch:
         deep = self.is_deep(light.step)
         self.steps_held += 1
         self.deep_steps += deep
+        if deep and self.root.regions.present():
+            with self._replaying():
+                self.sensors.look_again(self.proceedings.replayer, record)
         findings = self.sensors.look(light, deep=deep, scale=scale)
         if deep:
             findings += self.proceedings.compare_replicas(record, light)

@@ -16,6 +16,7 @@ from torch import nn
 
 from bitwitness.stats import Features, bit_hash
 from bitwitness.tap.capture import ForwardRecord, StepRecord
+from bitwitness.tap.compiled import CompiledRegions
 from bitwitness.tap.gradients import features_with_absent
 from bitwitness.tap.modules import own_work
 from bitwitness.tap.randomness import randomness_kept
@@ -53,13 +54,32 @@ class Replayer:
         The user's module (not its DistributedDataParallel wrapper).
     parameters
         Those whose gradients are compared, by name, in a fixed order.
+    call
+        What runs the root as the training does (its compiled form, say); the root itself by default.
+    regions
+        Knows whether there is compiled code inside the root.
 
     """
 
-    def __init__(self, root: nn.Module, parameters: dict[str, nn.Parameter], device: torch.device) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        parameters: dict[str, nn.Parameter],
+        device: torch.device,
+        *,
+        call: Callable[..., object] | None = None,
+        regions: CompiledRegions | None = None,
+    ) -> None:
         self.root = root
         self.parameters = parameters
         self.device = device
+        self._call = root if call is None else call
+        self._regions = CompiledRegions(root) if regions is None else regions
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the training's own kernels are compiled ones, which no operator tap can see."""
+        return self._regions.present()
 
     def run(
         self,
@@ -80,7 +100,8 @@ class Replayer:
         keep
             Keep the gradients and the buffers as the replay left them.
         around
-            Context for each forward and each backward (an operator tap).
+            Context for each forward and each backward (an operator tap). Compiled code then runs eagerly, with kernels
+            (and, in a compiled dropout, with random numbers) other than the training's.
 
         Raises
         ------
@@ -93,7 +114,8 @@ class Replayer:
         totals: list[torch.Tensor | None] = [None] * len(self.parameters)
         outputs: list[torch.Tensor] = []
         buffers = [buffer.detach().clone() for buffer in self.root.buffers()]
-        with self._gradients_kept(), randomness_kept(self.device), torch.enable_grad():
+        stance = nullcontext() if around is nullcontext else self._regions.replayed_eagerly()
+        with self._gradients_kept(), randomness_kept(self.device), torch.enable_grad(), stance:
             try:
                 for group in passes:
                     self._run_pass(group, totals, outputs, around=around, zero_start=record.zero_start)
@@ -150,7 +172,7 @@ class Replayer:
         record.random.restore(self.device)
         args, kwargs = map_tensors(record.args, fresh), map_tensors(record.kwargs, fresh)
         with record.autocast.context(), around():
-            result = self.root(*args, **kwargs)
+            result = (self._call if around is nullcontext else self.root)(*args, **kwargs)
         values = [tensor for tensor in tensors_of(result) if tensor.requires_grad]
         if len(values) != len(record.output_grads):
             raise ReplayError(
