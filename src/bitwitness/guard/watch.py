@@ -32,6 +32,11 @@ from bitwitness.tap.gradients import LocalGradients
 from bitwitness.tap.root import RootTap
 
 _DEEP_AFTER_SUSPICION = 3
+_STEPS_UNSEEN = 3  # a script's model may be found in its first forward, which goes by
+UNSEEN = (
+    "optimizers step, but no training forward of the model was seen, so nothing is checked: give the guard the module that the "
+    "training calls, and make the guard after torch.compile"
+)
 
 
 class Watch:
@@ -84,6 +89,7 @@ class Watch:
         self._busy = False
         self._in_step = False
         self._deep_until = -1
+        self._look_again_at = -1
 
     def close(self) -> None:
         """Remove every hook."""
@@ -146,6 +152,8 @@ class Watch:
             self._in_step = False
             self.optimizer_steps += 1
             self.clock.end_step()
+            if self.optimizer_steps == _STEPS_UNSEEN and not self.root.forwards_seen:
+                self.reporter.once(UNSEEN)
 
     def scaler_updated(self) -> None:
         """Note that a scaler ended the step."""
@@ -156,7 +164,10 @@ class Watch:
 
     def _deep_tap(self) -> AbstractContextManager[Any] | None:
         """Return the tap of a deep step; compiled code is looked at in a replay instead (`Sensors.look_again`)."""
-        if self._busy or not self.is_deep(self.clock.step) or self.root.regions.present():
+        if self._busy or not self.is_deep(self.clock.step):
+            return None
+        if self.root.regions.present():
+            self._look_again_at = self.clock.step
             return None
         return self.sensors.operator_tap()
 
@@ -188,7 +199,7 @@ class Watch:
         deep = self.is_deep(light.step)
         self.steps_held += 1
         self.deep_steps += deep
-        if deep and self.root.regions.present():
+        if deep and self._look_again_at == light.step:
             with self._replaying():
                 self.sensors.look_again(self.proceedings.replayer, record)
         findings = self.sensors.look(light, deep=deep, scale=scale)

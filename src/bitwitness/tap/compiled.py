@@ -7,6 +7,7 @@ operators, a step is executed once more under the stance ``force_eager``, which 
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,6 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+_GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
+_MODULE: Any = nn.Module
 
 Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 After = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], Any]
@@ -37,6 +41,12 @@ def distributed(model: nn.Module) -> DistributedDataParallel | None:
     while is_wrapped(model):
         model = model._modules["_orig_mod"]  # type: ignore[assignment]
     return model if isinstance(model, DistributedDataParallel) else None
+
+
+def compiles_backward() -> bool:
+    """Tell whether torch compiles whole backwards, the hooks in them included."""
+    config = sys.modules.get("torch._dynamo.config")
+    return bool(getattr(config, "compiled_autograd", False))
 
 
 @dataclass(frozen=True)
@@ -73,7 +83,9 @@ def find_entry(model: nn.Module, root: nn.Module) -> Entry:
     if not is_wrapped(module):
         return Entry(module, root, "DistributedDataParallel.compile(): compile the module inside it instead")
     if wrapper.broadcast_buffers and next(root.buffers(), None) is not None:
-        problem = problem or "torch.compile around a DistributedDataParallel that broadcasts buffers: compile the inside"
+        problem = (
+            problem or "torch.compile around a DistributedDataParallel that broadcasts buffers: compile the inside"
+        )
     # Dynamo leaves its region where DistributedDataParallel calls the module, and compiles that call by itself: the same
     # context around the same call finds the same compiled code.
     return Entry(module, module.dynamo_ctx(wrapper.module.__call__), problem)  # type: ignore[operator]
@@ -100,16 +112,20 @@ class HookedCall:
         self._before = before
         self._after = after
         self._original = module._compiled_call_impl
+        self._on = True
         module._compiled_call_impl = self
 
     def remove(self) -> None:
-        """Put the compiled call back."""
+        """Put the compiled call back, or, should others stand before us by now, let it through."""
+        self._on = False
         if self._module._compiled_call_impl is self:
             self._module._compiled_call_impl = self._original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the compiled module."""
-        assert self._original is not None  # noqa: S101 - an Entry in place has one
+        assert self._original is not None  # noqa: S101 - it stands in for one
+        if not self._on:
+            return self._original(*args, **kwargs)
         self._before(self._module, args, kwargs)
         result = None
         try:
@@ -117,6 +133,40 @@ class HookedCall:
         finally:
             changed = self._after(self._module, args, kwargs, result)
         return result if changed is None else changed
+
+
+class CompileNotices:
+    """Tells of calls of modules that are compiled in place from now on; global module hooks would hear nothing of them.
+
+    Meanwhile torch does not warn that such hooks are called twice for what ``torch.compile(module)`` returned.
+    """
+
+    def __init__(self, meet: Callable[[nn.Module, tuple[Any, ...]], None]) -> None:
+        self._calls: list[HookedCall] = []
+        self._on = True
+        self._original = original = _MODULE.compile
+        warnings.filterwarnings("ignore", message=_GLOBAL_HOOKS)
+        self._filter = warnings.filters[0]
+
+        @functools.wraps(original)
+        def compile_in_place(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            original(module, *args, **kwargs)
+            if self._on:
+                self._calls.append(HookedCall(module, lambda m, a, _: meet(m, a), lambda *_: None))
+
+        self._ours = compile_in_place
+        _MODULE.compile = compile_in_place
+
+    def remove(self) -> None:
+        """Leave torch as it was."""
+        self._on = False
+        for call in self._calls:
+            call.remove()
+        self._calls.clear()
+        if _MODULE.compile is self._ours:
+            _MODULE.compile = self._original
+        if self._filter in warnings.filters:
+            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
 
 
 class CompiledRegions:
@@ -151,5 +201,5 @@ class CompiledRegions:
     def replayed_eagerly(self) -> Iterator[None]:
         """Do so in a replay of ours, and keep torch from warning of the hooks that name the modules meanwhile."""
         with warnings.catch_warnings(), self.eagerly():
-            warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
+            warnings.filterwarnings("ignore", message=_GLOBAL_HOOKS)
             yield
