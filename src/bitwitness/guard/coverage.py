@@ -30,7 +30,7 @@ def coverage_table(watch: Watch, reporter: Reporter) -> dict[str, Any]:
             "calibrations": proceedings.laboratory.calibrated,
             "same_bits": proceedings.laboratory.reproducible,
             "spread": proceedings.laboratory.spread,
-            "this_step": root.record.unreplayable or "can be run again",
+            "this_step": root.entry.problem or root.record.unreplayable or "can be run again",
         },
         "own_seconds": round(watch.own_seconds, 3),
         "failures": dict(reporter.failures),
@@ -66,7 +66,7 @@ def _compiled_gaps(watch: Watch) -> list[str]:
     if watch.optimizer_steps and not root.forwards_seen:
         gaps.append(UNSEEN)
     if root.entry.problem is not None:
-        gaps.append(f"no step can be run again: {root.entry.problem}")
+        gaps.append(f"no step can be run again as compiled: {root.entry.problem}")
     if compiles_backward():
         gaps.append("compiled autograd: the kernels of the backward are not seen, and its gradients may not be")
     if not root.regions.present() or not watch.deep_steps:

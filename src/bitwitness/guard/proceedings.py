@@ -45,7 +45,7 @@ class Proceedings:
         self._root = root
         parameters = list(root.parameters.values())
         low = any(p.dtype in (torch.bfloat16, torch.float16) for p in parameters)
-        self.replayer = Replayer(root.root, root.parameters, root.device, call=root.entry.call, regions=root.regions)
+        self.replayer = Replayer(root.root, root.parameters, root.device, entry=root.entry, regions=root.regions)
         self.laboratory = Laboratory(ranks, self.replayer, NEAR["low" if low else "full"])
         self.devices = gather_devices(ranks, this_device(root.device))
         reducing = distributed(root.wrapper)

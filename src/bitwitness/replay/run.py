@@ -16,7 +16,7 @@ from torch import nn
 
 from bitwitness.stats import Features, bit_hash
 from bitwitness.tap.capture import ForwardRecord, StepRecord
-from bitwitness.tap.compiled import CompiledRegions
+from bitwitness.tap.compiled import CompiledRegions, Entry, RecompileError
 from bitwitness.tap.gradients import features_with_absent
 from bitwitness.tap.modules import own_work
 from bitwitness.tap.randomness import randomness_kept
@@ -54,8 +54,8 @@ class Replayer:
         The user's module (not its DistributedDataParallel wrapper).
     parameters
         Those whose gradients are compared, by name, in a fixed order.
-    call
-        What runs the root as the training does (its compiled form, say); the root itself by default.
+    entry
+        How the training runs the root (in its compiled form, say); by its own call by default.
     regions
         Knows whether there is compiled code inside the root.
 
@@ -67,13 +67,13 @@ class Replayer:
         parameters: dict[str, nn.Parameter],
         device: torch.device,
         *,
-        call: Callable[..., object] | None = None,
+        entry: Entry | None = None,
         regions: CompiledRegions | None = None,
     ) -> None:
         self.root = root
         self.parameters = parameters
         self.device = device
-        self._call = root if call is None else call
+        self._entry = Entry(root, root) if entry is None else entry
         self._regions = CompiledRegions(root) if regions is None else regions
 
     @property
@@ -114,8 +114,7 @@ class Replayer:
         totals: list[torch.Tensor | None] = [None] * len(self.parameters)
         outputs: list[torch.Tensor] = []
         buffers = [buffer.detach().clone() for buffer in self.root.buffers()]
-        stance = nullcontext() if around is nullcontext else self._regions.replayed_eagerly()
-        with self._gradients_kept(), randomness_kept(self.device), torch.enable_grad(), stance:
+        with self._gradients_kept(), randomness_kept(self.device), torch.enable_grad(), self._stance(around):
             try:
                 for group in passes:
                     self._run_pass(group, totals, outputs, around=around, zero_start=record.zero_start)
@@ -125,6 +124,21 @@ class Replayer:
         with torch.no_grad(), own_work():
             digests = torch.stack(outputs) if outputs else torch.zeros(0, dtype=torch.int64, device=self.device)
             return Execution(features_with_absent(totals, self.device), digests, totals if keep else None, after)
+
+    @contextmanager
+    def _stance(self, around: Around) -> Iterator[None]:
+        """Run compiled code eagerly where it is looked at, else as it is compiled."""
+        if around is not nullcontext:
+            with self._regions.replayed_eagerly():
+                yield
+            return
+        if self._entry.problem is not None:
+            raise ReplayError(self._entry.problem)
+        try:
+            with self._regions.as_compiled():
+                yield
+        except RecompileError as error:
+            raise ReplayError(str(error)) from error
 
     def check(self, record: StepRecord, passes: list[list[ForwardRecord]]) -> None:
         """Raise `ReplayError` if the step cannot be run again."""
@@ -172,7 +186,7 @@ class Replayer:
         record.random.restore(self.device)
         args, kwargs = map_tensors(record.args, fresh), map_tensors(record.kwargs, fresh)
         with record.autocast.context(), around():
-            result = (self._call if around is nullcontext else self.root)(*args, **kwargs)
+            result = (self._entry.call if around is nullcontext else self.root)(*args, **kwargs)
         values = [tensor for tensor in tensors_of(result) if tensor.requires_grad]
         if len(values) != len(record.output_grads):
             raise ReplayError(

@@ -55,7 +55,7 @@ class Entry:
 
     ``module`` is the outermost compiled module or, where none is compiled, the root: hooks on its calls see what enters and
     leaves, and are never traced. ``call`` runs the root again as the training runs it, without DistributedDataParallel;
-    ``problem`` says why a step cannot be run again, if so.
+    ``problem`` says why compiled code cannot be run again, if so.
     """
 
     module: nn.Module
@@ -169,6 +169,10 @@ class CompileNotices:
             warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
 
 
+class RecompileError(Exception):
+    """Something was to run as it is compiled, and is not compiled for this."""
+
+
 class CompiledRegions:
     """Knows whether anything inside a root runs compiled."""
 
@@ -196,6 +200,28 @@ class CompiledRegions:
         """Run compiled code eagerly for a while, so that its operators are seen; the compiled code is kept."""
         loaded = "torch._dynamo" in sys.modules
         return torch.compiler.set_stance("force_eager") if loaded else nullcontext()
+
+    @contextmanager
+    def as_compiled(self) -> Iterator[None]:
+        """Run compiled code and compile nothing anew: that (another rank's shapes, say) would change the training's own.
+
+        Raises
+        ------
+        RecompileError
+            If it would have to be compiled.
+
+        """
+        frame = sys.modules.get("torch._dynamo.eval_frame")
+        if frame is None or frame._stance.stance != "default":
+            yield
+            return
+        try:
+            with torch.compiler.set_stance("fail_on_recompile"):
+                yield
+        except RuntimeError as error:
+            if "Detected recompile" not in str(error):
+                raise
+            raise RecompileError("it would have to be compiled anew, for shapes or settings not seen here") from error
 
     @contextmanager
     def replayed_eagerly(self) -> Iterator[None]:

@@ -139,8 +139,6 @@ class RootTap:
             self.record = StepRecord(self._clock.step)
         if not self.record.forwards:
             self._begin_step(root)
-        if self.entry.problem is not None:
-            self.record.give_up(self.entry.problem)
         self._clock.micro = len(self.record.forwards)
         if nbytes(tensors_of((args, kwargs))) > self._limit:
             self.record.give_up(f"the batch is larger than the capture limit of {self._limit >> 20} MiB")
