@@ -16,6 +16,7 @@ from bitwitness.config import Config
 from bitwitness.errors import BitwitnessError
 from bitwitness.guard.guard import Guard
 from bitwitness.respond.reporter import Reporter
+from bitwitness.tap.compiled import CompileNotices, is_compiled
 from bitwitness.tap.modules import unwrap
 
 
@@ -25,7 +26,7 @@ class AutoGuard:
     A model is a module with trainable parameters that is called in training mode with gradients enabled, by no other
     module. The search ends with the first optimizer step (a model that comes later is not found), so that nothing stays
     hooked globally. A model called without a DistributedDataParallel wrapper is found in its first forward, which
-    itself is not recorded.
+    itself is not recorded. A model with compiled modules ends the search, too: torch would compile the search's hooks into it.
 
     Parameters
     ----------
@@ -51,6 +52,7 @@ class AutoGuard:
         self._search = [
             register_module_forward_pre_hook(self._meet),
             register_optimizer_step_post_hook(lambda *_: self._stepped()),
+            CompileNotices(self._meet),
         ]
         return self
 
@@ -75,6 +77,8 @@ class AutoGuard:
         self._search.clear()
 
     def _meet(self, module: nn.Module, _args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         if self._over:
             self._end_search()
             return
@@ -84,6 +88,8 @@ class AutoGuard:
         self._passed |= {id(part) for part in module.modules()}
         if not any(p.requires_grad for p in root.parameters()):
             return
+        if any(map(is_compiled, module.modules())):
+            self._end_search()
         number = len(self.guards)
         config = self._config
         if number and config.out is not None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from bitwitness.guard.watch import Watch
+from bitwitness.guard.watch import UNSEEN, Watch
 from bitwitness.respond.reporter import Reporter
+from bitwitness.tap.compiled import compiles_backward
 
 
 def coverage_table(watch: Watch, reporter: Reporter) -> dict[str, Any]:
@@ -29,7 +30,7 @@ def coverage_table(watch: Watch, reporter: Reporter) -> dict[str, Any]:
             "calibrations": proceedings.laboratory.calibrated,
             "same_bits": proceedings.laboratory.reproducible,
             "spread": proceedings.laboratory.spread,
-            "this_step": root.record.unreplayable or "can be run again",
+            "this_step": root.entry.problem or root.record.unreplayable or "can be run again",
         },
         "price": watch.deep.report(),
         "own_seconds": round(watch.own_seconds, 3),
@@ -51,10 +52,33 @@ def _gaps(watch: Watch) -> list[str]:
             "the loss is computed outside the model: a fault in those operators is sensed, but cannot be replayed; have the "
             "model return its loss to have them covered"
         )
+    gaps += _compiled_gaps(watch)
     if watch.ranks.size == 1:
         gaps.append("one rank: no second device can be asked; a repeating fault needs an operator's proof")
     elif watch.sensors.peers is None:
         gaps.append("peers: needs at least three ranks")
+    return gaps
+
+
+def _compiled_gaps(watch: Watch) -> list[str]:
+    """Say what of ``torch.compile``'d code is not seen."""
+    gaps = []
+    root, sensors = watch.root, watch.sensors
+    if watch.optimizer_steps and not root.forwards_seen:
+        gaps.append(UNSEEN)
+    if root.entry.problem is not None:
+        gaps.append(f"no step can be run again as compiled: {root.entry.problem}")
+    if compiles_backward():
+        gaps.append("compiled autograd: the kernels of the backward are not seen, and its gradients may not be")
+    if not root.regions.present() or not watch.deep.taken:
+        return gaps
+    if sensors.steps_looked_again:
+        gaps.append(
+            "compiled kernels themselves are not checked on deep steps; their matrix products were checked in an eager "
+            f"re-execution ({sensors.steps_looked_again} of {watch.deep.taken} deep steps)"
+        )
+    if sensors.not_looked_again is not None:
+        gaps.append(f"deep steps with compiled code that could not be re-executed eagerly: {sensors.not_looked_again}")
     return gaps
 
 

@@ -27,6 +27,7 @@ from bitwitness.guard.watch import Watch
 from bitwitness.ranks import Alone, Ranks, SideChannel
 from bitwitness.respond.reporter import Reporter
 from bitwitness.store import RunWriter, claim_folder
+from bitwitness.tap.compiled import distributed
 from bitwitness.tap.holdpoints import HoldPoints
 from bitwitness.tap.modules import unwrap
 
@@ -187,8 +188,8 @@ class Guard:
 
 def join_ranks(model: nn.Module, deadline_s: float) -> Ranks:
     """Return the side channel among the ranks that train ``model`` together, or `Alone`."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        group = model.process_group
+    if (wrapper := distributed(model)) is not None:
+        group = wrapper.process_group
         return SideChannel(group, deadline_s=deadline_s) if dist.get_world_size(group) > 1 else Alone()
     return Alone()
 

@@ -22,8 +22,8 @@ from bitwitness.respond.reference_log import alert_fields
 from bitwitness.respond.reporter import Reporter
 from bitwitness.sense.light import LightStep, parameter_site
 from bitwitness.tap.capture import StepRecord
+from bitwitness.tap.compiled import distributed, is_compiled
 from bitwitness.tap.gradients import LocalGradients
-from bitwitness.tap.modules import unwrap
 from bitwitness.tap.root import RootTap
 
 _CALIBRATIONS = (1, 3, 10)
@@ -45,12 +45,12 @@ class Proceedings:
         self._root = root
         parameters = list(root.parameters.values())
         low = any(p.dtype in (torch.bfloat16, torch.float16) for p in parameters)
-        replayer = Replayer(root.root, root.parameters, root.device)
-        self.laboratory = Laboratory(ranks, replayer, NEAR["low" if low else "full"])
+        self.replayer = Replayer(root.root, root.parameters, root.device, entry=root.entry, regions=root.regions)
+        self.laboratory = Laboratory(ranks, self.replayer, NEAR["low" if low else "full"])
         self.devices = gather_devices(ranks, this_device(root.device))
-        broadcasts = bool(getattr(root.wrapper, "broadcast_buffers", False)) and root.wrapper is not unwrap(
-            root.wrapper
-        )
+        reducing = distributed(root.wrapper)
+        # Around a compiled DistributedDataParallel buffers are captured before they are broadcast.
+        broadcasts = reducing is not None and reducing.broadcast_buffers and not is_compiled(root.wrapper)
         self._judge = Judge(self.laboratory, root.root, replicated_buffers=broadcasts, devices=self.devices)
         healable = Root(root.wrapper, root.root, parameters, root.device, gradients.collect, gradients.take)
         self._responder = Responder(config.act, ranks, healable)
@@ -63,8 +63,8 @@ class Proceedings:
     def worth_asking(self, findings: list[Finding]) -> list[Finding]:
         """Record findings; return those that call for experiments.
 
-        After experiments that found nothing, statistical suspicions rest for 1, 2, 4, … steps, so that a model that has
-        changed its ways does not pay for a replay at every step. An exact sensor's suspicion never rests.
+        After experiments that found nothing again and again, statistical suspicions rest for 1, 2, 4, … steps, so that a
+        model that has changed its ways does not pay for a replay at every step. An exact sensor's suspicion never rests.
         """
         for finding in findings:
             self._reporter.finding(finding)
@@ -158,7 +158,7 @@ class Proceedings:
         speaks = self._ranks.rank == (verdict.ranks[0] if verdict.ranks else 0)
         if verdict.cause in _INNOCENT or verdict.action is Action.REPORTED:
             self._innocent_in_a_row += 1
-            rest = min(_LONGEST_REST, 2 ** (self._innocent_in_a_row - 1))
+            rest = min(_LONGEST_REST, 2 ** (self._innocent_in_a_row - 2)) if self._innocent_in_a_row > 1 else 0
             self._rests_until = verdict.step + (rest if loud else 0)
         else:
             self._innocent_in_a_row = 0

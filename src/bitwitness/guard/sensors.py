@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -14,12 +14,14 @@ from bitwitness.config import Config
 from bitwitness.finding import Finding
 from bitwitness.guard.reference import ReferenceSchemes
 from bitwitness.ranks import Ranks
+from bitwitness.replay.run import Replayer, ReplayError
 from bitwitness.respond.reporter import Reporter
 from bitwitness.sense.checksum import ChecksumSensor
 from bitwitness.sense.light import LightStep
 from bitwitness.sense.nonfinite import NonfiniteSensor
 from bitwitness.sense.peers import PeersSensor
 from bitwitness.sense.trend import TrendSensor
+from bitwitness.tap.capture import StepRecord
 from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.operators import OperatorTap
 from bitwitness.tap.root import RootTap
@@ -55,6 +57,9 @@ class Sensors:
         self.reference = ReferenceSchemes(config, root, ranks, clock)
         self._tracker = ModuleTracker()
         self._tracker.name_tree(root.root)
+        self._regions = root.regions
+        self.steps_looked_again = 0
+        self.not_looked_again: str | None = None
         self._step = 0
         self._now = root.now
         self._checking_seconds = 0.0
@@ -69,10 +74,26 @@ class Sensors:
         return dict(self._off)
 
     def operator_tap(self) -> AbstractContextManager[Any] | None:
-        """Return the dispatch mode of a deep step."""
+        """Return the dispatch mode of a deep step; what is compiled for the first time meanwhile can be so later."""
         if self.checksum is None or "checksum" in self._off:
             return None
-        return OperatorTap(self._tracker, self._checked, self.checksum.select)
+        stack = ExitStack()
+        stack.enter_context(self._regions.eagerly())
+        stack.enter_context(OperatorTap(self._tracker, self._checked, self.checksum.select))
+        return stack
+
+    def look_again(self, replayer: Replayer, record: StepRecord) -> None:
+        """Execute a step with compiled code once more, eagerly, under the operator tap; its result is thrown away."""
+        if self.checksum is None or "checksum" in self._off:
+            return
+        select = self.checksum.select
+        try:
+            replayer.run(record, around=lambda: OperatorTap(self._tracker, self._checked, select))
+            self.steps_looked_again += 1
+        except ReplayError as error:
+            self.not_looked_again = str(error)
+        except Exception as error:
+            self._turn_off("checksum", error)
 
     def _checked(self, call: Any) -> None:
         if self.checksum is not None and "checksum" not in self._off:

@@ -32,6 +32,12 @@ from bitwitness.tap.clock import StepClock
 from bitwitness.tap.gradients import LocalGradients
 from bitwitness.tap.root import RootTap
 
+_STEPS_UNSEEN = 3  # a script's model may be found in its first forward, which goes by
+UNSEEN = (
+    "optimizers step, but no training forward of the model was seen, so nothing is checked: give the guard the module that the "
+    "training calls, and make the guard after torch.compile"
+)
+
 
 class Watch:
     """Listens to one root's training steps.
@@ -83,6 +89,7 @@ class Watch:
         self._busy = False
         self._in_step = False
         self._own_before = 0.0
+        self._look_again_at = -1
 
     def close(self) -> None:
         """Remove every hook."""
@@ -147,6 +154,8 @@ class Watch:
             self._in_step = False
             self.optimizer_steps += 1
             self.clock.end_step()
+            if self.optimizer_steps == _STEPS_UNSEEN and not self.root.forwards_seen:
+                self.reporter.once(UNSEEN)
 
     def scaler_updated(self) -> None:
         """Note that a scaler ended the step."""
@@ -156,7 +165,13 @@ class Watch:
     # -- the step ------------------------------------------------------------------------------------------------
 
     def _deep_tap(self) -> AbstractContextManager[Any] | None:
-        return self.sensors.operator_tap() if self.is_deep(self.clock.step) and not self._busy else None
+        """Return the tap of a deep step; compiled code is looked at in a replay instead (`Sensors.look_again`)."""
+        if self._busy or not self.is_deep(self.clock.step):
+            return None
+        if self.root.regions.present():
+            self._look_again_at = self.clock.step
+            return None
+        return self.sensors.operator_tap()
 
     def is_deep(self, step: int) -> bool:
         """Tell whether a step's operators are looked at: the same steps on all ranks."""
@@ -201,6 +216,9 @@ class Watch:
         light = self._light(features, losses, scale, scaled=scaler is not None)
         deep = self.is_deep(light.step)
         self.steps_held += 1
+        if deep and self._look_again_at == light.step:
+            with self._replaying():
+                self.sensors.look_again(self.proceedings.replayer, record)
         findings = self.sensors.look(light, deep=deep, scale=scale)
         if deep:
             findings += self.proceedings.compare_replicas(record, light)

@@ -16,7 +16,7 @@ from torch import nn
 
 from bitwitness.errors import SideChannelError
 from bitwitness.finding import Action, Cause, Device, Finding, Severity, Verdict, to_jsonable
-from bitwitness.judge.alone import examine
+from bitwitness.judge.alone import contradicts_operators, examine
 from bitwitness.judge.decide import NAMES, PAIRS, Judgement, Match
 from bitwitness.judge.experiments import Experiments, Laboratory
 from bitwitness.judge.localize import Located, locate
@@ -153,7 +153,7 @@ class Judge:
                 located = locate(self._ranks, self._laboratory.replayer, record, found.guests, owner, witness)
                 return _settled(judgement, located), located
             if size == 1:
-                return self._alone(record, judgement) if anyone_suspicious else (judgement, None)
+                return self._alone(record, found) if anyone_suspicious else (judgement, None)
             if judgement.cause is Cause.PERSISTENT_HARDWARE:
                 owner = judgement.ranks[0]
                 witness = next(r for r in ((owner + 1) % size, (owner + 2) % size) if r not in judgement.ranks[1:])
@@ -164,14 +164,24 @@ class Judge:
             found.problem = f"the operator was not named: {type(error).__name__}: {error}"
         return judgement, None
 
-    def _alone(self, record: StepRecord, judgement: Judgement) -> tuple[Judgement, Located | None]:
+    def _alone(self, record: StepRecord, found: Experiments) -> tuple[Judgement, Located | None]:
+        judgement, replayer = found.judgement, self._laboratory.replayer
         if judgement.cause not in (Cause.DISMISSED, Cause.PERSISTENT_HARDWARE):
             return judgement, None
-        located = examine(self._laboratory.replayer, record, self._ranks.rank)
-        if located is None:
-            return judgement, None
-        reason = "an operator's result contradicts float64"
-        return Judgement(Cause.PERSISTENT_HARDWARE, (0,), reason=reason, wrong=judgement.wrong), located
+        located = examine(replayer, record, self._ranks.rank)
+        if located is not None:
+            reason = "an operator's result contradicts float64"
+            return Judgement(Cause.PERSISTENT_HARDWARE, (0,), reason=reason, wrong=judgement.wrong), located
+        replayed = found.executions[1]
+        if judgement.cause is Cause.DISMISSED and replayer.compiled and replayed is not None:
+            gap = contradicts_operators(replayer, record, replayed)
+            if gap is not None:
+                reason = (
+                    f"compiled code gives, every time, another gradient than its operators do one by one (by {gap:.2g} of its "
+                    "norm, no rounding): this device or the compiler is wrong"
+                )
+                return Judgement(Cause.INCONCLUSIVE, reason=reason), None
+        return judgement, None
 
     def _checksum_proof(self, record: StepRecord, culprit: int) -> dict[str, Any]:
         """Replay on the culprit with every matrix product checked; return the first that fails, for all ranks."""
@@ -205,7 +215,10 @@ class Judge:
         told = self._ranks.tell_all(json.dumps(["data"] if bad else [origin.site, origin.line] if origin else []))
         said = [(rank, json.loads(text)) for rank, text in enumerate(told) if text != "[]"]
         if not said:
-            reason = "NaN or Inf, the same in every execution; it was not made inside the model"
+            where = "it was not made inside the model"
+            if self._laboratory.replayer.compiled:
+                where = "an eager re-execution of the compiled model does not make it"
+            reason = f"NaN or Inf, the same in every execution; {where}"
             return Judgement(Cause.INCONCLUSIVE, reason=reason)
         rank, first = said[0]
         if first == ["data"]:
@@ -290,13 +303,20 @@ class Judge:
                 text = f"{who} computed step {step} wrongly once; repeated executions agree on another result"
             case Cause.PERSISTENT_HARDWARE:
                 kind = "intermittently" if judgement.intermittent else "every time"
-                text = f"{who} computes step {step} wrongly {kind}{what}"
+                text = f"{who} computes step {step} wrongly {kind}{what or self._unnamed(found)}"
             case Cause.DISMISSED | Cause.DATA | Cause.SOFTWARE:
                 text = f"step {step}: {judgement.reason}"
             case _:
                 reason = judgement.reason + (f" ({found.problem})" if found.problem else "")
-                text = f"step {step} is suspicious, but nothing is proven: {reason}{what}"
+                unnamed = self._unnamed(found) if judgement.disputed else ""
+                text = f"step {step} is suspicious, but nothing is proven: {reason}{what or unnamed}"
         return text
+
+    def _unnamed(self, found: Experiments) -> str:
+        """Say why no operator is named where the fault is in compiled code; empty if that is not known."""
+        if found.problem or not self._laboratory.replayer.compiled:
+            return ""
+        return "; run eagerly its operators agree, so compiled code produced it, and no operator can be named"
 
 
 def _settled(judgement: Judgement, located: Located | None) -> Judgement:

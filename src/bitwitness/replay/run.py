@@ -16,6 +16,7 @@ from torch import nn
 
 from bitwitness.stats import Features, bit_hash
 from bitwitness.tap.capture import ForwardRecord, StepRecord
+from bitwitness.tap.compiled import CompiledRegions, Entry, RecompileError
 from bitwitness.tap.gradients import features_with_absent
 from bitwitness.tap.modules import own_work
 from bitwitness.tap.randomness import randomness_kept
@@ -53,13 +54,32 @@ class Replayer:
         The user's module (not its DistributedDataParallel wrapper).
     parameters
         Those whose gradients are compared, by name, in a fixed order.
+    entry
+        How the training runs the root (in its compiled form, say); by its own call by default.
+    regions
+        Knows whether there is compiled code inside the root.
 
     """
 
-    def __init__(self, root: nn.Module, parameters: dict[str, nn.Parameter], device: torch.device) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        parameters: dict[str, nn.Parameter],
+        device: torch.device,
+        *,
+        entry: Entry | None = None,
+        regions: CompiledRegions | None = None,
+    ) -> None:
         self.root = root
         self.parameters = parameters
         self.device = device
+        self._entry = Entry(root, root) if entry is None else entry
+        self._regions = CompiledRegions(root) if regions is None else regions
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the training's own kernels are compiled ones, which no operator tap can see."""
+        return self._regions.present()
 
     def run(
         self,
@@ -80,7 +100,8 @@ class Replayer:
         keep
             Keep the gradients and the buffers as the replay left them.
         around
-            Context for each forward and each backward (an operator tap).
+            Context for each forward and each backward (an operator tap). Compiled code then runs eagerly, with kernels
+            (and, in a compiled dropout, with random numbers) other than the training's.
 
         Raises
         ------
@@ -93,7 +114,7 @@ class Replayer:
         totals: list[torch.Tensor | None] = [None] * len(self.parameters)
         outputs: list[torch.Tensor] = []
         buffers = [buffer.detach().clone() for buffer in self.root.buffers()]
-        with self._gradients_kept(), randomness_kept(self.device), torch.enable_grad():
+        with self._gradients_kept(), randomness_kept(self.device), torch.enable_grad(), self._stance(around):
             try:
                 for group in passes:
                     self._run_pass(group, totals, outputs, around=around, zero_start=record.zero_start)
@@ -103,6 +124,21 @@ class Replayer:
         with torch.no_grad(), own_work():
             digests = torch.stack(outputs) if outputs else torch.zeros(0, dtype=torch.int64, device=self.device)
             return Execution(features_with_absent(totals, self.device), digests, totals if keep else None, after)
+
+    @contextmanager
+    def _stance(self, around: Around) -> Iterator[None]:
+        """Run compiled code eagerly where it is looked at, else as it is compiled."""
+        if around is not nullcontext:
+            with self._regions.replayed_eagerly():
+                yield
+            return
+        if self._entry.problem is not None:
+            raise ReplayError(self._entry.problem)
+        try:
+            with self._regions.as_compiled():
+                yield
+        except RecompileError as error:
+            raise ReplayError(str(error)) from error
 
     def check(self, record: StepRecord, passes: list[list[ForwardRecord]]) -> None:
         """Raise `ReplayError` if the step cannot be run again."""
@@ -150,7 +186,7 @@ class Replayer:
         record.random.restore(self.device)
         args, kwargs = map_tensors(record.args, fresh), map_tensors(record.kwargs, fresh)
         with record.autocast.context(), around():
-            result = self.root(*args, **kwargs)
+            result = (self._entry.call if around is nullcontext else self.root)(*args, **kwargs)
         values = [tensor for tensor in tensors_of(result) if tensor.requires_grad]
         if len(values) != len(record.output_grads):
             raise ReplayError(

@@ -31,6 +31,7 @@ _CALM = 0.9998  # and each quiet step lowers it again: one false alarm in 1,100 
 _MOST = 4.0
 _EARLY = 0.25  # the first steps of a training move fast, all in one direction
 
+_RIPE = 16.0
 _TOGETHER = 8
 
 _SAVED = ("_seen", "_missed", "_mean", "_deviation", "_rest", "_rests", "_first", "_past")
@@ -112,7 +113,8 @@ class History:
             larger = np.maximum(spread / wide, 1.0)
             rest = rest * larger
         left, _, known = self._left_over(values, wide)
-        counts = np.where(self._rests >= self._warmup, 1.0, _EARLY) * known
+        # a deviation learned from a few values is no more than a guess, however short the warm-up was asked to be
+        counts = np.where(self._seen >= self._warmup, np.minimum(1.0, self._seen / _RIPE), _EARLY) * known
         score: Vector = counts * left / (rest * np.sqrt(1.0 + self._missed / _STALE))
         return score
 

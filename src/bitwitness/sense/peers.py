@@ -47,9 +47,11 @@ class PeersSensor:
         """Return suspicions, given the sum of all ranks' rows; at most three, the strongest first."""
         size = len(light.names)
         distance, spread = self._distance(light, total)
+        others = total[:size] - self.row(light)[:size]
         self._latest = distance.reshape(-1)
         if self._seen < _EARLY:
-            score = distance / np.maximum(spread, np.array(_EARLY_FLOOR)[:, None])
+            few = 1.0 + 2.0 / np.maximum(others - 1.0, 1.0)  # a deviation of two or three values is a poor guess
+            score = distance / np.maximum(few * spread, np.array(_EARLY_FLOOR)[:, None])
             score[~np.isfinite(score)] = 0.0
         else:
             score = self.history.scores(self._latest, spread.reshape(-1)).reshape(3, size)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from bitwitness.stats import Features, features_of
+from bitwitness.tap.compiled import distributed
 from bitwitness.tap.modules import own_work
 
 
@@ -48,7 +49,7 @@ class LocalGradients:
     Parameters
     ----------
     wrapper
-        What the training calls: a DistributedDataParallel instance or the module itself.
+        What the training calls: a DistributedDataParallel instance (also compiled) or the module itself.
     parameters
         In the order of the description.
 
@@ -62,8 +63,8 @@ class LocalGradients:
         self._parts: list[Features | None] = [None] * len(parameters)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self.mode = "hold"
-        if isinstance(wrapper, nn.parallel.DistributedDataParallel):
-            self.mode = "hooks" if wrapper.gradient_as_bucket_view else "callback"
+        if (reducing := distributed(wrapper)) is not None:
+            self.mode = "hooks" if reducing.gradient_as_bucket_view else "callback"
         if self.mode == "hooks":
             for index, parameter in enumerate(parameters):
                 handle = parameter.register_post_accumulate_grad_hook(lambda p, i=index: self._one(i, p))

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.amp import GradScaler
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import (
@@ -126,7 +127,19 @@ class HoldPoints:
         return update
 
     def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        self._listener.hold(optimizer=optimizer)
+        if torch.compiler.is_compiling():  # torch.compile(optimizer.step): dynamo is not to trace us
+            _outside_graphs(self._listener.hold, optimizer)
+        else:
+            self._listener.hold(optimizer=optimizer)
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        self._listener.optimizer_stepped(optimizer)
+        if torch.compiler.is_compiling():
+            _outside_graphs(self._listener.optimizer_stepped, optimizer)
+        else:
+            self._listener.optimizer_stepped(optimizer)
+
+
+@_disable_dynamo
+def _outside_graphs(tell: Callable[..., None], optimizer: Optimizer) -> None:
+    """Tell of an optimizer's step between two compiled graphs; torch itself breaks the graph there, so none is split."""
+    tell(optimizer=optimizer)

@@ -1,6 +1,7 @@
 """The root module's forwards and backwards, recorded so that the step can be run again.
 
-Hooks go on the user's own module (inside DistributedDataParallel), so that a rank can replay it alone. They are
+Hooks go on the user's own module (inside DistributedDataParallel), so that a rank can replay it alone; where it is compiled,
+around the compiled region (`tap.compiled`). They are
 `ModuleHook` objects: a copy or a pickle of the module carries an inert one, so that ``copy.deepcopy(model)`` (an EMA, say)
 and ``torch.save(model)`` work as without the guard.
 """
@@ -17,6 +18,7 @@ from torch import nn
 from bitwitness.stats import bit_hash
 from bitwitness.tap.capture import Autocast, ForwardRecord, StepRecord
 from bitwitness.tap.clock import StepClock, stopwatch
+from bitwitness.tap.compiled import CompiledRegions, HookedCall, find_entry
 from bitwitness.tap.gradients import queue_after_backward
 from bitwitness.tap.modules import own_work, unwrap
 from bitwitness.tap.randomness import RandomState
@@ -30,8 +32,10 @@ class ModuleHook:
         self._call = call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Pass the call on while the hook is in force."""
-        return None if self._call is None else self._call(*args, **kwargs)
+        """Pass the call on while the hook is in force; what dynamo traces is not the training itself."""
+        if torch.compiler.is_compiling() or self._call is None:
+            return None
+        return self._call(*args, **kwargs)
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> ModuleHook:
         return ModuleHook()
@@ -96,11 +100,17 @@ class RootTap:
         first = next(iter(self.parameters.values()), None)
         self.device = torch.device("cpu") if first is None else first.device
         self.now = stopwatch(self.device)
+        self.entry = find_entry(model, self.root)
+        self.regions = CompiledRegions(model)
         self._hooks = [ModuleHook(self._before), ModuleHook(self._after)]
-        self._handles = [
-            self.root.register_forward_pre_hook(self._hooks[0], with_kwargs=True),
-            self.root.register_forward_hook(self._hooks[1], with_kwargs=True, always_call=True),
-        ]
+        self._handles: list[torch.utils.hooks.RemovableHandle | HookedCall] = []
+        if self.entry.in_place:
+            self._handles.append(HookedCall(self.entry.module, *self._hooks))
+        else:
+            self._handles += [
+                self.entry.module.register_forward_pre_hook(self._hooks[0], with_kwargs=True),
+                self.entry.module.register_forward_hook(self._hooks[1], with_kwargs=True, always_call=True),
+            ]
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -111,14 +121,14 @@ class RootTap:
 
     # -- forward -------------------------------------------------------------------------------------------------
 
-    def _before(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(self, _entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._entered.append(nullcontext())
         self._open.append(None)
-        if self.paused or not torch.is_grad_enabled() or not root.training or torch.compiler.is_compiling():
+        if self.paused or not torch.is_grad_enabled() or not self.root.training:
             return
         try:
             with own_work(), self._timed():
-                self._open[-1] = self._begin(root, args, kwargs)
+                self._open[-1] = self._begin(self.root, args, kwargs)
             context = self._around()
             if context is not None:
                 context.__enter__()
@@ -170,7 +180,7 @@ class RootTap:
                 [norm.to(self.device, torch.float32) for norm in torch._foreach_norm(present)]
             ).sum()
 
-    def _after(self, _root: nn.Module, _args: Any, _kwargs: Any, result: Any) -> Any:
+    def _after(self, _entry: nn.Module, _args: Any, _kwargs: Any, result: Any) -> Any:
         record = self._open.pop() if self._open else None
         context = self._entered.pop() if self._entered else nullcontext()
         try:

@@ -1,0 +1,176 @@
+"""Is the stated price kept? Four trainings of different size, each with a budget.
+
+    python bench/price.py --budget 0.03 --rounds 24
+
+Phase one trains under ``Guard(budget=…)`` until it has settled how many steps are deep. Phase two measures that plan from
+outside: unguarded, light and deep steps in random order, process-CPU time, the median over rounds of each step's ratio to
+the unguarded one of its round. The price found is what light steps add, plus what a deep step adds more, divided by the
+distance of deep steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from gpt import GPT
+from torch import nn
+
+from bitwitness.guard import Guard
+
+
+class ResidualNet(nn.Module):
+    """A convnet with BatchNorm and residual connections for 32 x 32 images; returns the loss."""
+
+    def __init__(self, width: int = 48, blocks: int = 4) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                *(nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1, bias=False)),
+                *(nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1, bias=False)),
+            )
+            for _ in range(blocks)
+        )
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the cross-entropy of [batch, 3, 32, 32] images."""
+        x = self.stem(images)
+        for block in self.blocks:
+            x = x + block(x)
+        return F.cross_entropy(self.head(x.mean((2, 3))), labels)
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model, and how a batch for it is drawn."""
+
+    name: str
+    model: Callable[[], nn.Module]
+    batch: Callable[[torch.Generator], tuple[torch.Tensor, torch.Tensor]]
+
+
+def _text(
+    vocabulary: int, sequences: int, length: int
+) -> Callable[[torch.Generator], tuple[torch.Tensor, torch.Tensor]]:
+    def draw(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = torch.randint(0, vocabulary, (sequences, length + 1), generator=generator)
+        return tokens[:, :-1], tokens[:, 1:]
+
+    return draw
+
+
+def _images(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(32, 3, 32, 32, generator=generator), torch.randint(0, 10, (32,), generator=generator)
+
+
+TRAININGS = (
+    Training("GPT, 0.9 M parameters, 2,048 tokens", lambda: GPT(512, 128, 4, 4), _text(512, 16, 128)),
+    Training("residual convnet, 0.2 M, 32 images", ResidualNet, _images),
+    Training("GPT, 4.2 M, 2,048 tokens", lambda: GPT(2048, 256, 4, 4), _text(2048, 16, 128)),
+    Training("GPT, 11.2 M, 2,048 tokens", GPT, _text(4096, 16, 128)),
+)
+
+
+class Loop:
+    """One training, guarded as asked or not."""
+
+    def __init__(self, training: Training, settings: dict[str, Any] | None) -> None:
+        torch.manual_seed(0)
+        self.model = training.model()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.guard = None if settings is None else Guard(self.model, self.optimizer, **settings)
+        if self.guard is not None:
+            self.guard.__enter__()
+
+    def step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
+        """Train one step; return its process-CPU seconds."""
+        started = time.process_time()
+        self.model(*batch).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return time.process_time() - started
+
+
+def settle(training: Training, budget: float, steps: int, generator: torch.Generator) -> dict[str, Any]:
+    """Train under the budget; return what the guard says of its price at the end."""
+    loop = Loop(training, {"budget": budget, "replay": {"calibrate": False}})
+    for _ in range(steps):
+        loop.step(training.batch(generator))
+    assert loop.guard is not None
+    report: dict[str, Any] = loop.guard.coverage()["price"]
+    loop.guard.close()
+    return report
+
+
+def measure(training: Training, rounds: int, generator: torch.Generator) -> tuple[float, float]:
+    """Return what a light step and what a deep step add, as shares of an unguarded one."""
+    plain = {"replay": {"calibrate": False}}
+    loops = [
+        Loop(training, None),
+        Loop(training, {"deep_every": 0, **plain}),
+        Loop(training, {"deep_every": 1, **plain}),
+    ]
+    for loop in loops[1:]:
+        assert loop.guard is not None
+        loop.guard.pause()
+    shuffle = random.Random(1)
+    light, deep = [], []
+    for number in range(rounds + 2):
+        batch = training.batch(generator)
+        spent: dict[int, float] = {}
+        for index in shuffle.sample(range(3), 3):
+            guard = loops[index].guard
+            if guard is not None:
+                guard.resume()
+            spent[index] = loops[index].step(batch)
+            if guard is not None:
+                guard.pause()
+        if number >= 2:
+            light.append(spent[1] / spent[0] - 1)
+            deep.append(spent[2] / spent[0] - 1)
+    for loop in loops[1:]:
+        assert loop.guard is not None
+        loop.guard.close()
+    return statistics.median(light), statistics.median(deep)
+
+
+def main() -> None:
+    """Settle, measure, print, write ``bench/results/price.md``."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--budget", type=float, default=0.03)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    head = "| training | budget | guard says | measured | of the budget | light step | deep step | one deep step in |"
+    lines = [head, "|" + "---|" * 8]
+    for training in TRAININGS:
+        generator = torch.Generator().manual_seed(1)
+        told = settle(training, args.budget, args.steps, generator)
+        light, deep = measure(training, args.rounds, generator)
+        price = light + (deep - light) / told["deep_every"]
+        lines.append(
+            f"| {training.name} | {args.budget:.1%} | {told['measured']:.2%} | {price:.2%} | {price / args.budget:.2f} | "
+            f"+{light:.2%} | +{deep:.1%} | {told['deep_every']} |"
+        )
+        print(lines[-1], flush=True)
+    text = "\n".join(lines)
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "price.md").write_text(
+        f"# Is the stated price kept?\n\n`python bench/price.py --budget {args.budget} --rounds {args.rounds}`\n\n{text}\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""``torch.compile``: where a compiled model is entered, and how it is looked at without being recompiled or run eagerly.
+
+Three rules keep a compiled training as it is. Hooks sit *outside* the compiled region: a hook inside is traced or skipped.
+No dispatch mode is entered around compiled code: dynamo would run that code eagerly, and go on doing so. And to look at
+operators, a step is executed once more under the stance ``force_eager``, which ends without a trace.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+_GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
+_MODULE: Any = nn.Module
+
+Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
+After = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], Any]
+
+
+def is_wrapped(module: nn.Module) -> bool:
+    """Tell whether a module is what ``torch.compile(module)`` returned."""
+    return isinstance(module._modules.get("_orig_mod"), nn.Module)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Tell whether calling a module runs compiled code: ``torch.compile(module)`` or ``module.compile()``."""
+    return is_wrapped(module) or module._compiled_call_impl is not None
+
+
+def distributed(model: nn.Module) -> DistributedDataParallel | None:
+    """Return the DistributedDataParallel around a model or, with ``torch.compile`` around that, inside."""
+    while is_wrapped(model):
+        model = model._modules["_orig_mod"]  # type: ignore[assignment]
+    return model if isinstance(model, DistributedDataParallel) else None
+
+
+def compiles_backward() -> bool:
+    """Tell whether torch compiles whole backwards, the hooks in them included."""
+    config = sys.modules.get("torch._dynamo.config")
+    return bool(getattr(config, "compiled_autograd", False))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where the training enters a model.
+
+    ``module`` is the outermost compiled module or, where none is compiled, the root: hooks on its calls see what enters and
+    leaves, and are never traced. ``call`` runs the root again as the training runs it, without DistributedDataParallel;
+    ``problem`` says why compiled code cannot be run again, if so.
+    """
+
+    module: nn.Module
+    call: Callable[..., Any]
+    problem: str | None = None
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the module was compiled by ``module.compile()``, so that its own hooks lie inside the region."""
+        return self.module._compiled_call_impl is not None
+
+
+def find_entry(model: nn.Module, root: nn.Module) -> Entry:
+    """Return where a training that calls ``model`` enters it; ``root`` is the user's own module inside."""
+    module: nn.Module | None = model
+    while module is not None and module is not root and not is_compiled(module):
+        module = module._modules.get("module")  # DistributedDataParallel's
+    module = root if module is None else module
+    if not is_compiled(module):
+        return Entry(module, module)
+    problem = _cuda_graphs(module)
+    wrapper = distributed(module)
+    if wrapper is None:
+        return Entry(module, module, problem)
+    if not is_wrapped(module):
+        return Entry(module, root, "DistributedDataParallel.compile(): compile the module inside it instead")
+    if wrapper.broadcast_buffers and next(root.buffers(), None) is not None:
+        problem = (
+            problem or "torch.compile around a DistributedDataParallel that broadcasts buffers: compile the inside"
+        )
+    # Dynamo leaves its region where DistributedDataParallel calls the module, and compiles that call by itself: the same
+    # context around the same call finds the same compiled code.
+    return Entry(module, module.dynamo_ctx(wrapper.module.__call__), problem)  # type: ignore[operator]
+
+
+def _cuda_graphs(module: nn.Module) -> str | None:
+    """Refuse to run CUDA graphs again: their outputs live in memory that the next run overwrites."""
+    compiled = module if is_wrapped(module) else module._compiled_call_impl
+    config = getattr(compiled, "get_compiler_config", lambda: None)()
+    on_device = any(parameter.device.type == "cuda" for parameter in module.parameters())
+    if on_device and isinstance(config, dict) and config.get("triton.cudagraphs"):
+        return "compiled with CUDA graphs, whose outputs a replay would overwrite"
+    return None
+
+
+class HookedCall:
+    """Stands in a module's ``_compiled_call_impl``: runs hooks before and after the compiled call, outside of it.
+
+    It belongs to the module: torch leaves the attribute out of copies and pickles.
+    """
+
+    def __init__(self, module: nn.Module, before: Before, after: After) -> None:
+        self._module = module
+        self._before = before
+        self._after = after
+        self._original = module._compiled_call_impl
+        self._on = True
+        module._compiled_call_impl = self
+
+    def remove(self) -> None:
+        """Put the compiled call back, or, should others stand before us by now, let it through."""
+        self._on = False
+        if self._module._compiled_call_impl is self:
+            self._module._compiled_call_impl = self._original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the compiled module."""
+        assert self._original is not None  # noqa: S101 - it stands in for one
+        if not self._on:
+            return self._original(*args, **kwargs)
+        self._before(self._module, args, kwargs)
+        result = None
+        try:
+            result = self._original(*args, **kwargs)
+        finally:
+            changed = self._after(self._module, args, kwargs, result)
+        return result if changed is None else changed
+
+
+class CompileNotices:
+    """Tells of calls of modules that are compiled in place from now on; global module hooks would hear nothing of them.
+
+    Meanwhile torch does not warn that such hooks are called twice for what ``torch.compile(module)`` returned.
+    """
+
+    def __init__(self, meet: Callable[[nn.Module, tuple[Any, ...]], None]) -> None:
+        self._calls: list[HookedCall] = []
+        self._on = True
+        self._original = original = _MODULE.compile
+        warnings.filterwarnings("ignore", message=_GLOBAL_HOOKS)
+        self._filter = warnings.filters[0]
+
+        @functools.wraps(original)
+        def compile_in_place(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            original(module, *args, **kwargs)
+            if self._on:
+                self._calls.append(HookedCall(module, lambda m, a, _: meet(m, a), lambda *_: None))
+
+        self._ours = compile_in_place
+        _MODULE.compile = compile_in_place
+
+    def remove(self) -> None:
+        """Leave torch as it was."""
+        self._on = False
+        for call in self._calls:
+            call.remove()
+        self._calls.clear()
+        if _MODULE.compile is self._ours:
+            _MODULE.compile = self._original
+        if self._filter in warnings.filters:
+            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
+
+
+class RecompileError(Exception):
+    """Something was to run as it is compiled, and is not compiled for this."""
+
+
+class CompiledRegions:
+    """Knows whether anything inside a root runs compiled."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._found = any(is_compiled(module) for module in model.modules())
+        self._calm = False
+
+    def present(self) -> bool:
+        """Tell whether compiled code may run inside the root.
+
+        Compiled functions leave no trace in the modules, so anything that dynamo has compiled in this process counts, and so
+        does a first forward once dynamo is loaded, since that may be when a function is compiled.
+        """
+        if not self._found and (utils := sys.modules.get("torch._dynamo.utils")) is not None:
+            self._found = bool(utils.counters["frames"]["total"])
+            if not self._calm and not self._found:
+                return True
+        return self._found
+
+    def forward_ended(self) -> None:
+        """Say that a forward of the root ran to its end: what it compiles, it has compiled now."""
+        self._calm = True
+
+    def eagerly(self) -> AbstractContextManager[object]:
+        """Run compiled code eagerly for a while, so that its operators are seen; the compiled code is kept."""
+        loaded = "torch._dynamo" in sys.modules
+        return torch.compiler.set_stance("force_eager") if loaded else nullcontext()
+
+    @contextmanager
+    def as_compiled(self) -> Iterator[None]:
+        """Run compiled code and compile nothing anew: that (another rank's shapes, say) would change the training's own.
+
+        Raises
+        ------
+        RecompileError
+            If it would have to be compiled.
+
+        """
+        frame = sys.modules.get("torch._dynamo.eval_frame")
+        if frame is None or frame._stance.stance != "default":
+            yield
+            return
+        try:
+            with torch.compiler.set_stance("fail_on_recompile"):
+                yield
+        except RuntimeError as error:
+            if "Detected recompile" not in str(error):
+                raise
+            raise RecompileError("it would have to be compiled anew, for shapes or settings not seen here") from error
+
+    @contextmanager
+    def replayed_eagerly(self) -> Iterator[None]:
+        """Do so in a replay of ours, and keep torch from warning of the hooks that name the modules meanwhile."""
+        with warnings.catch_warnings(), self.eagerly():
+            warnings.filterwarnings("ignore", message=_GLOBAL_HOOKS)
+            yield
