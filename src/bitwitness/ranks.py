@@ -188,7 +188,6 @@ class SideChannel:
         options = dist.AllreduceOptions()
         options.reduceOp = op
         options.timeout = self._timeout()
-        self._progress.begun += 1
         self._guarded(lambda: self._group.allreduce([result], options).wait(), what)
         return result
 
@@ -198,7 +197,6 @@ class SideChannel:
         rows = [torch.empty_like(mine) for _ in range(self.size)]
         options = AllgatherOptions()
         options.timeout = self._timeout()
-        self._progress.begun += 1
         self._guarded(lambda: self._group.allgather([rows], [mine], options).wait(), "gather")
         return torch.stack(rows)
 
@@ -232,15 +230,16 @@ class SideChannel:
         header, payload = _pack(tensors)
         size_in = torch.zeros(2, dtype=torch.int64)
         size_out = torch.tensor([header.numel(), payload.numel()], dtype=torch.int64)
-        self._exchange(size_out, size_in, to, source)
+        of_all = to != source  # a shift; a swap is two ranks' own affair
+        self._exchange(size_out, size_in, to, source, of_all=of_all)
         header_in = torch.empty(int(size_in[0]), dtype=torch.uint8)
         payload_in = torch.empty(int(size_in[1]), dtype=torch.uint8)
-        self._exchange(header, header_in, to, source)
+        self._exchange(header, header_in, to, source, of_all=of_all)
         if payload_in.numel() or payload.numel():
-            self._exchange(payload, payload_in, to, source)
+            self._exchange(payload, payload_in, to, source, of_all=of_all)
         return _unpack(header_in, payload_in)
 
-    def _exchange(self, out: torch.Tensor, into: torch.Tensor, to: int, source: int) -> None:
+    def _exchange(self, out: torch.Tensor, into: torch.Tensor, to: int, source: int, *, of_all: bool) -> None:
         def both() -> None:
             works = []
             if out.numel():
@@ -250,13 +249,12 @@ class SideChannel:
             for work in works:
                 work.wait(self._timeout())
 
-        self._guarded(both, f"exchange with ranks {to} and {source}")
+        self._guarded(both, f"exchange with ranks {to} and {source}", of_all=of_all)
 
     def barrier(self, seconds: float) -> None:
         """Wait for all ranks, at most ``seconds`` (a shorter deadline than the channel's)."""
         options = dist.AllreduceOptions()
         options.timeout = timedelta(seconds=seconds)
-        self._progress.begun += 1
         self._guarded(lambda: self._group.allreduce([torch.zeros(1)], options).wait(), "barrier")
 
     def close(self) -> None:
@@ -269,10 +267,11 @@ class SideChannel:
         self._roll.close()
         time.sleep(_GRACE_S)
 
-    def _guarded(self, action: Callable[[], Result], what: str) -> Result:
+    def _guarded(self, action: Callable[[], Result], what: str, *, of_all: bool = True) -> Result:
         if self.broken:
             raise SideChannelError("the side channel broke earlier and is not used again")
         started = time.monotonic()
+        self._progress.begun += of_all
         self._progress.waiting = True
         try:
             # A gloo thread keeps the caller's dispatch modes alive and lets go of them with the interpreter's lock, which

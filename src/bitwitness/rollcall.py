@@ -22,9 +22,10 @@ from typing import Any
 import torch.distributed as dist
 
 _ANSWER_S = 4.0
-_GIVE_UP_S = 3 * _ANSWER_S
+_GIVE_UP_S = 1.5 * _ANSWER_S
 _POLL_S = 0.02
-_JOIN_S = 2.0
+_JOIN_S = 1.0
+_AWAY = "no other rank answers: this one was away for too long, or is cut off"
 _FOREVER = timedelta(days=10_000)
 
 
@@ -38,18 +39,21 @@ class Roll:
         Ranks that did not answer.
     late
         Ranks that answered while they were busy elsewhere, and that others waited for in an exchange.
+    problem
+        Why no rank can be named, if so.
 
     """
 
     absent: tuple[int, ...] = ()
     late: tuple[int, ...] = ()
+    problem: str = ""
 
     def __str__(self) -> str:
         if self.absent:
             return f"{_ranks(self.absent)} does not answer"
         if self.late:
             return f"{_ranks(self.late)} answers, but had not come to where the others waited"
-        return "every rank still answers"
+        return self.problem or "every rank still answers"
 
 
 class Progress:
@@ -124,7 +128,7 @@ class RollCall:
                 self._store.set(f"{self._round}/call/{self._rank}", "")
         for thread in (self._thread, self._beginning):
             if thread is not None:
-                thread.join(_JOIN_S)
+                thread.join(_ANSWER_S if self._host == self._rank else _JOIN_S)
 
     def _begin(self, number: int, final: bool) -> None:
         with suppress(Exception):  # no store, no answer: `call` gives up by itself
@@ -143,30 +147,32 @@ class RollCall:
                 self._found, self._over = found, over
                 self._round += 1
                 self._changed.notify_all()
+        if self._host == self._rank and not self._closed:
+            with suppress(Exception):
+                self._linger(store)
 
     def _answer(self, store: Any, number: int) -> tuple[Roll | None, bool]:
         """Answer one call; return what it found, and whether it was the last."""
-        found: Roll | None = None
+        called = False
         try:
             store.wait([f"{number}/call/{self._rank}"], _FOREVER)
+            called = True
             if self._closed:
                 return None, True
             store.set(f"{number}/here/{self._rank}", json.dumps([self._progress.begun, self._progress.waiting]))
             if int(store.get(f"{number}/caller")) == self._rank:
                 found = self._count(store, number)
-                store.set(f"{number}/roll", json.dumps([found.absent, found.late]))
+                store.set(f"{number}/roll", json.dumps([found.absent, found.late, found.problem]))
             else:
                 store.wait([f"{number}/roll"], timedelta(seconds=2 * _ANSWER_S))
-                absent, late = json.loads(store.get(f"{number}/roll"))
-                found = Roll(tuple(absent), tuple(late))
+                absent, late, problem = json.loads(store.get(f"{number}/roll"))
+                found = Roll(tuple(absent), tuple(late), problem)
             store.add(f"{number}/heard", 1)
-            if self._host == self._rank:
-                self._linger(store, number, self._size - len(found.absent))
             return found, bool(found.absent) or store.check(["final"])
         except dist.DistNetworkError:
-            return found or self._store_is_gone(), True
-        except Exception:  # who called the roll did not live to tell
-            return found or Roll(), True
+            return (Roll(problem=_AWAY) if called else self._store_is_gone()), True
+        except Exception:
+            return Roll(problem="the rank that called the roll did not live to tell"), True
 
     def _count(self, store: Any, number: int) -> Roll:
         """Wait until all ranks answered or time is over; tell the absent and the late from the rest."""
@@ -178,16 +184,21 @@ class RollCall:
         answers = {r: json.loads(store.get(f"{number}/here/{r}")) for r in range(self._size) if r not in absent}
         reached = max((begun for begun, waiting in answers.values() if waiting), default=0)
         late = [rank for rank, (begun, waiting) in answers.items() if begun < reached and not waiting]
+        if 1 < len(absent) == self._size - 1:
+            return Roll(problem=_AWAY)
         return Roll(tuple(sorted(absent)), tuple(sorted(late)))
 
     def _store_is_gone(self) -> Roll:
         """Name the rank that keeps the store, where the store is silent."""
-        return Roll() if self._host is None or self._host == self._rank else Roll(absent=(self._host,))
+        if self._host is None:
+            return Roll(problem="the launcher's store does not answer")
+        return Roll(problem=_AWAY) if self._host == self._rank else Roll(absent=(self._host,))
 
-    def _linger(self, store: Any, number: int, expected: int) -> None:
+    def _linger(self, store: Any) -> None:
         """Keep the store until the others have read the roll: it ends with this process."""
+        expected = self._size - len(self._found.absent if self._found else ())
         end = time.monotonic() + _ANSWER_S
-        while store.add(f"{number}/heard", 0) < expected and time.monotonic() < end:
+        while store.add(f"{self._round - 1}/heard", 0) < expected and time.monotonic() < end:
             time.sleep(_POLL_S)
 
 
