@@ -65,6 +65,9 @@ class Ranks(Protocol):
     def together(self) -> AbstractContextManager[None]:
         """Have the short deadline count: all ranks are known to be in this block."""
 
+    def expect(self, seconds: float) -> None:
+        """Make the short deadline longer, if need be, for work of ``seconds``; to be called with the same value by all."""
+
     def roll_call(self, *, final: bool = True) -> Roll:
         """Return who does not answer, after an exchange broke (``final``) or in passing; not collective."""
 
@@ -115,6 +118,10 @@ class Alone:
     def together(self) -> AbstractContextManager[None]:
         """Do nothing."""
         return nullcontext()
+
+    def expect(self, seconds: float) -> None:
+        """Do nothing."""
+        del seconds
 
     def roll_call(self, *, final: bool = True) -> Roll:
         """Return none."""
@@ -171,6 +178,12 @@ class SideChannel:
             yield
         finally:
             self._limit = before
+
+    def expect(self, seconds: float) -> None:
+        """Make the short deadline longer, if need be, for work of ``seconds``, up to the training's own timeout."""
+        longer = min(self._patience, max(self.deadline_s, seconds))
+        self._limit = longer if self._limit == self.deadline_s else self._limit
+        self.deadline_s = longer
 
     def _timeout(self) -> timedelta:
         return timedelta(seconds=self._limit)
