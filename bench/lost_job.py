@@ -12,7 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +54,16 @@ STAGES: dict[str, tuple[Any, str, str]] = {
 }
 
 
-def strike(trial: dict[str, Any], folder: Path) -> None:
-    """Do to this process what was drawn, a moment later, whatever it does by then."""
+def strike(trial: dict[str, Any], folder: Path, inside: threading.Event) -> None:
+    """Do to this process what was drawn, a moment later, wherever it is within experiments by then."""
     time.sleep(trial["delay"])
-    (folder / "struck").write_text(str(time.time()))
     me = os.getpid()
+    while True:
+        inside.wait()
+        (folder / "struck").write_text(str(time.time()))
+        if inside.is_set():
+            break
+        (folder / "struck").unlink()
     if trial["how"] == "kill":
         os.kill(me, signal.SIGKILL)
     if trial["how"] == "slow":  # runs a tenth of the time
@@ -86,12 +92,17 @@ def arm(trial: dict[str, Any], folder: Path, step: Callable[[], int]) -> None:
                 (folder / "struck").write_text(str(time.time()))
                 time.sleep(2 * trial["deadline"])
             elif calls == trial["call"]:
-                threading.Thread(target=strike, args=(trial, folder), daemon=True).start()
+                threading.Thread(target=strike, args=(trial, folder, inside), daemon=True).start()
         return original(*args, **kwargs)
 
-    def entered(channel: SideChannel) -> Any:
-        inside.set()
-        return together(channel)
+    @contextmanager
+    def entered(channel: SideChannel) -> Iterator[None]:
+        with together(channel):
+            inside.set()
+            try:
+                yield
+            finally:
+                inside.clear()
 
     SideChannel.together = entered  # type: ignore[method-assign]
     setattr(owner, name, counted)
