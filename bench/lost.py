@@ -36,6 +36,7 @@ from bitwitness.errors import EXIT_CONVICTED, EXIT_RANK_LOST
 JOB = str(Path(__file__).parent / "lost_job.py")
 DEADLINE_S = 6.0
 GRACE_S = 12.0  # the roll call, the end of the interpreter, and a machine that others use, too
+LONGEST_S = 20.0
 AGENT_S = 32.0  # torchrun gives a stopped rank 30 seconds before it kills it
 LIMIT_S = 90.0
 HOWS = ("kill", "stop", "slow", "stall", "freeze")
@@ -153,7 +154,9 @@ def judged(
         return problems
     wrong = named - {str(trial["victim"])}
     problems += [f"named rank {', '.join(sorted(wrong))}"] if wrong else []
-    allowed = trial["deadline"] + GRACE_S
+    # Twenty replays' time where that is longer than what was configured (a loaded machine); the message tells.
+    said = [float(text) for text in re.findall(r"\(deadline ([\d.]+) s\)", told)]
+    allowed = max([trial["deadline"], *(s for s in said if s < LONGEST_S)]) + GRACE_S
     if trial["launcher"] == "torchrun":
         allowed += AGENT_S if trial["how"] != "kill" else 0
         by_agent = re.search(rf"rank\s*: {trial['victim']} ", logs["agent.log"]) and trial["how"] == "kill"

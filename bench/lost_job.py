@@ -91,6 +91,8 @@ def arm(trial: dict[str, Any], folder: Path, step: Callable[[], int]) -> None:
             if calls == trial["call"] and trial["how"] == "stall":
                 (folder / "struck").write_text(str(time.time()))
                 time.sleep(2 * trial["deadline"])
+            elif calls == trial["call"] and trial["stage"] == "stop barrier":
+                strike(trial | {"delay": 0.0}, folder, inside)  # it is over too soon for a delay
             elif calls == trial["call"]:
                 threading.Thread(target=strike, args=(trial, folder, inside), daemon=True).start()
         return original(*args, **kwargs)
