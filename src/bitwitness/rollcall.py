@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 _ANSWER_S = 4.0
 _GIVE_UP_S = 1.5 * _ANSWER_S
+_SLOW_S = 1.5
 _POLL_S = 0.02
 _JOIN_S = 1.0
 _AWAY = "no other rank answers: this one was away for too long, or is cut off"
@@ -105,7 +106,8 @@ class RollCall:
         All ranks get the same answer: the first one to call counts the answers.
         """
         self._called |= final
-        end = time.monotonic() + _GIVE_UP_S
+        started = time.monotonic()
+        end = started + _GIVE_UP_S
         while not self._over and time.monotonic() < end:
             number = self._round
             self._beginning = threading.Thread(
@@ -114,7 +116,10 @@ class RollCall:
             self._beginning.start()
             if self._await(number, end) and not final:
                 break
-        return self._found or self._store_is_gone()
+        found = self._found or self._store_is_gone()
+        if found == Roll() and self._host not in (None, self._rank) and time.monotonic() - started > _SLOW_S:
+            return Roll(late=self._store_is_gone().absent)  # it came back while the roll was called
+        return found
 
     def _await(self, number: int, end: float) -> bool:
         with self._changed:
@@ -176,14 +181,16 @@ class RollCall:
 
     def _count(self, store: Any, number: int) -> Roll:
         """Wait until all ranks answered or time is over; tell the absent and the late from the rest."""
-        end = time.monotonic() + _ANSWER_S
-        absent = set(range(self._size))
-        while absent and time.monotonic() < end:
-            absent -= {rank for rank in absent if store.check([f"{number}/here/{rank}"])}
+        started = time.monotonic()
+        absent, slow = set(range(self._size)), set[int]()
+        while absent and time.monotonic() < started + _ANSWER_S:
+            here = {rank for rank in absent if store.check([f"{number}/here/{rank}"])}
+            slow |= here if time.monotonic() > started + _SLOW_S else set()
+            absent -= here
             time.sleep(_POLL_S if absent else 0)
         answers = {r: json.loads(store.get(f"{number}/here/{r}")) for r in range(self._size) if r not in absent}
         reached = max((begun for begun, waiting in answers.values() if waiting), default=0)
-        late = [rank for rank, (begun, waiting) in answers.items() if begun < reached and not waiting]
+        late = slow | {rank for rank, (begun, waiting) in answers.items() if begun < reached and not waiting}
         if 1 < len(absent) == self._size - 1:
             return Roll(problem=_AWAY)
         return Roll(tuple(sorted(absent)), tuple(sorted(late)))
