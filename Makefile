@@ -25,6 +25,7 @@ bench: .stamp-venv
 campaign: .stamp-venv
 	$(BIN)/python bench/campaign.py
 	$(BIN)/python bench/clean.py
+	$(BIN)/python bench/lost.py
 
 .stamp-venv: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "bitwitness needs Python 3.11 or newer; set PYTHON=… (seen: " + sys.version.split()[0] + ")")'

@@ -20,7 +20,7 @@ TREES = {path: ast.parse(path.read_text()) for path in FILES}
 LAYERS = {
     "vocabulary": ("errors", "site", "finding", "config"),
     "numbers": ("numerics", "stats"),
-    "torch": ("tap", "replay", "ranks", "device"),
+    "torch": ("tap", "replay", "ranks", "rollcall", "device"),
     "storage": ("store",),
     "instruments": ("sense", "inject"),
     "decision": ("judge", "respond"),

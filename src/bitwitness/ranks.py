@@ -2,24 +2,31 @@
 
 Built from a prefix of the user's own store right after the user's process group, so that it needs no port, survives
 ``destroy_process_group`` and never shares a queue with the training's collectives. Values travel as host tensors.
+
+Two patiences. In a light step a rank may be late for innocent reasons (rank 0 evaluates, or writes a checkpoint, for
+minutes): there an exchange waits as long as the training's own collectives would. Inside `Ranks.together` all ranks are
+known to work on the same question, and ``deadline_s`` counts.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
 from torch.utils._python_dispatch import _disable_current_modes
 
 from bitwitness.errors import SideChannelError
+from bitwitness.rollcall import Progress, Roll, RollCall, store_host
 
 Result = TypeVar("Result")
-_ROLL_CALL_S = 1.0
 _GRACE_S = 0.05
 
 
@@ -55,8 +62,14 @@ class Ranks(Protocol):
     def tell_all(self, text: str) -> list[str]:
         """Return every rank's text, by rank. For short texts: each rank receives all of them."""
 
-    def missing(self) -> list[int]:
-        """Return the ranks that do not answer, after an exchange broke."""
+    def together(self) -> AbstractContextManager[None]:
+        """Have the short deadline count: all ranks are known to be in this block."""
+
+    def expect(self, seconds: float) -> None:
+        """Make the short deadline longer, if need be, for work of ``seconds``; to be called with the same value by all."""
+
+    def roll_call(self, *, final: bool = True) -> Roll:
+        """Return who does not answer, after an exchange broke (``final``) or in passing; not collective."""
 
     def barrier(self, seconds: float) -> None:
         """Wait for all ranks, at most ``seconds``."""
@@ -102,9 +115,18 @@ class Alone:
         """Return the one text."""
         return [text]
 
-    def missing(self) -> list[int]:
+    def together(self) -> AbstractContextManager[None]:
+        """Do nothing."""
+        return nullcontext()
+
+    def expect(self, seconds: float) -> None:
+        """Do nothing."""
+        del seconds
+
+    def roll_call(self, *, final: bool = True) -> Roll:
         """Return none."""
-        return []
+        del final
+        return Roll()
 
     def barrier(self, seconds: float) -> None:
         """Return at once."""
@@ -122,13 +144,12 @@ class SideChannel:
     group
         The group that the training uses; None for the default group.
     deadline_s
-        Seconds that any one exchange may take.
+        Seconds that any one exchange inside `together` may take; elsewhere it is the group's own timeout.
 
     Raises
     ------
     SideChannelError
-        From every exchange, if a peer closed its connection or missed the deadline; the message names the ranks that
-        did not answer a roll call through the store.
+        From every exchange, if a peer closed its connection or missed the deadline; `roll_call` then tells which.
 
     """
 
@@ -137,13 +158,35 @@ class SideChannel:
         self.size = dist.get_world_size(group)
         self.deadline_s = deadline_s
         self.broken = False
+        self._patience = max(deadline_s, training_timeout(group))
+        self._limit = self._patience
+        self._progress = Progress()
         members = dist.get_process_group_ranks(group)
         store = dist.distributed_c10d._get_default_store()
         name = "bitwitness/" + "-".join(map(str, (members[0], members[-1], len(members))))
         # Every rank builds its guards in the same order, so counting one's own gives all the same number.
         number = store.add(f"{name}/guards/{dist.get_rank()}", 1)
         self._store = dist.distributed_c10d.PrefixStore(f"{name}/{number}", store)
-        self._group: Any = dist.ProcessGroupGloo(self._store, self.rank, self.size, timedelta(seconds=deadline_s))
+        self._group: Any = dist.ProcessGroupGloo(self._store, self.rank, self.size, self._timeout())
+        self._roll = RollCall(self._store, self.rank, self.size, host=store_host(members), progress=self._progress)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Have the short deadline count: all ranks are known to be in this block."""
+        before, self._limit = self._limit, self.deadline_s
+        try:
+            yield
+        finally:
+            self._limit = before
+
+    def expect(self, seconds: float) -> None:
+        """Make the short deadline longer, if need be, for work of ``seconds``, up to the training's own timeout."""
+        longer = min(self._patience, max(self.deadline_s, seconds))
+        self._limit = longer if self._limit == self.deadline_s else self._limit
+        self.deadline_s = longer
+
+    def _timeout(self) -> timedelta:
+        return timedelta(seconds=self._limit)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Return the element-wise sum over the ranks."""
@@ -157,6 +200,7 @@ class SideChannel:
         result = values.detach().to("cpu", copy=True).contiguous()
         options = dist.AllreduceOptions()
         options.reduceOp = op
+        options.timeout = self._timeout()
         self._guarded(lambda: self._group.allreduce([result], options).wait(), what)
         return result
 
@@ -164,7 +208,9 @@ class SideChannel:
         """Return every rank's ``row`` (same shape and dtype everywhere), stacked by rank."""
         mine = row.detach().to("cpu").contiguous()
         rows = [torch.empty_like(mine) for _ in range(self.size)]
-        self._guarded(lambda: self._group.allgather([rows], [mine]).wait(), "gather")
+        options = AllgatherOptions()
+        options.timeout = self._timeout()
+        self._guarded(lambda: self._group.allgather([rows], [mine], options).wait(), "gather")
         return torch.stack(rows)
 
     def shift(self, tensors: Sequence[torch.Tensor], by: int) -> list[torch.Tensor]:
@@ -197,15 +243,16 @@ class SideChannel:
         header, payload = _pack(tensors)
         size_in = torch.zeros(2, dtype=torch.int64)
         size_out = torch.tensor([header.numel(), payload.numel()], dtype=torch.int64)
-        self._exchange(size_out, size_in, to, source)
+        of_all = to != source  # a shift; a swap is two ranks' own affair
+        self._exchange(size_out, size_in, to, source, of_all=of_all)
         header_in = torch.empty(int(size_in[0]), dtype=torch.uint8)
         payload_in = torch.empty(int(size_in[1]), dtype=torch.uint8)
-        self._exchange(header, header_in, to, source)
+        self._exchange(header, header_in, to, source, of_all=of_all)
         if payload_in.numel() or payload.numel():
-            self._exchange(payload, payload_in, to, source)
+            self._exchange(payload, payload_in, to, source, of_all=of_all)
         return _unpack(header_in, payload_in)
 
-    def _exchange(self, out: torch.Tensor, into: torch.Tensor, to: int, source: int) -> None:
+    def _exchange(self, out: torch.Tensor, into: torch.Tensor, to: int, source: int, *, of_all: bool) -> None:
         def both() -> None:
             works = []
             if out.numel():
@@ -213,9 +260,9 @@ class SideChannel:
             if into.numel():
                 works.append(self._group.recv([into], source, 0))
             for work in works:
-                work.wait()
+                work.wait(self._timeout())
 
-        self._guarded(both, f"exchange with ranks {to} and {source}")
+        self._guarded(both, f"exchange with ranks {to} and {source}", of_all=of_all)
 
     def barrier(self, seconds: float) -> None:
         """Wait for all ranks, at most ``seconds`` (a shorter deadline than the channel's)."""
@@ -229,40 +276,52 @@ class SideChannel:
         A gloo thread lets go of the last exchange's tensors with the interpreter's lock in hand; where the interpreter has
         ended by then, the process aborts (seen with torch 2.13: ``terminate called``). So it is given a moment first.
         """
-        if not self.broken:
-            self.broken = True
-            time.sleep(_GRACE_S)
+        self.broken = True
+        self._roll.close()
+        time.sleep(_GRACE_S)
 
-    def _guarded(self, action: Callable[[], Result], what: str) -> Result:
+    def _guarded(self, action: Callable[[], Result], what: str, *, of_all: bool = True) -> Result:
         if self.broken:
             raise SideChannelError("the side channel broke earlier and is not used again")
         started = time.monotonic()
+        self._progress.begun += of_all
+        self._progress.waiting = True
         try:
             # A gloo thread keeps the caller's dispatch modes alive and lets go of them with the interpreter's lock, which
             # aborts a process that is ending: so it is given none.
             with _disable_current_modes():
-                return action()
+                result = action()
         except Exception as error:
-            self.broken = True
+            self._break()
             waited = time.monotonic() - started
             reason = str(error).splitlines()[0][:200]
             raise SideChannelError(
                 f"rank {self.rank}: the ranks' side channel broke after {waited:.1f} s in a {what} "
-                f"(deadline {self.deadline_s:g} s): {reason}"
+                f"(deadline {self._limit:g} s): {reason}"
             ) from error
+        self._progress.waiting = False
+        return result
 
-    def missing(self) -> list[int]:
-        """Call the roll through the store after a break; return the ranks that did not answer within a second."""
-        try:
-            self._store.set(f"roll/{self.rank}", "here")
-            end = time.monotonic() + _ROLL_CALL_S
-            absent = set(range(self.size)) - {self.rank}
-            while absent and time.monotonic() < end:
-                absent -= {rank for rank in absent if self._store.check([f"roll/{rank}"])}
-                time.sleep(0.02)
-            return sorted(absent)
-        except Exception:
-            return [0] if self.rank else []  # the store itself is gone, and rank 0 keeps it where no agent does
+    def _break(self) -> None:
+        """Let go of the group, so that whoever waits for this rank's next message learns of it at once."""
+        self.broken = True
+        held = [self._group]
+        self._group = None
+        threading.Thread(target=held.clear, name="bitwitness-break", daemon=True).start()
+
+    def roll_call(self, *, final: bool = True) -> Roll:
+        """Return who does not answer, after an exchange broke or in passing; over within seconds, not collective."""
+        return self._roll.call(final=final)
+
+
+def training_timeout(group: dist.ProcessGroup | None) -> float:
+    """Return how many seconds a collective of the training's own group may wait for a late rank."""
+    group = group or dist.group.WORLD
+    try:
+        backends = [group._get_backend(device) for device in group._device_types]  # type: ignore[union-attr]
+        return max(backend.options._timeout.total_seconds() for backend in backends)
+    except Exception:  # a backend without options
+        return float(dist.constants.default_pg_timeout.total_seconds())
 
 
 def _pack(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

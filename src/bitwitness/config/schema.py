@@ -37,7 +37,10 @@ class _Validated:
 
 @dataclass(frozen=True)
 class RanksConfig(_Validated):
-    """``deadline_s``: seconds that one rank waits for another before the run ends with a clear error."""
+    """``deadline_s``: seconds that one rank waits for another within experiments before the run ends with a clear error.
+
+    Where a model's replay is long, twenty times that. In a light step the training's own timeout counts instead.
+    """
 
     deadline_s: float = _number(120.0, minimum=0, above=True)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from bitwitness.config import Config
 from bitwitness.device import this_device
-from bitwitness.errors import EXIT_ELSEWHERE, TrainingStopped
+from bitwitness.errors import EXIT_ELSEWHERE, SideChannelError, TrainingStopped
 from bitwitness.finding import Action, Cause, Device, Finding, Note, Severity, Verdict
 from bitwitness.judge.experiments import Laboratory
 from bitwitness.judge.fingerprint import NEAR, Fingerprint
@@ -20,6 +20,7 @@ from bitwitness.replay.run import Replayer
 from bitwitness.respond.act import Responder, Root
 from bitwitness.respond.reference_log import alert_fields
 from bitwitness.respond.reporter import Reporter
+from bitwitness.respond.watchdog import Watchdog
 from bitwitness.sense.light import LightStep, parameter_site
 from bitwitness.tap.capture import StepRecord
 from bitwitness.tap.compiled import distributed, is_compiled
@@ -53,7 +54,8 @@ class Proceedings:
         broadcasts = reducing is not None and reducing.broadcast_buffers and not is_compiled(root.wrapper)
         self._judge = Judge(self.laboratory, root.root, replicated_buffers=broadcasts, devices=self.devices)
         healable = Root(root.wrapper, root.root, parameters, root.device, gradients.collect, gradients.take)
-        self._responder = Responder(config.act, ranks, healable)
+        watchdog = Watchdog(ranks, reporter, config.ranks.deadline_s)
+        self._responder = Responder(config.act, ranks, healable, watchdog)
         self._innocent_in_a_row = 0
         self._rests_until = -1
         self.verdicts: list[Verdict] = []
@@ -177,8 +179,7 @@ class Proceedings:
         self._reporter.verdict(verdict, speak=speaks)
 
     def _stop(self, verdict: Verdict, code: int) -> None:
-        self._ranks.barrier(min(30.0, self._config.ranks.deadline_s))
-        raise TrainingStopped(code, verdict.message)
+        self._end(code, verdict.message, verdict.step)
 
     def _stop_unproven(self, loud: list[Finding], step: int) -> None:
         """End at an anomaly of level error, without proof, as the reference systems do; collective.
@@ -191,8 +192,15 @@ class Proceedings:
         message = f"step {step}: stopped at an anomaly, unproven (act = stop): {told[0]}"
         note = Note(message, step, self._ranks.rank, "judge", Severity.ERROR, evidence={"alert": alert_fields()})
         self._reporter.note(note, speak=bool(loud))
-        self._ranks.barrier(min(30.0, self._config.ranks.deadline_s))
-        raise TrainingStopped(EXIT_ELSEWHERE, message)
+        self._end(EXIT_ELSEWHERE, message, step)
+
+    def _end(self, code: int, message: str, step: int) -> NoReturn:
+        """End together with the other ranks; one that is lost now changes nothing about why."""
+        try:
+            self._ranks.barrier(min(30.0, self._config.ranks.deadline_s))
+        except SideChannelError as error:
+            self._reporter.rank_lost(error, self._ranks, step)
+        raise TrainingStopped(code, message)
 
 
 def _numbers(finding: Finding) -> dict[str, Any]:

@@ -249,10 +249,11 @@ class Watch:
 
     @contextmanager
     def _replaying(self) -> Iterator[None]:
-        """Keep the taps from taking what a replay computes for what the training computed."""
+        """Keep the taps from taking what a replay computes for what the training computed. All ranks are here."""
         self.root.paused = self.sensors.reference.collector.paused = True
         try:
-            yield
+            with self.ranks.together():
+                yield
         finally:
             self.root.paused = self.sensors.reference.collector.paused = False
 

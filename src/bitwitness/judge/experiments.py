@@ -5,6 +5,7 @@ Every method is collective. What one rank cannot do (its step cannot be run agai
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +16,9 @@ from bitwitness.ranks import Ranks
 from bitwitness.replay.capsule import Passes, pack, unpack
 from bitwitness.replay.run import Execution, Replayer, ReplayError
 from bitwitness.tap.capture import StepRecord
+
+# Naming an operator takes three traced replays on two ranks, each several times as long as a plain one; the others wait.
+_LONGEST_WAIT = 20
 
 
 @dataclass(slots=True)
@@ -107,12 +111,14 @@ class Laboratory:
 
         """
         self._problem = None
+        started = time.monotonic()
         first = self._fingerprint(record)
         good = self._execute(record)
         second = None if good is None else Fingerprint.of(good)
+        seconds = (time.monotonic() - started) / 2
         executions: list[Fingerprint | None] = [original, first, second, None, None]
         guests: dict[int, Passes] = {}
-        if self._all(first is not None and second is not None) and self.ranks.size > 1:
+        if self._all_replayed(first is not None and second is not None, seconds) and self.ranks.size > 1:
             self._ask_elsewhere(record, executions, guests)
         dependent = torch.tensor(record.value_dependent(), dtype=torch.bool)
         changed = first is not None and bool((original.outputs != first.outputs)[dependent].any())
@@ -175,8 +181,11 @@ class Laboratory:
             return Match.EQUAL  # no more than this model's healthy replays differ
         return match
 
-    def _all(self, here: bool) -> bool:
-        return not float(self.ranks.max(torch.tensor([float(not here)])))
+    def _all_replayed(self, here: bool, seconds: float) -> bool:
+        """Tell whether all ranks could replay; what that took says how long they may have to wait for one another."""
+        failed, seconds = self.ranks.max(torch.tensor([float(not here), seconds])).tolist()
+        self.ranks.expect(_LONGEST_WAIT * seconds)
+        return not failed
 
     def _any(self, here: bool) -> bool:
         return bool(float(self.ranks.max(torch.tensor([float(here)]))))

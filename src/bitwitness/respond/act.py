@@ -15,6 +15,7 @@ from bitwitness.judge.fingerprint import Fingerprint
 from bitwitness.judge.judge import Outcome
 from bitwitness.ranks import Ranks
 from bitwitness.replay.heal import heal_alone, heal_together
+from bitwitness.respond.watchdog import Watchdog
 from bitwitness.stats import Features
 from bitwitness.tap.capture import StepRecord
 
@@ -41,10 +42,11 @@ class Root:
 class Responder:
     """Acts on verdicts as configured. ``observe`` never touches the training."""
 
-    def __init__(self, act: Act, ranks: Ranks, root: Root) -> None:
+    def __init__(self, act: Act, ranks: Ranks, root: Root, watchdog: Watchdog) -> None:
         self._act = act
         self._ranks = ranks
         self._root = root
+        self._watchdog = watchdog
 
     def respond(self, outcome: Outcome, record: StepRecord, *, scaled: bool) -> tuple[Verdict, int | None]:
         """Act; return the verdict with the action taken, and the exit code if the training is to end. Collective."""
@@ -79,7 +81,8 @@ class Responder:
         agreed = Fingerprint.of(found.good)
         for _ in range(_TRIES):
             try:
-                heal_together(root.wrapper, root.module, root.parameters, record, root.device, root.describe)
+                with self._watchdog.over(record.step):
+                    heal_together(root.wrapper, root.module, root.parameters, record, root.device, root.describe)
                 features = root.take()
                 same = features is not None and torch.equal(features.digest.cpu(), agreed.digest)
             except SideChannelError:

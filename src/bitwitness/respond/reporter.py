@@ -96,11 +96,11 @@ class Reporter:
     def rank_lost(self, error: SideChannelError, ranks: Ranks, step: int) -> str:
         """Say that a rank is gone; return the line."""
         self.say(f"step {step}: {error}")  # at once: a launcher may end this process within a tenth of a second
-        missing = ranks.missing()
-        who = f"rank {', '.join(map(str, missing))} does not answer" if missing else "every rank still answers"
-        line = f"step {step}: the ranks can no longer be questioned ({who}); this rank ends instead of waiting"
+        roll = ranks.roll_call()
+        line = f"step {step}: the ranks can no longer be questioned ({roll}); this rank ends instead of waiting"
         self.say(line)
         if self._writer is not None:
-            self._writer.take_over(missing)
-        self.event(Note(line, step, self._rank, "ranks", Severity.ERROR, evidence={"missing": missing}), shared=True)
+            self._writer.take_over(roll.absent)
+        evidence = {"absent": list(roll.absent), "late": list(roll.late)}
+        self.event(Note(line, step, self._rank, "ranks", Severity.ERROR, evidence=evidence), shared=True)
         return line
