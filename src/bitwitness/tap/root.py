@@ -187,6 +187,7 @@ class RootTap:
             context.__exit__(None, None, None)
             if record is None or result is None:
                 return None
+            self.regions.forward_ended()
             with own_work(), self._timed():
                 return self._alias(record, result)
         except Exception as error:
