@@ -144,23 +144,6 @@ def test_two_models_and_optimizers_keep_apart() -> None:
         assert table["verdicts"] == []
 
 
-def test_closures_are_named_as_not_replayable() -> None:
-    net = model()
-    optimizer = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=3)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = net(torch.ones(3, 4)).square().sum()
-        loss.backward()
-        return loss
-
-    with bw.Guard(net, optimizer) as guard:
-        for _ in range(3):
-            optimizer.step(closure)
-    assert "closure" in guard.coverage()["replay"]["this_step"]
-    assert guard.coverage()["verdicts"] == []
-
-
 def test_an_error_of_our_own_never_reaches_the_training(capsys, monkeypatch) -> None:
     from bitwitness.sense.trend import TrendSensor
 

@@ -30,6 +30,7 @@ from bitwitness.stats import Features
 from bitwitness.tap.capture import StepRecord
 from bitwitness.tap.clock import StepClock
 from bitwitness.tap.gradients import LocalGradients
+from bitwitness.tap.ledger import Change
 from bitwitness.tap.root import RootTap
 
 _STEPS_UNSEEN = 3  # a script's model may be found in its first forward, which goes by
@@ -37,6 +38,10 @@ UNSEEN = (
     "optimizers step, but no training forward of the model was seen, so nothing is checked: give the guard the module that the "
     "training calls, and make the guard after torch.compile"
 )
+
+
+IN_BACKWARD = "an optimizer runs inside the backward"
+EDITED = "the script changes gradients between its backward and their use"
 
 
 class Watch:
@@ -88,6 +93,7 @@ class Watch:
         self._armed = False
         self._busy = False
         self._in_step = False
+        self._stepped_early = False
         self._own_before = 0.0
         self._look_again_at = -1
 
@@ -106,8 +112,6 @@ class Watch:
             yield
             return
         self.root.begin_backward()
-        if self._in_step:
-            self.root.record.give_up("backward ran inside the optimizer's step (a closure)")
         tap = self._deep_tap()
         try:
             if tap is None:
@@ -116,10 +120,11 @@ class Watch:
                 with tap:
                     yield
         finally:
-            self.root.end_backward()
-            if self.root.reached:
+            if self.root.end_backward():
                 self._armed = True
                 self._losses += [t.detach() for t in roots if isinstance(t, torch.Tensor) and t.numel() == 1]
+                if self._in_step or self._stepped_early:
+                    self._look(None)
 
     def hold(self, *, scaler: GradScaler | None = None, optimizer: Optimizer | None = None) -> None:
         """Look at the step's gradients, and act on what they show."""
@@ -128,8 +133,24 @@ class Watch:
         if optimizer is not None and not self._ours(optimizer):
             return
         if self.root.in_backward:
-            self.root.record.give_up("an optimizer runs inside the backward")
+            if optimizer is not None:
+                self._stepping_early(optimizer)
             return
+        self._look(scaler)
+        if optimizer is not None and scaler is None:
+            self._in_step = True  # a closure's backward is a hold point of its own
+
+    def _stepping_early(self, optimizer: Optimizer) -> None:
+        """Describe what an optimizer that runs inside the backward is about to use."""
+        self._stepped_early = True
+        self.root.record.give_up(IN_BACKWARD)
+        try:
+            self.gradients.collect_early(p for group in optimizer.param_groups for p in group["params"])
+        except Exception as error:
+            self._fail("local gradients", error)
+
+    def _look(self, scaler: GradScaler | None) -> None:
+        """Look at the step, once after each of its backwards; it ends here."""
         if self._armed:
             self._armed = False
             self._busy = True
@@ -144,9 +165,28 @@ class Watch:
             finally:
                 self._busy = False
                 self._own_seconds += self.root.now() - started
+                self._stepped_early = False
+                self.clock.end_step()
+                self.root.ledger.forget()
             self._note_times(ordinary=ordinary)
-        if optimizer is not None and scaler is None:
-            self._in_step = True
+
+    def zeroed(self, owner: Optimizer | nn.Module) -> None:
+        """Forget what was backpropagated into gradients that are zero now."""
+        if self._busy or self.root.in_backward or not self._covers(owner):
+            return
+        self._armed = False
+        self._losses = []
+        self.root.gradients_cleared()
+
+    def _covers(self, owner: Optimizer | nn.Module) -> bool:
+        """Tell whether all of the root's parameters are an optimizer's or a module's."""
+        if isinstance(owner, nn.Module):
+            if owner is self.root.root or owner is self.root.wrapper:
+                return True
+            theirs = {id(p) for p in owner.parameters()}
+        else:
+            theirs = {id(p) for group in owner.param_groups for p in group["params"]}
+        return all(id(p) in theirs for p in self.root.parameters.values())
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """Note that parameters changed."""
@@ -205,7 +245,8 @@ class Watch:
     def _hold(self, scaler: GradScaler | None) -> bool:
         """Look at the step; return whether it was ordinary: nothing of it was run again."""
         record = self.root.record
-        features = self.gradients.take(hashed=False)
+        features = self.gradients.take_early() or self.gradients.take(hashed=False)
+        self._mind_edits(record)
         losses, self._losses = self._losses, []
         if features is None:
             self.reporter.once(
@@ -239,6 +280,14 @@ class Watch:
         self.sensors.learn(light, false_alarm=by_history)
         self.sensors.look_at_one_product_in(self.deep.plan.one_in)
         return ordinary
+
+    def _mind_edits(self, record: StepRecord) -> None:
+        """See whether the script changed gradients since its backward: a replay's would then be others."""
+        if self._stepped_early or self.root.ledger.change() is Change.NONE:
+            return
+        if self.gradients.mode == "hold":
+            record.give_up(EDITED)
+        record.unhealable = EDITED
 
     def _original(self, record: StepRecord, features: Features) -> Fingerprint:
         """Return what the training itself computed, to be compared with replays."""

@@ -219,6 +219,9 @@ class _Moments:
         return nullcontext()
 
     def hold(self, **_who: Any) -> None:
+        pass  # the guard may run the step again now, which is the same step
+
+    def zeroed(self, _owner: Any) -> None:
         pass
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:

@@ -59,12 +59,14 @@ class Responder:
             return replace(verdict, action=Action.STOPPED), EXIT_CONVICTED
         if judgement is None or verdict.cause is not Cause.TRANSIENT_HARDWARE:
             return verdict, None
-        if judgement.heal and self._heal(outcome, record):
+        if judgement.heal and record.unhealable is None and self._heal(outcome, record):
             return replace(verdict, action=Action.HEALED, message=f"{verdict.message}; healed with it"), None
         if judgement.heal or judgement.skip:
             self._skip(scaled=scaled)
             why = "the gradient that entered the model was computed from wrong outputs"
-            if judgement.heal:
+            if record.unhealable is not None:
+                why = record.unhealable
+            elif judgement.heal:
                 why = f"{_TRIES} lockstep replays did not give the agreed gradients"
             return replace(verdict, action=Action.SKIPPED, message=f"{verdict.message}; step skipped: {why}"), None
         return verdict, None

@@ -26,8 +26,8 @@ _CLIP = 4.0  # deviations beyond which an entry says no more about the component
 _ALONE = 2.0  # deviations that an entry's own movement may take part with
 _NORMAL = 1.25  # turns a mean absolute deviation into a standard deviation (normal values)
 _STALE = 4.0  # steps of absence after which an entry's score has shrunk by the square root of two
-_ALARM = 1.25  # a false alarm raises the threshold by this
-_CALM = 0.9998  # and each quiet step lowers it again: one false alarm in 1,100 steps is put up with
+_ALARM = 1.4  # a false alarm raises the threshold by this
+_CALM = 0.9998  # and each quiet step lowers it again: one false alarm in 1,700 steps is put up with
 _MOST = 4.0
 _EARLY = 0.25  # the first steps of a training move fast, all in one direction
 

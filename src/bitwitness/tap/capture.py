@@ -64,7 +64,8 @@ class ForwardRecord:
 class StepRecord:
     """All that is kept of one step.
 
-    ``unreplayable`` names the reason where the step cannot be run again; ``began`` is when, by `tap.clock.stopwatch`.
+    ``unreplayable`` names the reason where the step cannot be run again, ``unhealable`` why its gradients cannot be put
+    right; ``began`` is when, by `tap.clock.stopwatch`.
     """
 
     step: int
@@ -75,11 +76,17 @@ class StepRecord:
     versions: list[int] = field(default_factory=list)
     training: list[bool] = field(default_factory=list)
     unreplayable: str | None = None
+    unhealable: str | None = None
 
     def give_up(self, reason: str) -> None:
         """Say why this step cannot be run again; the first reason stands."""
         if self.unreplayable is None:
             self.unreplayable = reason
+
+    @property
+    def backpropagated(self) -> bool:
+        """Whether any of its forwards was."""
+        return any(forward.backward is not None for forward in self.forwards)
 
     def passes(self) -> list[list[ForwardRecord]]:
         """Group the forwards by the backward call that consumed them, in order; unused forwards are left out."""

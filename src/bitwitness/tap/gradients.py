@@ -12,7 +12,7 @@ How they are reached depends on who owns them:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -60,6 +60,7 @@ class LocalGradients:
         self._parameters = parameters
         self._device = device
         self._latest: Features | None = None
+        self._early: dict[int, Features] = {}
         self._parts: list[Features | None] = [None] * len(parameters)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self.mode = "hold"
@@ -86,14 +87,34 @@ class LocalGradients:
             grads = [p.grad for p in self._parameters]
             self._latest = features_with_absent(grads, self._device, hashed=hashed)
             return
+        self._latest = self._joined(self._parts)
+        self._parts = [None] * len(self._parts)
+
+    def collect_early(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Describe some gradients that an optimizer is about to use, and to let go, while the backward still runs."""
+        wanted = {id(parameter) for parameter in parameters}
+        here = [(i, p.grad) for i, p in enumerate(self._parameters) if id(p) in wanted and p.grad is not None]
+        with torch.no_grad(), own_work():
+            found = features_of([grad for _, grad in here])
+        for number, (index, _) in enumerate(here):
+            part = slice(number, number + 1)
+            self._early[index] = Features(found.l2[part], found.absmax[part], found.digest[part])
+
+    def take_early(self) -> Features | None:
+        """Return the description put together by `collect_early`, and forget it; None if there is none."""
+        if not self._early:
+            return None
+        early, self._early = self._early, {}
+        return self._joined([early.get(index) for index in range(len(self._parameters))])
+
+    def _joined(self, parts: list[Features | None]) -> Features:
         zero = torch.zeros(1, device=self._device)
         none = Features(zero, zero, torch.zeros(1, dtype=torch.int64, device=self._device))
-        parts = [part or none for part in self._parts]
-        self._parts = [None] * len(parts)
-        self._latest = Features(
-            torch.cat([part.l2 for part in parts]),
-            torch.cat([part.absmax for part in parts]),
-            torch.cat([part.digest for part in parts]),
+        there = [part or none for part in parts]
+        return Features(
+            torch.cat([part.l2 for part in there]),
+            torch.cat([part.absmax for part in there]),
+            torch.cat([part.digest for part in there]),
         )
 
     def take(self, *, hashed: bool = True) -> Features | None:

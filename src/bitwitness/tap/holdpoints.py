@@ -6,6 +6,7 @@ before clipping         ``torch.nn.utils.clip_grad._group_tensors_by_device_and_
                         also one that a script imported by name before we came
 before unscaling        ``torch.amp.GradScaler.unscale_``: ``scaler.step`` calls it too, even if it then skips the optimizer
 before / after a step   torch's global optimizer hooks
+gradients zeroed        ``Optimizer.zero_grad`` and ``nn.Module.zero_grad``
 end under a scaler      ``torch.amp.GradScaler.update``: ends a step whose optimizer was skipped
 ======================  =============================================================================================
 """
@@ -19,6 +20,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
+from torch import nn
 from torch._compile import _disable_dynamo
 from torch.amp import GradScaler
 from torch.nn.utils import clip_grad
@@ -39,6 +41,9 @@ class StepListener(Protocol):
 
     def hold(self, *, scaler: GradScaler | None = None, optimizer: Optimizer | None = None) -> None:
         """Gradients are complete, raw, and about to be unscaled, clipped or used, whichever comes first."""
+
+    def zeroed(self, owner: Optimizer | nn.Module) -> None:
+        """The gradients of all parameters of an optimizer or a module were zeroed or let go."""
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """Parameters changed."""
@@ -65,6 +70,8 @@ class HoldPoints:
         self._patch(clip_grad, "_group_tensors_by_device_and_dtype", self._wrap_grouping)
         self._patch(GradScaler, "unscale_", self._wrap_unscale)
         self._patch(GradScaler, "update", self._wrap_update)
+        self._patch(Optimizer, "zero_grad", self._wrap_zeroing)
+        self._patch(nn.Module, "zero_grad", self._wrap_zeroing)
         before = register_optimizer_step_pre_hook(self._before_step)
         after = register_optimizer_step_post_hook(self._after_step)
         self._stack.callback(before.remove)
@@ -125,6 +132,16 @@ class HoldPoints:
             return result
 
         return update
+
+    def _wrap_zeroing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def zero_grad(owner: Optimizer | nn.Module, *args: Any, **kwargs: Any) -> Any:
+            result = original(owner, *args, **kwargs)
+            if self._on:
+                self._listener.zeroed(owner)
+            return result
+
+        return zero_grad
 
     def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if torch.compiler.is_compiling():  # torch.compile(optimizer.step): dynamo is not to trace us

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from bitwitness.stats import bit_hash
+from bitwitness.stats.local import local_values
 from bitwitness.tap.capture import Autocast, ForwardRecord, StepRecord
 from bitwitness.tap.clock import StepClock, stopwatch
 from bitwitness.tap.compiled import CompiledRegions, HookedCall, find_entry
 from bitwitness.tap.gradients import queue_after_backward
+from bitwitness.tap.ledger import Change, GradientLedger
 from bitwitness.tap.modules import own_work, unwrap
 from bitwitness.tap.randomness import RandomState
 from bitwitness.tap.structure import fresh, map_tensors, nbytes, tensors_of
@@ -95,8 +98,9 @@ class RootTap:
         self._fail = fail
         self._entered: list[AbstractContextManager[Any]] = []
         self._open: list[ForwardRecord | None] = []
-        self._in_backward = False
+        self._depth = 0
         self._queued = False
+        self.ledger = GradientLedger(list(self.parameters.values()))
         first = next(iter(self.parameters.values()), None)
         self.device = torch.device("cpu") if first is None else first.device
         self.now = stopwatch(self.device)
@@ -124,8 +128,8 @@ class RootTap:
     def _before(self, _entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._entered.append(nullcontext())
         self._open.append(None)
-        if self.paused or not torch.is_grad_enabled() or not self.root.training:
-            return
+        if self.paused or self._depth or not torch.is_grad_enabled() or not self.root.training:
+            return  # in a backward: a checkpoint around the whole root runs it again
         try:
             with own_work(), self._timed():
                 self._open[-1] = self._begin(self.root, args, kwargs)
@@ -148,6 +152,8 @@ class RootTap:
         self.forwards_seen += 1
         if self._clock.begin_forward() or self.record.step != self._clock.step:
             self.record = StepRecord(self._clock.step, began=self.now())
+        elif self.record.backpropagated:
+            self._check_gradients_since()
         if not self.record.forwards:
             self._begin_step(root)
         self._clock.micro = len(self.record.forwards)
@@ -167,6 +173,14 @@ class RootTap:
         self.record.forwards.append(record)
         return record
 
+    def _check_gradients_since(self) -> None:
+        """Look at what happened to the gradients since an earlier backward of this step."""
+        change = self.ledger.change()
+        if change is Change.CLEARED:
+            self.gradients_cleared()
+        elif change is Change.EDITED:
+            self.record.give_up("gradients were changed between two backwards of the step")
+
     def _begin_step(self, root: nn.Module) -> None:
         record = self.record
         parameters = list(self.parameters.values())
@@ -177,7 +191,10 @@ class RootTap:
             # zero_grad(set_to_none=False): -0.0 + 0.0 is +0.0, so a replay must start from zeros, too
             record.zero_start = True
             record.start_norm = torch.stack(
-                [norm.to(self.device, torch.float32) for norm in torch._foreach_norm(present)]
+                [
+                    norm.to(self.device, torch.float32)
+                    for norm in torch._foreach_norm([local_values(g) for g in present])
+                ]
             ).sum()
 
     def _after(self, _entry: nn.Module, _args: Any, _kwargs: Any, result: Any) -> Any:
@@ -213,13 +230,37 @@ class RootTap:
 
     def begin_backward(self) -> None:
         """Say that a backward begins (any backward of the process; it may not reach this root)."""
+        self._depth += 1
+        if self._depth > 1:
+            return  # a backward inside a backward: activation checkpointing of the reentrant kind
         self.backwards += 1
-        self._in_backward = True
         self._queued = False
+        if self.record.backpropagated and self.ledger.change() is Change.CLEARED:
+            self.gradients_cleared()
 
-    def end_backward(self) -> None:
-        """Say that it ended."""
-        self._in_backward = False
+    def end_backward(self) -> bool:
+        """Say that it ended; return whether it was the outermost one, and reached this root."""
+        self._depth -= 1
+        if self._depth:
+            return False
+        if self.reached:
+            self.ledger.note()
+        return self.reached
+
+    def gradients_cleared(self) -> None:
+        """Say that all gradients were zeroed or let go: what was backpropagated before counts for nothing.
+
+        What was run forward, and not backward yet, still counts.
+        """
+        record = self.record
+        kept = [forward for forward in record.forwards if forward.backward is None]
+        if len(kept) < len(record.forwards):
+            self.record = replace(
+                record, forwards=kept, unreplayable=record.unreplayable if kept else None, unhealable=None
+            )
+        self.record.start_norm = None
+        self.record.zero_start = any(p.grad is not None for p in self.parameters.values())
+        self.ledger.forget()
 
     def _output_grad(self, record: ForwardRecord, index: int, grad: torch.Tensor) -> None:
         try:
@@ -256,7 +297,7 @@ class RootTap:
     @property
     def in_backward(self) -> bool:
         """Whether a backward is running now."""
-        return self._in_backward
+        return self._depth > 0
 
     @property
     def loss_inside(self) -> bool:
