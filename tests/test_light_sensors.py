@@ -94,6 +94,14 @@ def test_an_expert_that_rests_is_judged_more_mildly_when_it_returns() -> None:
     assert after(40) < 0.5 * after(0)
 
 
+def test_a_gradient_that_vanishes_for_the_first_time_is_seen() -> None:
+    sensor = warm()
+    (found,) = sensor.look(light(60, spoil={5: 0.0}))
+    assert "layers.5.weight (and 0 more) is zero, for the first time" in found.message
+    sensor.learn(light(60, spoil={5: 0.0}))  # so this model has gradients that come and go
+    assert not sensor.look(light(61, spoil={7: 0.0}))
+
+
 def test_what_was_learned_survives_a_restart() -> None:
     old, new = warm(), TrendSensor(len(NAMES), warmup=20, z=9.0)
     new.history.load(old.history.state())

@@ -53,6 +53,8 @@ def _gaps(watch: Watch) -> list[str]:
             "model return its loss to have them covered"
         )
     gaps += _compiled_gaps(watch)
+    for reason, count in watch.limits.most_common(5):
+        gaps.append(f"{count} of {watch.steps_held} steps are sensed but cannot be run again: {reason}")
     if watch.ranks.size == 1:
         gaps.append("one rank: no second device can be asked; a repeating fault needs an operator's proof")
     elif watch.sensors.peers is None:

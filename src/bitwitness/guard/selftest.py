@@ -23,7 +23,7 @@ from bitwitness.sense.light import LightStep
 from bitwitness.sense.nonfinite import NonfiniteSensor
 from bitwitness.sense.peers import PeersSensor
 from bitwitness.sense.trend import TrendSensor
-from bitwitness.tap.holdpoints import HoldPoints
+from bitwitness.tap.holdpoints import BackwardCall, HoldPoints
 from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.operators import OperatorTap
 
@@ -122,8 +122,8 @@ class _Listener:
         self.told: list[str] = []
 
     @contextmanager
-    def around_backward(self, roots: tuple[Any, ...]) -> Iterator[None]:
-        del roots
+    def around_backward(self, call: BackwardCall) -> Iterator[None]:
+        del call
         self.told.append("backward")
         yield
 

@@ -7,6 +7,7 @@ exchanges one number with the other ranks, and hands a suspicious step to the ju
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -30,6 +31,7 @@ from bitwitness.stats import Features
 from bitwitness.tap.capture import StepRecord
 from bitwitness.tap.clock import StepClock
 from bitwitness.tap.gradients import LocalGradients
+from bitwitness.tap.holdpoints import BackwardCall
 from bitwitness.tap.ledger import Change
 from bitwitness.tap.root import RootTap
 
@@ -41,6 +43,7 @@ UNSEEN = (
 
 
 IN_BACKWARD = "an optimizer runs inside the backward"
+BY_HAND = "the gradients did not come from a backward that adds to them"
 EDITED = "the script changes gradients between its backward and their use"
 
 
@@ -94,6 +97,9 @@ class Watch:
         self._busy = False
         self._in_step = False
         self._stepped_early = False
+        self._forwards_looked_at = 0
+        self.limits: Counter[str] = Counter()
+        """Why steps could not be run again, or not be healed, and how many."""
         self._own_before = 0.0
         self._look_again_at = -1
 
@@ -106,12 +112,12 @@ class Watch:
     # -- moments -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def around_backward(self, roots: tuple[Any, ...]) -> Iterator[None]:
+    def around_backward(self, call: BackwardCall) -> Iterator[None]:
         """Record a backward; on a deep step, look at its operators."""
         if self._busy:
             yield
             return
-        self.root.begin_backward()
+        self.root.begin_backward(call)
         tap = self._deep_tap()
         try:
             if tap is None:
@@ -122,7 +128,7 @@ class Watch:
         finally:
             if self.root.end_backward():
                 self._armed = True
-                self._losses += [t.detach() for t in roots if isinstance(t, torch.Tensor) and t.numel() == 1]
+                self._losses += [t.detach() for t in call.roots if isinstance(t, torch.Tensor) and t.numel() == 1]
                 if self._in_step or self._stepped_early:
                     self._look(None)
 
@@ -136,9 +142,17 @@ class Watch:
             if optimizer is not None:
                 self._stepping_early(optimizer)
             return
+        if optimizer is not None and not self._armed and self._gradients_by_hand():
+            self.root.record.give_up(BY_HAND)
+            self._armed = True
         self._look(scaler)
         if optimizer is not None and scaler is None:
             self._in_step = True  # a closure's backward is a hold point of its own
+
+    def _gradients_by_hand(self) -> bool:
+        """Tell whether the model was run since the last look, and has gradients that no backward put there."""
+        ran = self.root.forwards_seen > self._forwards_looked_at
+        return ran and any(p.grad is not None for p in self.root.parameters.values())
 
     def _stepping_early(self, optimizer: Optimizer) -> None:
         """Describe what an optimizer that runs inside the backward is about to use."""
@@ -153,6 +167,7 @@ class Watch:
         """Look at the step, once after each of its backwards; it ends here."""
         if self._armed:
             self._armed = False
+            self._forwards_looked_at = self.root.forwards_seen
             self._busy = True
             ordinary = False
             started = self.root.now()
@@ -247,6 +262,7 @@ class Watch:
         record = self.root.record
         features = self.gradients.take_early() or self.gradients.take(hashed=False)
         self._mind_edits(record)
+        self.limits.update(reason for reason in (record.unreplayable or record.unhealable,) if reason)
         losses, self._losses = self._losses, []
         if features is None:
             self.reporter.once(
@@ -287,7 +303,7 @@ class Watch:
             return
         if self.gradients.mode == "hold":
             record.give_up(EDITED)
-        record.unhealable = EDITED
+        record.unhealable = f"not healed: {EDITED}"
 
     def _original(self, record: StepRecord, features: Features) -> Fingerprint:
         """Return what the training itself computed, to be compared with replays."""

@@ -27,7 +27,7 @@ from bitwitness.inject.patterns import corrupt, count_changed, reaches
 from bitwitness.inject.schedule import Firing, Trigger
 from bitwitness.site import Site, matches
 from bitwitness.tap.clock import StepClock
-from bitwitness.tap.holdpoints import HoldPoints
+from bitwitness.tap.holdpoints import BackwardCall, HoldPoints
 from bitwitness.tap.modules import ModuleTracker, own_work
 from bitwitness.tap.operators import OpCall, OperatorTap
 
@@ -214,7 +214,7 @@ class _Moments:
     def __init__(self, device: FaultyDevice) -> None:
         self._device = device
 
-    def around_backward(self, _roots: tuple[Any, ...]) -> AbstractContextManager[None]:
+    def around_backward(self, _call: BackwardCall) -> AbstractContextManager[None]:
         self._device.begin_backward()
         return nullcontext()
 

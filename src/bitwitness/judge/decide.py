@@ -35,7 +35,8 @@ class Row:
 
     ``suspicious``: a sensor fired on this rank. ``proven_by_checksum``: an operator's own invariant failed there.
     ``outputs_changed``: the replayed forward returned other values than the training's, and its output gradient was
-    computed from those. ``failed``: the capsule could not be run again.
+    computed from those. ``failed``: the capsule could not be run again. ``never_repeated``: no step of this rank has been
+    replayed with the training's own result so far.
     """
 
     matches: tuple[Match, ...]
@@ -43,6 +44,7 @@ class Row:
     proven_by_checksum: bool = False
     outputs_changed: bool = False
     failed: bool = False
+    never_repeated: bool = False
 
     def match(self, a: int, b: int) -> Match:
         """Return how executions ``a`` and ``b`` compare."""
@@ -158,6 +160,10 @@ def decide(rows: Sequence[Row], *, reproducible: bool) -> Judgement:
     convicted = {device: cause for device, cause in verdicts.items() if cause is not Cause.INCONCLUSIVE}
     if not convicted:
         reason = "a result differed once and by rounding only, which a nondeterministic kernel does, too"
+        if all(rows[device].never_repeated for device in tally.wrong):
+            reason = (
+                "no step of this training has been replayed with its own result yet: does the script change gradients?"
+            )
         return Judgement(Cause.INCONCLUSIVE, reason=reason, wrong=wrong)
     if not reproducible and Cause.PERSISTENT_HARDWARE not in convicted.values() and not _far(tally, convicted):
         reason = "healthy replays of this model differ, and no more than these do"
@@ -216,6 +222,8 @@ def _device_cause(device: int, found: list[tuple[int, int, Match]], rows: Sequen
     repeatable = len(own) == len(LOCAL) and row.match(1, 2) is Match.EQUAL and row.match(0, 1) is Match.EQUAL
     if repeatable:
         return Cause.PERSISTENT_HARDWARE
+    if row.never_repeated and found[0][:2] == (device, 0) and len(found) == 1:
+        return Cause.INCONCLUSIVE
     near_only = all(how is Match.NEAR for _, _, how in found)
     if near_only and not row.proven_by_checksum:
         return Cause.INCONCLUSIVE

@@ -57,6 +57,8 @@ class Laboratory:
         self.tolerance = tolerance
         self.spread = 0.0
         self.calibrated = 0
+        self.repeats = False
+        """Whether a replay here has given the training's own result at least once."""
         self.odd = self.odd_here = False
         self._problem: str | None = None
 
@@ -80,6 +82,7 @@ class Laboratory:
         spread = max(
             (0.0 if original.compare(x, 0.0) is Match.EQUAL else original.distance(x)) for x in (here, elsewhere)
         )
+        self.repeats = self.repeats or original.compare(here, 0.0) is Match.EQUAL
         everywhere = self.ranks.max(torch.tensor([spread], dtype=torch.float64))
         # A large spread on a few ranks is no property of the model; one that most show, or of rounding's size, is.
         many = int(self.ranks.sum(torch.tensor([int(spread > 0)])))
@@ -88,6 +91,7 @@ class Laboratory:
         self.odd_here = self.odd and spread > 0
         if many and not self.odd:
             self.spread = max(self.spread, float(everywhere))
+            self.repeats = True  # up to its spread
         self.calibrated += 1
         return (
             f"healthy replays differ by {float(everywhere):.3g} on {many} of {self.ranks.size} ranks" if many else None
@@ -120,6 +124,9 @@ class Laboratory:
         guests: dict[int, Passes] = {}
         if self._all_replayed(first is not None and second is not None, seconds) and self.ranks.size > 1:
             self._ask_elsewhere(record, executions, guests)
+        local = self._match(original, first)
+        never = not self.repeats and local is not Match.EQUAL
+        self.repeats = self.repeats or local is Match.EQUAL
         dependent = torch.tensor(record.value_dependent(), dtype=torch.bool)
         changed = first is not None and bool((original.outputs != first.outputs)[dependent].any())
         row = Row(
@@ -127,6 +134,7 @@ class Laboratory:
             suspicious=suspicious,
             proven_by_checksum=proven_by_checksum,
             outputs_changed=changed,
+            never_repeated=never,
             failed=first is None or second is None or (self.ranks.size > 1 and executions[3] is None),
         )
         rows = [_decode(line) for line in self.ranks.gather(_encode(row))]
@@ -192,7 +200,7 @@ class Laboratory:
 
 
 def _encode(row: Row) -> torch.Tensor:
-    flags = (row.suspicious, row.proven_by_checksum, row.outputs_changed, row.failed)
+    flags = (row.suspicious, row.proven_by_checksum, row.outputs_changed, row.failed, row.never_repeated)
     return torch.tensor([*map(int, row.matches), *map(int, flags)], dtype=torch.int64)
 
 

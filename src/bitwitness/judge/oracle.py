@@ -57,8 +57,19 @@ def compare_with_float64(call: OpCall) -> Discrepancy:
         except Exception as error:  # a custom operator may refuse float64 in its own way
             return Discrepancy(comparable=False, repeats=repeats, reason=str(error).splitlines()[0][:200])
         inputs = [t for t in tensors_in([*call.args, *call.kwargs.values()]) if t.is_floating_point() and t.numel()]
+        if _overflows(call.outputs, inputs):
+            return Discrepancy(comparable=False, repeats=repeats, reason="its inputs are large enough to overflow")
         size = max((float(torch.linalg.vector_norm(t.detach().cpu().double())) for t in inputs), default=0.0)
         return _distance(call.outputs, exact, floor=_CANCELLED * size, repeats=repeats)
+
+
+def _overflows(outputs: tuple[torch.Tensor, ...], inputs: list[torch.Tensor]) -> bool:
+    """Tell whether a result that is not finite may be lawful: squares of such inputs leave the result's range."""
+    for output in outputs:
+        if output.is_floating_point() and output.numel() and not bool(torch.isfinite(output).all()):
+            largest = max((float(t.detach().abs().amax()) for t in inputs), default=0.0)
+            return not largest < 1e-3 * torch.finfo(output.dtype).max ** 0.5
+    return False
 
 
 def _distance(

@@ -1,18 +1,20 @@
 """Running a captured step again, locally: no gradient is accumulated, no communication, nothing left changed.
 
-The replay calls ``torch.autograd.grad`` on the root's parameters, so that neither ``p.grad`` nor any hook behind the
-accumulation (DistributedDataParallel's reducer, an optimizer inside backward) takes part. Gradients of several
-micro-batches are added in the order in which autograd added them.
+The replay calls ``torch.autograd.grad`` on the root's parameters (or, where a reentrant checkpoint refuses that, puts
+leaves that share the parameters' memory in their place), so that neither ``p.grad`` nor any hook behind the accumulation
+(DistributedDataParallel's reducer, an optimizer inside backward) takes part. Gradients of several micro-batches are added
+in the order in which autograd added them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.utils.stateless import _reparametrize_module
 
 from bitwitness.stats import Features, bit_hash
 from bitwitness.tap.capture import ForwardRecord, StepRecord
@@ -42,6 +44,7 @@ class Execution:
     buffers: list[torch.Tensor] | None = None
 
 
+_Pass = tuple[Sequence[torch.Tensor | None], list[torch.Tensor]]
 Around = Callable[[], AbstractContextManager[object]]
 
 
@@ -75,6 +78,8 @@ class Replayer:
         self.device = device
         self._entry = Entry(root, root) if entry is None else entry
         self._regions = CompiledRegions(root) if regions is None else regions
+        self._through_leaves: bool | None = None
+        self._had_gradients: list[bool] = []
 
     @property
     def compiled(self) -> bool:
@@ -114,6 +119,7 @@ class Replayer:
         totals: list[torch.Tensor | None] = [None] * len(self.parameters)
         outputs: list[torch.Tensor] = []
         buffers = [buffer.detach().clone() for buffer in self.root.buffers()]
+        self._had_gradients = [p.grad is not None for p in self.parameters.values()]
         with self._gradients_kept(), randomness_kept(self.device), torch.enable_grad(), self._stance(around):
             try:
                 for group in passes:
@@ -162,16 +168,7 @@ class Replayer:
         around: Around,
         zero_start: bool,
     ) -> None:
-        results: list[torch.Tensor] = []
-        grads: list[torch.Tensor] = []
-        for record in group:
-            for value, grad in zip(self._forward(record, outputs, around), record.output_grads, strict=True):
-                if grad is not None:
-                    results.append(value)
-                    grads.append(grad)
-        parameters = list(self.parameters.values())
-        with around():
-            new: tuple[torch.Tensor | None, ...] = torch.autograd.grad(results, parameters, grads, allow_unused=True)
+        new = self._gradients(group, outputs, around)
         for index, grad in enumerate(new):
             if grad is None:
                 continue
@@ -179,6 +176,51 @@ class Replayer:
             if total is None and zero_start:
                 total = torch.zeros_like(grad)
             totals[index] = grad.detach() if total is None else total.add_(grad)
+
+    def _gradients(
+        self, group: list[ForwardRecord], outputs: list[torch.Tensor], around: Around
+    ) -> Sequence[torch.Tensor | None]:
+        """Run one group forward and backward; return the parameters' gradients, in order."""
+        if not self._through_leaves:
+            new, hashes = self._by_asking(group, around)
+            missed = [grad is None and there for grad, there in zip(new, self._had_gradients, strict=True)]
+            if not any(missed) or self._through_leaves is False:
+                outputs += hashes
+                return new
+        new, hashes = self._by_accumulating(group, around)
+        if self._through_leaves is None:
+            # A reentrant checkpoint hides the parameters used inside it from torch.autograd.grad; a parameter that was
+            # simply not used has no gradient either way.
+            self._through_leaves = any(grad is not None and gap for grad, gap in zip(new, missed, strict=True))
+        outputs += hashes
+        return new
+
+    def _by_asking(self, group: list[ForwardRecord], around: Around) -> _Pass:
+        results, grads, hashes = self._forwards(group, around)
+        with around():
+            return torch.autograd.grad(results, list(self.parameters.values()), grads, allow_unused=True), hashes
+
+    def _by_accumulating(self, group: list[ForwardRecord], around: Around) -> _Pass:
+        leaves = {name: parameter.detach().requires_grad_() for name, parameter in self.parameters.items()}
+        with _reparametrize_module(self.root, leaves, tie_weights=True):
+            results, grads, hashes = self._forwards(group, around)
+            with around():
+                torch.autograd.backward(results, grads)
+        return [leaf.grad for leaf in leaves.values()], hashes
+
+    def _forwards(
+        self, group: list[ForwardRecord], around: Around
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        """Run a group's forwards; return the outputs to go back from, the gradients that arrived there, and hashes."""
+        results: list[torch.Tensor] = []
+        grads: list[torch.Tensor] = []
+        hashes: list[torch.Tensor] = []
+        for record in group:
+            for value, grad in zip(self._forward(record, hashes, around), record.output_grads, strict=True):
+                if grad is not None:
+                    results.append(value)
+                    grads.append(grad)
+        return results, grads, hashes
 
     def _forward(self, record: ForwardRecord, outputs: list[torch.Tensor], around: Around) -> list[torch.Tensor]:
         with torch.no_grad():

@@ -32,9 +32,10 @@ _MOST = 4.0
 _EARLY = 0.25  # the first steps of a training move fast, all in one direction
 
 _RIPE = 16.0
+_LONG = 3  # warm-ups
 _TOGETHER = 8
 
-_SAVED = ("_seen", "_missed", "_mean", "_deviation", "_rest", "_rests", "_first", "_past")
+_SAVED = ("_seen", "_missed", "_absences", "_mean", "_deviation", "_rest", "_rests", "_first", "_past")
 
 
 class History:
@@ -61,6 +62,7 @@ class History:
         self._floor = np.broadcast_to(np.asarray(floor, dtype=np.float64), (size,))
         self._seen = np.zeros(size)
         self._missed = np.zeros(size)
+        self._absences = np.zeros(size)
         self._mean = np.zeros(size)
         self._deviation = np.zeros(size)
         self._rest = np.zeros(size)  # mean absolute deviation of what the components leave
@@ -91,6 +93,18 @@ class History:
             return sizes, 0.0
         level = float(np.median((flat - self._mean[:count])[counted]))
         return sizes - np.array([[level], [level], [0.0]]), level
+
+    @property
+    def never_absent(self) -> NDArray[np.bool_]:
+        """Entries that have had a value at every step so far, long enough for that to mean something, bool [F]."""
+        result: NDArray[np.bool_] = (self._absences == 0) & (self._seen >= _LONG * self._warmup)
+        return result
+
+    @property
+    def sometimes_absent(self) -> NDArray[np.bool_]:
+        """Entries that had a value at some steps and none at a later one, bool [F]."""
+        result: NDArray[np.bool_] = self._absences > 0
+        return result
 
     @property
     def mean(self) -> Vector:
@@ -129,6 +143,7 @@ class History:
         self._learn_mean(gap, known, wide)
         self._learn_first(values, known)
         self._missed = np.where(known, 0.0, self._missed + 1.0)
+        self._absences += ~known & (self._seen > 0)
         self._learn_components(usual)
 
     # -- parts ---------------------------------------------------------------------------------------------------

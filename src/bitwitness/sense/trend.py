@@ -44,6 +44,7 @@ class TrendSensor:
         strongest = np.abs(table).max(axis=0) if size else np.zeros(0)
         limit = self.history.threshold
         found = [self._parameter(light, int(i), table) for i in np.argsort(-strongest)[:_NAMED] if strongest[i] > limit]
+        found += self._vanished(light)
         if abs(scores[-2]) > limit:
             message = f"the loss ({_loss(light):.6g}) is {scores[-2]:+.1f} deviations from its history"
             found.append(self._whole(light, message, "asinh loss", float(scores[-2]), -2))
@@ -61,6 +62,17 @@ class TrendSensor:
         sizes, level = self.history.levelled(log_sizes(light))
         # asinh: a logarithm for large losses, and defined for those that cross zero
         return np.append(sizes.reshape(-1), [np.arcsinh(_loss(light)), level or np.nan])
+
+    def _vanished(self, light: LightStep) -> list[Finding]:
+        """Suspect a gradient that is zero for the first time, in a model none of whose gradients ever was zero for a step."""
+        size = len(light.names)
+        steady = self.history.never_absent[:size]
+        sometimes = self.history.sometimes_absent[:size]
+        gone = np.flatnonzero(steady & (light.absmax == 0))
+        if not gone.size or sometimes.any():
+            return []
+        message = f"gradient of {light.names[gone[0]]} (and {gone.size - 1} more) is zero, for the first time"
+        return [light.finding(self.name, int(gone[0]), message, {"zero_gradients": int(gone.size)})]
 
     def _parameter(self, light: LightStep, index: int, table: Vector) -> Finding:
         feature = int(np.abs(table[:, index]).argmax())

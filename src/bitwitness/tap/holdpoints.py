@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -33,11 +34,23 @@ from torch.optim.optimizer import (
 RunBackward = Callable[..., Any]
 
 
+@dataclass(frozen=True, slots=True)
+class BackwardCall:
+    """One backward: where it starts (tensors or gradient edges), and what for.
+
+    ``accumulates``: into ``p.grad`` (``backward()``), rather than returning gradients (``torch.autograd.grad``).
+    """
+
+    roots: tuple[Any, ...]
+    create_graph: bool = False
+    accumulates: bool = True
+
+
 class StepListener(Protocol):
     """Who is told of the moments. The guard is one."""
 
-    def around_backward(self, roots: tuple[Any, ...]) -> AbstractContextManager[None]:
-        """Return what a backward from ``roots`` (tensors or gradient edges) is run inside."""
+    def around_backward(self, call: BackwardCall) -> AbstractContextManager[None]:
+        """Return what a backward is run inside."""
 
     def hold(self, *, scaler: GradScaler | None = None, optimizer: Optimizer | None = None) -> None:
         """Gradients are complete, raw, and about to be unscaled, clipped or used, whichever comes first."""
@@ -100,7 +113,10 @@ class HoldPoints:
         def run_backward(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._on:
                 return original(t_outputs, *args, **kwargs)
-            with self._listener.around_backward(tuple(t_outputs)):
+            call = BackwardCall(
+                tuple(t_outputs), create_graph=bool(args[2]), accumulates=bool(kwargs.get("accumulate_grad"))
+            )
+            with self._listener.around_backward(call):
                 return original(t_outputs, *args, **kwargs)
 
         return run_backward

@@ -22,10 +22,13 @@ from bitwitness.tap.capture import Autocast, ForwardRecord, StepRecord
 from bitwitness.tap.clock import StepClock, stopwatch
 from bitwitness.tap.compiled import CompiledRegions, HookedCall, find_entry
 from bitwitness.tap.gradients import queue_after_backward
+from bitwitness.tap.holdpoints import BackwardCall
 from bitwitness.tap.ledger import Change, GradientLedger
 from bitwitness.tap.modules import own_work, unwrap
 from bitwitness.tap.randomness import RandomState
 from bitwitness.tap.structure import fresh, map_tensors, nbytes, tensors_of
+
+CREATE_GRAPH = "backward ran with create_graph: second derivatives are not replayed"
 
 
 class ModuleHook:
@@ -99,6 +102,8 @@ class RootTap:
         self._entered: list[AbstractContextManager[Any]] = []
         self._open: list[ForwardRecord | None] = []
         self._depth = 0
+        self._accumulates = True
+        self._create_graph = False
         self._queued = False
         self.ledger = GradientLedger(list(self.parameters.values()))
         first = next(iter(self.parameters.values()), None)
@@ -186,6 +191,11 @@ class RootTap:
         parameters = list(self.parameters.values())
         record.versions = [p._version for p in parameters]
         record.training = [module.training for module in root.modules()]
+
+    def _note_start(self) -> None:
+        """See what lies in the gradients before the step's first backward adds to it."""
+        record, parameters = self.record, list(self.parameters.values())
+        record.zero_start, record.start_norm = False, None
         present = [p.grad for p in parameters if p.grad is not None]
         if present:
             # zero_grad(set_to_none=False): -0.0 + 0.0 is +0.0, so a replay must start from zeros, too
@@ -228,14 +238,20 @@ class RootTap:
 
     # -- backward ------------------------------------------------------------------------------------------------
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, call: BackwardCall) -> None:
         """Say that a backward begins (any backward of the process; it may not reach this root)."""
         self._depth += 1
         if self._depth > 1:
             return  # a backward inside a backward: activation checkpointing of the reentrant kind
         self.backwards += 1
         self._queued = False
-        if self.record.backpropagated and self.ledger.change() is Change.CLEARED:
+        self._accumulates = call.accumulates
+        self._create_graph = call.create_graph
+        if not call.accumulates:
+            return
+        if not self.record.backpropagated:
+            self._note_start()
+        elif self.ledger.change() is Change.CLEARED:
             self.gradients_cleared()
 
     def end_backward(self) -> bool:
@@ -258,8 +274,6 @@ class RootTap:
             self.record = replace(
                 record, forwards=kept, unreplayable=record.unreplayable if kept else None, unhealable=None
             )
-        self.record.start_norm = None
-        self.record.zero_start = any(p.grad is not None for p in self.parameters.values())
         self.ledger.forget()
 
     def _output_grad(self, record: ForwardRecord, index: int, grad: torch.Tensor) -> None:
@@ -269,6 +283,10 @@ class RootTap:
             self._fail("capture", error)
 
     def _keep_output_grad(self, record: ForwardRecord, index: int, grad: torch.Tensor) -> None:
+        if self._create_graph:
+            self.record.give_up(CREATE_GRAPH)
+        if not self._accumulates:
+            return
         if record.backward is None:
             record.backward = self.backwards
         elif record.backward != self.backwards:
@@ -277,7 +295,7 @@ class RootTap:
         if nbytes([grad]) > self._limit:
             self.record.give_up(f"an output gradient is larger than the capture limit of {self._limit >> 20} MiB")
         elif grad.requires_grad:
-            self.record.give_up("backward ran with create_graph: second derivatives are not replayed")
+            self.record.give_up(CREATE_GRAPH)
         else:
             record.output_grads[index] = grad.detach()
         if record.sync and self._local_gradients is not None and not self._queued:
@@ -306,5 +324,5 @@ class RootTap:
 
     @property
     def reached(self) -> bool:
-        """Whether the latest backward reached this root."""
-        return any(record.backward == self.backwards for record in self.record.forwards)
+        """Whether the latest backward reached this root, to add to its gradients."""
+        return self._accumulates and any(record.backward == self.backwards for record in self.record.forwards)
