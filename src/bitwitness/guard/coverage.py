@@ -53,6 +53,10 @@ def _gaps(watch: Watch) -> list[str]:
             "model return its loss to have them covered"
         )
     gaps += _compiled_gaps(watch)
+    if root.sharding.fsdp2:
+        gaps.append("parameters are sharded: no replica of them is compared between ranks (their gradients are)")
+    elif root.sharding.spread:
+        gaps.append(f"{root.sharding.problem}; gradients are watched, shard by shard, and on deep steps the operators")
     for reason, count in watch.limits.most_common(5):
         gaps.append(f"{count} of {watch.steps_held} steps are sensed but cannot be run again: {reason}")
     if watch.ranks.size == 1:

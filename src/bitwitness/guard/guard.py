@@ -30,6 +30,7 @@ from bitwitness.store import RunWriter, claim_folder
 from bitwitness.tap.compiled import distributed
 from bitwitness.tap.holdpoints import HoldPoints
 from bitwitness.tap.modules import unwrap
+from bitwitness.tap.sharded import sharding_of
 
 _guarded: WeakSet[nn.Module] = WeakSet()  # only to refuse a second guard on one module
 
@@ -191,6 +192,9 @@ def join_ranks(model: nn.Module, deadline_s: float) -> Ranks:
     if (wrapper := distributed(model)) is not None:
         group = wrapper.process_group
         return SideChannel(group, deadline_s=deadline_s) if dist.get_world_size(group) > 1 else Alone()
+    sharding = sharding_of(model)
+    if sharding.spread and dist.is_initialized() and dist.get_world_size(sharding.group()) > 1:
+        return SideChannel(sharding.group(), deadline_s=deadline_s)
     return Alone()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -16,6 +17,7 @@ from bitwitness.judge.experiments import Laboratory
 from bitwitness.judge.fingerprint import NEAR, Fingerprint
 from bitwitness.judge.judge import Judge, Outcome
 from bitwitness.ranks import Ranks
+from bitwitness.replay.lockstep import LockstepReplayer
 from bitwitness.replay.run import Replayer
 from bitwitness.respond.act import Responder, Root
 from bitwitness.respond.reference_log import alert_fields
@@ -34,6 +36,15 @@ _EXACT = ("checksum", "replicas")
 _INNOCENT = (Cause.DISMISSED, Cause.INCONCLUSIVE, Cause.DATA, Cause.SOFTWARE)
 
 
+def make_replayer(root: RootTap, gradients: LocalGradients) -> Replayer:
+    """Return what runs this root's steps again: one rank by itself, or all together where parameters are sharded."""
+    if gradients.reduce_tap is None:
+        return Replayer(root.root, root.parameters, root.device, entry=root.entry, regions=root.regions)
+    replayer = LockstepReplayer(root.root, root.parameters, root.device, entry=root.entry, regions=root.regions)
+    replayer.use(gradients.reduce_tap, gradients.joined)
+    return replayer
+
+
 class Proceedings:
     """Leads one root's suspicions to verdicts."""
 
@@ -46,16 +57,18 @@ class Proceedings:
         self._root = root
         parameters = list(root.parameters.values())
         low = any(p.dtype in (torch.bfloat16, torch.float16) for p in parameters)
-        self.replayer = Replayer(root.root, root.parameters, root.device, entry=root.entry, regions=root.regions)
+        self.replayer = make_replayer(root, gradients)
         self.laboratory = Laboratory(ranks, self.replayer, NEAR["low" if low else "full"])
         self.devices = gather_devices(ranks, this_device(root.device))
         reducing = distributed(root.wrapper)
         # Around a compiled DistributedDataParallel buffers are captured before they are broadcast.
         broadcasts = reducing is not None and reducing.broadcast_buffers and not is_compiled(root.wrapper)
         self._judge = Judge(self.laboratory, root.root, replicated_buffers=broadcasts, devices=self.devices)
-        healable = Root(root.wrapper, root.root, parameters, root.device, gradients.collect, gradients.take)
-        watchdog = Watchdog(ranks, reporter, config.ranks.deadline_s)
-        self._responder = Responder(config.act, ranks, healable, watchdog)
+        healable = Root(
+            root.wrapper, root.root, parameters, root.device, gradients.collect, gradients.take, self.replayer.lockstep
+        )
+        self._watchdog = Watchdog(ranks, reporter, config.ranks.deadline_s)
+        self._responder = Responder(config.act, ranks, healable, self._watchdog)
         self._innocent_in_a_row = 0
         self._rests_until = -1
         self.verdicts: list[Verdict] = []
@@ -89,7 +102,8 @@ class Proceedings:
         if self._config.act == "stop":
             self._stop_unproven([f for f in loud if f.severity is Severity.ERROR], record.step)
         self._know_precision(record)
-        outcome = self._judge.question(record, original, loud)
+        with self._watchdog.over(record.step) if self.replayer.lockstep else nullcontext():
+            outcome = self._judge.question(record, original, loud)
         outcome = self._attach(self._in_the_light_of_earlier(outcome), loud)
         verdict, code = self._responder.respond(outcome, record, scaled=light.scaled)
         self._announce(verdict, loud)
@@ -118,7 +132,8 @@ class Proceedings:
     def calibrate(self, record: StepRecord, original: Fingerprint, light: LightStep) -> None:
         """Replay a step that nobody suspects; collective. A spread that only a few ranks show is questioned at once."""
         self._know_precision(record)
-        problem = self.laboratory.calibrate(record, original)
+        with self._watchdog.over(record.step) if self.replayer.lockstep else nullcontext():
+            problem = self.laboratory.calibrate(record, original)
         if problem is None:
             return
         if self.laboratory.odd:

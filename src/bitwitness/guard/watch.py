@@ -251,7 +251,7 @@ class Watch:
         )
 
     def _collect(self) -> None:
-        if self.gradients.mode == "hold":
+        if self.gradients.mode in ("hold", "reduce"):
             return  # they are still there at the hold point, and are read once
         started = self.root.now()
         self.gradients.collect()

@@ -74,6 +74,8 @@ class Laboratory:
         times as large prove nothing.
         """
         self._problem = None
+        if not self._all_ready(record):
+            return self._problem or "another rank could not replay its step"
         here = self._fingerprint(record)
         elsewhere, _ = self._elsewhere(record, 1) if self.ranks.size > 1 else (here, None)
         failed = self.ranks.max(torch.tensor([float(here is None or elsewhere is None)]))
@@ -116,8 +118,9 @@ class Laboratory:
         """
         self._problem = None
         started = time.monotonic()
-        first = self._fingerprint(record)
-        good = self._execute(record)
+        ready = self._all_ready(record)
+        first = self._fingerprint(record) if ready else None
+        good = self._execute(record) if ready else None
         second = None if good is None else Fingerprint.of(good)
         seconds = (time.monotonic() - started) / 2
         executions: list[Fingerprint | None] = [original, first, second, None, None]
@@ -160,11 +163,26 @@ class Laboratory:
         found: Fingerprint | None = None
         try:
             passes = unpack(guest, record.passes(), self.replayer.device)
-            found = Fingerprint.of(self.replayer.run(record, passes))
         except Exception as error:
             self._note(error)
+        # Where all ranks run together, one that cannot keeps the others from running, too.
+        if passes is not None if not self.replayer.lockstep else not self._any(passes is None):
+            try:
+                found = Fingerprint.of(self.replayer.run(record, passes))
+            except Exception as error:
+                self._note(error)
         back = self.ranks.shift([] if found is None else found.tensors(), -by)
         return (Fingerprint(*back) if back else None), passes
+
+    def _all_ready(self, record: StepRecord) -> bool:
+        """Tell whether this rank may run its step; where all must run together, whether all can."""
+        if not self.replayer.lockstep:
+            return True
+        try:
+            self.replayer.check(record, record.passes())
+        except ReplayError as error:
+            self._note(error)
+        return not self._any(self._problem is not None)
 
     def _execute(self, record: StepRecord) -> Execution | None:
         try:

@@ -105,7 +105,10 @@ class Judge:
         return self._state(record)
 
     def _state(self, record: StepRecord) -> Desync | None:
-        named: dict[str, torch.Tensor] = dict(self._root.named_parameters())
+        # Shards are no replicas: comparing them would convict healthy state.
+        named: dict[str, torch.Tensor] = {
+            name: p for name, p in self._root.named_parameters() if not hasattr(type(p), "to_local")
+        }
         if self._replicated_buffers and record.forwards:
             buffers = [name for name, _ in self._root.named_buffers()]
             named |= dict(zip(buffers, record.forwards[-1].buffers, strict=True))
@@ -186,7 +189,7 @@ class Judge:
     def _checksum_proof(self, record: StepRecord, culprit: int) -> dict[str, Any]:
         """Replay on the culprit with every matrix product checked; return the first that fails, for all ranks."""
         text = ""
-        if self._ranks.rank == culprit:
+        if self._ranks.rank == culprit or self._laboratory.replayer.lockstep:
             sensor, tracker = ChecksumSensor(), ModuleTracker()
             try:
                 self._laboratory.replayer.run(record, around=lambda: OperatorTap(tracker, sensor, sensor.select))
@@ -204,12 +207,14 @@ class Judge:
     ) -> Judgement:
         """Tell data from software where every execution gives the same NaN or Inf; collective."""
         here = any(finding.sensor == "nonfinite" for finding in findings)
+        together = self._laboratory.replayer.lockstep
         if not bool(self._ranks.max(torch.tensor([int(here)]))):
             return judgement
         origin = None
         bad = here and bad_inputs(record)
         try:
-            origin = find_origin(self._laboratory.replayer, record) if here and not bad else None
+            traced = find_origin(self._laboratory.replayer, record) if together or (here and not bad) else None
+            origin = traced if here and not bad else None
         except Exception as error:
             evidence["problem"] = f"the origin was not found: {type(error).__name__}: {error}"
         told = self._ranks.tell_all(json.dumps(["data"] if bad else [origin.site, origin.line] if origin else []))

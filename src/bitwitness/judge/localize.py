@@ -48,17 +48,25 @@ def locate(
     None if both gave the same bits this time (an intermittent fault that rested).
 
     """
-    if ranks.rank not in (owner, witness):
+    concerned = ranks.rank in (owner, witness)
+    passes = guests.get(owner) if ranks.rank == witness else record.passes()
+    able = passes is not None if concerned else replayer.lockstep
+    if replayer.lockstep:
+        able = not bool(ranks.max(torch.tensor([float(passes is None)])))  # all run together, or none
+    if not able:
         return _shared(ranks, None, witness)
-    passes = record.passes() if ranks.rank == owner else guests.get(owner)
-    if passes is None:
-        return _shared(ranks, None, witness)
+    first = None
     mine, again = (_hashes(replayer, record, passes) for _ in range(2))
     other = witness if ranks.rank == owner else owner
-    theirs, theirs_again = ranks.swap([mine, again], other)
-    # An operator whose result varies on the witness as well (raw memory in a padding, say) tells nothing.
-    steady = _same(mine, again) if ranks.rank == witness else _same(theirs, theirs_again)
-    first = _first_difference(mine, theirs, steady)
+    if concerned:
+        theirs, theirs_again = ranks.swap([mine, again], other)
+        # An operator whose result varies on the witness as well (raw memory in a padding, say) tells nothing.
+        steady = _same(mine, again) if ranks.rank == witness else _same(theirs, theirs_again)
+        first = _first_difference(mine, theirs, steady)
+    if replayer.lockstep:
+        found_one = bool(ranks.max(torch.tensor([float(first is not None)])))
+        if found_one and not concerned:
+            replayer.run(record, passes, around=OperatorTrace().tap)
     if first is None:
         return _shared(ranks, None, witness)
     close = OperatorTrace(keep=first)
@@ -73,7 +81,7 @@ def locate(
     return _shared(ranks, located, witness)
 
 
-def _hashes(replayer: Replayer, record: StepRecord, passes: Passes) -> torch.Tensor:
+def _hashes(replayer: Replayer, record: StepRecord, passes: Passes | None) -> torch.Tensor:
     trace = OperatorTrace()
     replayer.run(record, passes, around=trace.tap)
     return torch.stack([digest.cpu() for digest in trace.hashes])

@@ -57,6 +57,8 @@ def find_origin(replayer: Replayer, record: StepRecord) -> Origin | None:
     if not found:
         return None
     index, site = found[0]
+    if replayer.lockstep:
+        return Origin(site, "")  # the line would take one more run, in which the other ranks take no part
     close = OperatorTrace(keep=index)
     replayer.run(record, around=close.tap)
     return Origin(site, close.line)

@@ -51,6 +51,8 @@ Around = Callable[[], AbstractContextManager[object]]
 class Replayer:
     """Runs captured steps of one root again.
 
+    ``lockstep`` tells that all ranks must run at the same time.
+
     Parameters
     ----------
     root
@@ -63,6 +65,8 @@ class Replayer:
         Knows whether there is compiled code inside the root.
 
     """
+
+    lockstep = False
 
     def __init__(
         self,

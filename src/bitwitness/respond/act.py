@@ -37,6 +37,7 @@ class Root:
     device: torch.device
     describe: Callable[[], None]
     take: Callable[[], Features | None]
+    sharded: bool = False
 
 
 class Responder:
@@ -77,7 +78,8 @@ class Responder:
         if found is None or found.good is None:
             return False
         root = self._root
-        if self._ranks.size == 1:
+        if self._ranks.size == 1 or root.sharded:
+            # where parameters are sharded the replay was made by all ranks together, and its gradients are reduced
             heal_alone(root.module, root.parameters, found.good)
             return True
         agreed = Fingerprint.of(found.good)

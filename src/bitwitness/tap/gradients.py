@@ -6,6 +6,7 @@ How they are reached depends on who owns them:
               somebody asks, since they are still there then
 ``callback``  DistributedDataParallel: ``p.grad`` stays local until the reducer's final callback copies the reduced
               buckets back; ours is queued before it
+``reduce``    FSDP2: whole local gradients exist at the input of the reduce-scatter (`tap.sharded`)
 ``hooks``     ``gradient_as_bucket_view=True``: a gradient lives in its bucket and is reduced there as soon as the bucket is
               full, so each is read in its own post-accumulate hook, the last moment at which it is surely local
 """
@@ -20,6 +21,7 @@ from torch import nn
 from bitwitness.stats import Features, features_of
 from bitwitness.tap.compiled import distributed
 from bitwitness.tap.modules import own_work
+from bitwitness.tap.sharded import ReduceTap, sharding_of
 
 
 def queue_after_backward(action: Callable[[], None]) -> None:
@@ -64,6 +66,10 @@ class LocalGradients:
         self._parts: list[Features | None] = [None] * len(parameters)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self.mode = "hold"
+        self.reduce_tap: ReduceTap | None = None
+        if sharding_of(wrapper).fsdp2:
+            self.mode = "reduce"
+            self.reduce_tap = ReduceTap(parameters)
         if (reducing := distributed(wrapper)) is not None:
             self.mode = "hooks" if reducing.gradient_as_bucket_view else "callback"
         if self.mode == "hooks":
@@ -75,6 +81,8 @@ class LocalGradients:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
+        if self.reduce_tap is not None:
+            self.reduce_tap.close()
 
     def _one(self, index: int, parameter: torch.Tensor) -> None:
         if parameter.grad is not None and self._wrapper.require_backward_grad_sync:
@@ -83,11 +91,13 @@ class LocalGradients:
 
     def collect(self, *, hashed: bool = True) -> None:
         """Describe the gradients as they stand: called when a backward has left them local and complete."""
+        if self.mode == "reduce":
+            return
         if self.mode != "hooks":
             grads = [p.grad for p in self._parameters]
             self._latest = features_with_absent(grads, self._device, hashed=hashed)
             return
-        self._latest = self._joined(self._parts)
+        self._latest = self.joined(self._parts)
         self._parts = [None] * len(self._parts)
 
     def collect_early(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -105,9 +115,10 @@ class LocalGradients:
         if not self._early:
             return None
         early, self._early = self._early, {}
-        return self._joined([early.get(index) for index in range(len(self._parameters))])
+        return self.joined([early.get(index) for index in range(len(self._parameters))])
 
-    def _joined(self, parts: list[Features | None]) -> Features:
+    def joined(self, parts: list[Features | None]) -> Features:
+        """Put the parameters' descriptions, each of length 1, together; an absent one reads as zeros."""
         zero = torch.zeros(1, device=self._device)
         none = Features(zero, zero, torch.zeros(1, dtype=torch.int64, device=self._device))
         there = [part or none for part in parts]
@@ -122,6 +133,10 @@ class LocalGradients:
 
         Without ``hashed`` the digest may be left out; `with_hashes` adds it as long as the gradients are untouched.
         """
+        if self.reduce_tap is not None:
+            parts = self.reduce_tap.parts
+            self._latest = self.joined([parts.get(i) for i in range(len(self._parameters))]) if parts else None
+            parts.clear()
         if self.mode == "hold":
             with torch.no_grad(), own_work():
                 self.collect(hashed=hashed)

@@ -26,6 +26,7 @@ from bitwitness.tap.holdpoints import BackwardCall
 from bitwitness.tap.ledger import Change, GradientLedger
 from bitwitness.tap.modules import own_work, unwrap
 from bitwitness.tap.randomness import RandomState
+from bitwitness.tap.sharded import reduces, sharding_of
 from bitwitness.tap.structure import fresh, map_tensors, nbytes, tensors_of
 
 CREATE_GRAPH = "backward ran with create_graph: second derivatives are not replayed"
@@ -101,6 +102,7 @@ class RootTap:
         self._fail = fail
         self._entered: list[AbstractContextManager[Any]] = []
         self._open: list[ForwardRecord | None] = []
+        self.sharding = sharding_of(model)
         self._depth = 0
         self._accumulates = True
         self._create_graph = False
@@ -173,10 +175,15 @@ class RootTap:
             random=RandomState.read(self.device),
             autocast=Autocast.read(self.device),
             buffers=[buffer.detach().clone() for buffer in root.buffers()],
-            sync=bool(getattr(self.wrapper, "require_backward_grad_sync", True)),
+            sync=self._reduces(),
         )
         self.record.forwards.append(record)
         return record
+
+    def _reduces(self) -> bool:
+        if self.sharding.fsdp2:
+            return reduces(self.root)
+        return bool(getattr(self.wrapper, "require_backward_grad_sync", True))
 
     def _check_gradients_since(self) -> None:
         """Look at what happened to the gradients since an earlier backward of this step."""
@@ -188,6 +195,8 @@ class RootTap:
 
     def _begin_step(self, root: nn.Module) -> None:
         record = self.record
+        if self.sharding.problem is not None:
+            record.give_up(self.sharding.problem)
         parameters = list(self.parameters.values())
         record.versions = [p._version for p in parameters]
         record.training = [module.training for module in root.modules()]

@@ -1,0 +1,76 @@
+"""FSDP2, hybrid sharding and tensor parallel training under guard, on real ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bitwitness.demo.launch import torchrun
+
+JOB = Path(__file__).parent / "jobs" / "sharded.py"
+SHARDED = ("plain", "kept", "accumulated", "mixed precision")
+STEPS = 8
+
+pytestmark = pytest.mark.ranks
+
+
+def run(size: int, folder: Path) -> dict[str, list[dict[str, Any]]]:
+    launched = torchrun(size, [str(JOB)], folder, echo=False)
+    text = "\n".join(log.read_text() for log in launched.logs)
+    assert launched.code == 0, text[-5000:]
+    lines = [json.loads(line) for line in text.splitlines() if line.startswith('{"case"')]
+    return {line["case"]: line["ranks"] for line in lines}
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    return run(request.param, tmp_path_factory.mktemp(f"ranks{request.param}"))
+
+
+def kinds(told: dict[str, Any]) -> list[str]:
+    return [*SHARDED, *(["hybrid"] if "identity hybrid" in told else [])]
+
+
+def test_the_bits_are_the_same_though_every_step_is_run_again_by_all_ranks(told) -> None:
+    for kind in kinds(told):
+        for rank in told[f"identity {kind}"]:
+            assert rank["same"], kind
+            assert rank["table"]["failures"] == {}
+            assert rank["table"]["verdicts"] == []
+            assert rank["table"]["dismissed"] == STEPS - 1
+            assert rank["table"]["local_gradients"] == "reduce"
+            assert rank["table"]["checked"] == 1.0
+            assert any("parameters are sharded: no replica" in gap for gap in rank["table"]["not_covered"])
+
+
+def test_a_transient_is_healed_to_the_very_bits(told) -> None:
+    for kind in kinds(told):
+        for number, rank in enumerate(told[f"transient {kind}"]):
+            assert rank["struck"] == (number == 1), kind
+            assert [v[:4] for v in rank["verdicts"]] == [[5, "transient_hardware", [1], "healed"]], kind
+            assert rank["healed"], kind
+            assert rank["failures"] == {}
+
+
+def test_a_persistent_fault_names_rank_and_operator(told) -> None:
+    for kind in [kind for kind in kinds(told) if f"persistent {kind}" in told]:
+        for rank in told[f"persistent {kind}"]:
+            assert rank["verdicts"] == [
+                [5, "persistent_hardware", [1], "stopped", "blocks.2.down/mm#0:backward.out0"]
+            ], kind
+            assert rank["stopped"] == 17
+
+
+def test_tensor_parallel_steps_are_watched_and_their_limit_is_named(told) -> None:
+    for rank in told["identity tensor parallel"]:
+        assert rank["same"]
+        assert rank["table"]["failures"] == {}
+        assert all("inconclusive" in verdict for verdict in rank["table"]["verdicts"])
+        gaps = " ".join(rank["table"]["not_covered"])
+        assert "tensor parallel: another rank holds other parts" in gaps
+    for rank in told["transient tensor parallel"]:
+        assert [v[:4] for v in rank["verdicts"]] == [[5, "inconclusive", [], "reported"]]
+        assert rank["stopped"] is None
