@@ -72,7 +72,7 @@ def build(kind: str) -> nn.Module:
 
 def train(kind: str, guarded=None) -> tuple[list, Guard | None, int | None]:
     net = build(kind)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=kind != "tensor parallel")
     rank = 0 if kind == "tensor parallel" else dist.get_rank()
     generator = torch.Generator().manual_seed(10 + rank)
     torch.manual_seed(rank)
@@ -87,7 +87,8 @@ def train(kind: str, guarded=None) -> tuple[list, Guard | None, int | None]:
                         net.set_requires_gradient_sync(micro == accumulate - 1)
                     loss = net(torch.randn(4, 16, generator=generator), torch.randn(4, 16, generator=generator))
                     loss.backward()
-                nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+                if kind != "tensor parallel":  # torch does not clip plain and distributed gradients together
+                    nn.utils.clip_grad_norm_(net.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
                 state = [*net.parameters(), *(v for s in optimizer.state.values() for v in s.values())]
