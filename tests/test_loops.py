@@ -91,7 +91,7 @@ def test_the_bits_are_the_same_though_every_step_is_questioned(loop) -> None:
 def test_a_transient_is_convicted(loop) -> None:
     fault = {**FAULT, "site": WORKS[loop]}
     if loop is loops.scaler_that_skips:
-        fault |= {"factor": 1e-2, "steps": [14]}  # what overflows is the scaler's business
+        fault |= {"factor": 1e-3, "steps": [14]}  # what overflows is the scaler's business
     if loop is loops.adversarial:
         fault["steps"] = [9]  # the device counts both optimizers' steps: this is one of the discriminator's own
     with FaultyDevice(from_mapping({"fault": [fault]})) as device:

@@ -22,6 +22,7 @@ from bitwitness.config import Config, load_config, to_dict
 from bitwitness.errors import UsageError
 from bitwitness.finding import Note, Severity
 from bitwitness.guard.coverage import coverage_lines, coverage_table
+from bitwitness.guard.memory import learned, relearn
 from bitwitness.guard.selftest import prove
 from bitwitness.guard.watch import Watch
 from bitwitness.ranks import Alone, Ranks, SideChannel
@@ -92,7 +93,9 @@ class Guard:
         if self._used:
             raise UsageError("this Guard was used before; make a new one for another training")
         if root in _guarded:
-            raise UsageError(f"this {type(root).__name__} is guarded already; one guard watches one model")
+            raise UsageError(
+                f"this {type(root).__name__} is guarded already; one guard watches one model: close() the earlier one first"
+            )
         self._used = True
         ranks = join_ranks(self.model, self.config.ranks.deadline_s)
         self._stack.callback(ranks.close)
@@ -137,6 +140,10 @@ class Guard:
         folder = ranks.tell(str(claim_folder(self.config.out)) if ranks.rank == 0 else "", 0)
         return RunWriter(folder, ranks.rank, ranks.size)
 
+    def start(self) -> Self:
+        """Enter the guard without a ``with``, as in a notebook; `close` leaves it."""
+        return self.__enter__()
+
     def close(self) -> None:
         """Leave the guard, as at the end of a ``with``."""
         self.__exit__(None, None, None)
@@ -154,6 +161,33 @@ class Guard:
             self._watching = True
             self.watch.root.paused = False
             self._holdpoints.__enter__()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was learned of this training, tensors and numbers, to be saved beside a checkpoint of this rank.
+
+        Raises
+        ------
+        UsageError
+            If the guard is not on.
+
+        """
+        return learned(self._on())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with what `state_dict` gave, after a restart; the model must have the same parameters.
+
+        Raises
+        ------
+        UsageError
+            If the guard is not on, or the state is of another model.
+
+        """
+        relearn(self._on(), state)
+
+    def _on(self) -> Watch:
+        if self.watch is None:
+            raise UsageError("this Guard is not on yet: enter it (with Guard(...) as guard, or guard.start()) first")
+        return self.watch
 
     @property
     def own_seconds(self) -> float:

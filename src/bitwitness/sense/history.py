@@ -95,6 +95,11 @@ class History:
         return sizes - np.array([[level], [level], [0.0]]), level
 
     @property
+    def steps(self) -> int:
+        """Steps learned, of the entry that has been there most often."""
+        return int(self._seen.max(initial=0.0))
+
+    @property
     def never_absent(self) -> NDArray[np.bool_]:
         """Entries that have had a value at every step so far, long enough for that to mean something, bool [F]."""
         result: NDArray[np.bool_] = (self._absences == 0) & (self._seen >= _LONG * self._warmup)

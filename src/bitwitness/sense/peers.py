@@ -33,7 +33,6 @@ class PeersSensor:
 
     def __init__(self, parameters: int, *, z: float, warmup: int = 20) -> None:
         self.history = History(3 * parameters, warmup=warmup, z=z, floor=np.repeat(_FLOOR, parameters))
-        self._seen = 0
         self._latest: Vector | None = None
 
     def row(self, light: LightStep) -> Vector:
@@ -49,7 +48,7 @@ class PeersSensor:
         distance, spread = self._distance(light, total)
         others = total[:size] - self.row(light)[:size]
         self._latest = distance.reshape(-1)
-        if self._seen < _EARLY:
+        if self.history.steps < _EARLY:
             few = 1.0 + 2.0 / np.maximum(others - 1.0, 1.0)  # a deviation of two or three values is a poor guess
             score = distance / np.maximum(few * spread, np.array(_EARLY_FLOOR)[:, None])
             score[~np.isfinite(score)] = 0.0
@@ -63,7 +62,6 @@ class PeersSensor:
     def learn(self, *, false_alarm: bool = False) -> None:
         """Take the step looked at last, which was not proven wrong, in; ``false_alarm``: a rank suspected it."""
         if self._latest is not None:
-            self._seen += 1
             self.history.learn(self._latest, false_alarm=false_alarm)
         self._latest = None
 

@@ -1,0 +1,64 @@
+"""What a guard has learned of a training, kept beside a checkpoint so that a restart need not learn it again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from bitwitness.errors import UsageError
+from bitwitness.guard.watch import Watch
+
+_VERSION = 1
+
+
+def learned(watch: Watch) -> dict[str, Any]:
+    """Return the histories of the light sensors, the model's own spread and the step; tensors and plain values only."""
+    sensors, laboratory = watch.sensors, watch.proceedings.laboratory
+    histories = {"trend": sensors.trend, "peers": sensors.peers}
+    return {
+        "version": _VERSION,
+        "parameters": list(sensors.names),
+        "step": watch.clock.step,
+        "spread": laboratory.spread,
+        "repeats": laboratory.repeats,
+        "calibrated": laboratory.calibrated,
+        "histories": {
+            name: {
+                key: value if isinstance(value, float) else torch.from_numpy(value)
+                for key, value in sensor.history.state().items()
+            }
+            for name, sensor in histories.items()
+            if sensor is not None
+        },
+    }
+
+
+def relearn(watch: Watch, state: dict[str, Any]) -> None:
+    """Take over what `learned` gave.
+
+    Raises
+    ------
+    UsageError
+        If it is of another version or another model.
+
+    """
+    if state.get("version") != _VERSION:
+        raise UsageError(
+            f"this guard state has version {state.get('version')!r}, expected {_VERSION}; start without it"
+        )
+    names, known = list(watch.sensors.names), list(state.get("parameters", []))
+    if names != known:
+        odd = next((pair for pair in zip(known, names, strict=False) if pair[0] != pair[1]), ("(end)", "(end)"))
+        raise UsageError(
+            f"this guard state is of a model with {len(known)} parameters, this one has {len(names)}; the first that differs "
+            f"is {odd[0]!r} there and {odd[1]!r} here; start without it"
+        )
+    for name, sensor in (("trend", watch.sensors.trend), ("peers", watch.sensors.peers)):
+        saved = state["histories"].get(name)
+        if sensor is not None and saved is not None:
+            sensor.history.load({k: v if isinstance(v, float) else v.numpy() for k, v in saved.items()})
+    laboratory = watch.proceedings.laboratory
+    laboratory.spread, laboratory.calibrated = float(state["spread"]), int(state["calibrated"])
+    laboratory.repeats = bool(state["repeats"])
+    watch.clock.step = int(state["step"])
