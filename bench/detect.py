@@ -20,6 +20,7 @@ import torch
 from detection.collect import HARMFUL, Part, collect, load, save
 from detection.evaluate import evaluate
 from detection.faults import CLASSES
+from detection.persistent import campaign
 from detection.report import figure, page
 from detection.subjects import SUBJECTS
 
@@ -61,6 +62,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=240, help="steps of each training")
     parser.add_argument("--trials", type=int, default=1500, help="faults tried on each training")
     parser.add_argument("--parts", type=int, default=100, help="trainings at most")
+    parser.add_argument("--persistent", type=int, default=200, help="harmful persistent faults under a real guard")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--data", type=Path, default=ROOT / "build" / "detect")
     parser.add_argument("--out", type=Path, default=ROOT / "docs", help="where detection.md and detection.svg go")
@@ -75,8 +77,9 @@ def main() -> int:
         found, seen = evaluate(part, lambda name, number=number: print(f"judged part {number}: {name}", flush=True))
         results += found
         alarms.update(seen)
+    lasting = campaign(args.persistent, args.seed) if args.persistent else []
     args.out.mkdir(parents=True, exist_ok=True)
-    text = page(results, alarms, "python bench/detect.py " + " ".join(sys.argv[1:]))
+    text = page(results, alarms, lasting, " ".join(["python bench/detect.py", *sys.argv[1:]]))
     (args.out / "detection.md").write_text(text)
     (args.out / "detection.svg").write_text(figure(results))
     print(text)

@@ -102,6 +102,18 @@ def test_a_gradient_that_vanishes_for_the_first_time_is_seen() -> None:
     assert not sensor.look(light(61, spoil={7: 0.0}))
 
 
+def test_a_small_fault_that_persists_is_seen_by_its_persistence() -> None:
+    sensor = warm()
+    for step in range(60, 80):
+        spoiled = light(step, spoil={5: 2.0})
+        if found := sensor.look(spoiled):
+            break
+        sensor.learn(spoiled)
+    assert 61 < step < 75
+    assert "layers.5.weight" in found[0].message
+    assert "stays away from its history" in found[0].message
+
+
 def test_what_was_learned_survives_a_restart() -> None:
     old, new = warm(), TrendSensor(len(NAMES), warmup=20, z=9.0)
     new.history.load(old.history.state())

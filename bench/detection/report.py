@@ -8,6 +8,7 @@ from typing import Any
 from detection.collect import BAND, HARMFUL
 from detection.evaluate import COLUMNS, shares, wilson
 from detection.faults import PLACES, SORTS
+from detection.persistent import LIMIT
 
 Results = Sequence[dict[str, Any]]
 _PLURAL = {"flip": "Single flips", "pattern": "Patterns"}
@@ -83,6 +84,30 @@ def false_alarms(alarms: dict[str, int]) -> str:
     return table(["sensor", f"alarms in 1,000 of {steps:,} clean steps"], rows)
 
 
+def persistent(results: Results) -> str:
+    """Return how many steps persistent faults went unseen under a real guard."""
+    if not results:
+        return "Not tried in this run."
+    rows = []
+    for name in [*sorted({r["subject"] for r in results}), None]:
+        these = [r for r in results if name in (None, r["subject"])]
+        steps = [r["steps"] for r in these if r["steps"] is not None]
+        within = [percent(sum(s <= limit for s in steps), len(these)) for limit in (1, 10, LIMIT)]
+        hardware = sum(any("hardware" in verdict for verdict in r["verdicts"]) for r in these)
+        wrong = sum(any("software" in v or "data" in v for v in r["verdicts"]) for r in these)
+        rows.append([name or "**all**", str(len(these)), *within, str(hardware), str(wrong)])
+    head = [
+        "training",
+        "faults",
+        "seen in their first step",
+        "within 10",
+        f"within {LIMIT}",
+        "convicted",
+        "others blamed",
+    ]
+    return table(head, rows)
+
+
 def figure(results: Results) -> str:
     """Return an SVG: harmful faults seen, by class, ours and the best reference scheme's, with their intervals."""
     columns = {"four ranks": "#1b6ca8", "one process": "#6fb1dd", "best reference": "#c9c9c9"}
@@ -116,7 +141,7 @@ def figure(results: Results) -> str:
     return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>"]) + "\n"
 
 
-def page(results: Results, alarms: dict[str, int], command: str) -> str:
+def page(results: Results, alarms: dict[str, int], lasting: Results, command: str) -> str:
     """Return docs/detection.md."""
     harmful = sum(r["harm"] > HARMFUL for r in results)
     return f"""# What the sensors see
@@ -147,6 +172,13 @@ faults. In brackets: Wilson's 95 % intervals.
 {products(results)}
 
 A checksum sees what an operator computes wrongly from right inputs; a wrong weight or input it cannot see.
+
+## Persistent faults, at the default budget
+
+One process, an operator drawn uniformly, wrong from some step on at the same place; a real guard at its defaults. What it
+misses are operators that have no checksum (pooling, element-wise, loss) and change gradients less than batches do.
+
+{persistent(lasting)}
 
 ## Alarms on the same trainings without faults
 

@@ -105,6 +105,8 @@ class Judge:
         return self._state(record)
 
     def _state(self, record: StepRecord) -> Desync | None:
+        if self._ranks.size == 1:
+            return None
         # Shards are no replicas: comparing them would convict healthy state.
         named: dict[str, torch.Tensor] = {
             name: p for name, p in self._root.named_parameters() if not hasattr(type(p), "to_local")

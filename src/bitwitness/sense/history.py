@@ -31,11 +31,14 @@ _CALM = 0.9998  # and each quiet step lowers it again: one false alarm in 1,700 
 _MOST = 4.0
 _EARLY = 0.25  # the first steps of a training move fast, all in one direction
 
+_SLACK = 1.5  # deviations that a step may be off without counting as a drift
+_DRIFT_CLIP = 5.0
+_DRIFT = 1.1  # a drift counts from this many z on: with z = 9 some three steps at five deviations
 _RIPE = 16.0
 _LONG = 3  # warm-ups
 _TOGETHER = 8
 
-_SAVED = ("_seen", "_missed", "_absences", "_mean", "_deviation", "_rest", "_rests", "_first", "_past")
+_SAVED = ("_seen", "_missed", "_absences", "_mean", "_deviation", "_rest", "_rests", "_first", "_past", "_up", "_down")
 
 
 class History:
@@ -69,6 +72,7 @@ class History:
         self._rests = np.zeros(size)
         self._first = np.full((self._judged_from, size), np.nan)
         self._past = np.zeros((0, size))
+        self._up, self._down = np.zeros(size), np.zeros(size)
         self._components: Vector | None = None
         self._since = 0
         self.caution = 1.0
@@ -137,9 +141,29 @@ class History:
         score: Vector = counts * left / (rest * np.sqrt(1.0 + self._missed / _STALE))
         return score
 
+    def drifts(self, scores: Vector) -> Vector:
+        """Return how far each entry has kept away from its usual place up to this step, signed, float64 [F].
+
+        A cumulative sum (Page, 1954) of the scores beyond `_SLACK`: what persists shows though no single step does.
+        """
+        up, down = self._sums(scores)
+        return np.where(up >= down, up, -down)
+
+    @property
+    def drift_threshold(self) -> float:
+        """Sum beyond which an entry's drift is unusual now."""
+        return _DRIFT * self._z * self.caution
+
+    def _sums(self, scores: Vector) -> tuple[Vector, Vector]:
+        clipped = np.clip(scores, -_DRIFT_CLIP, _DRIFT_CLIP)
+        return np.maximum(self._up + clipped - _SLACK, 0.0), np.maximum(self._down - clipped - _SLACK, 0.0)
+
     def learn(self, values: Vector, *, false_alarm: bool = False) -> None:
         """Take a step's values in (NaN where there is none), of which is known whether they alarmed in vain."""
         self.caution = min(_MOST, self.caution * _ALARM) if false_alarm else max(1.0, self.caution * _CALM)
+        self._up, self._down = self._sums(self.scores(values))
+        if false_alarm:  # the new place is as good as the old
+            self._up, self._down = np.zeros_like(self._up), np.zeros_like(self._down)
         known = np.isfinite(values)
         wide = self.spread
         left, usual, scored = self._left_over(values, wide)

@@ -45,6 +45,7 @@ class TrendSensor:
         limit = self.history.threshold
         found = [self._parameter(light, int(i), table) for i in np.argsort(-strongest)[:_NAMED] if strongest[i] > limit]
         found += self._vanished(light)
+        found = found or self._drifted(light, scores)
         if abs(scores[-2]) > limit:
             message = f"the loss ({_loss(light):.6g}) is {scores[-2]:+.1f} deviations from its history"
             found.append(self._whole(light, message, "asinh loss", float(scores[-2]), -2))
@@ -62,6 +63,21 @@ class TrendSensor:
         sizes, level = self.history.levelled(log_sizes(light))
         # asinh: a logarithm for large losses, and defined for those that cross zero
         return np.append(sizes.reshape(-1), [np.arcsinh(_loss(light)), level or np.nan])
+
+    def _drifted(self, light: LightStep, scores: Vector) -> list[Finding]:
+        """Suspect what is a little off, and stays so: a fault that persists."""
+        drifts = self.history.drifts(scores)
+        entry = int(np.abs(drifts).argmax())
+        if not abs(drifts[entry]) > self.history.drift_threshold:
+            return []
+        size = len(light.names)
+        if entry >= 3 * size:
+            what = "the loss" if entry == 3 * size else "the size of all gradients"
+            return [self._whole(light, f"{what} stays away from its history", "drift", float(drifts[entry]), entry)]
+        feature, index = divmod(entry, size)
+        message = f"gradient of {light.names[index]}: {FEATURES[feature]} stays away from its history"
+        evidence = self._evidence(FEATURES[feature], float(scores[entry]), entry) | {"drift": float(drifts[entry])}
+        return [light.finding(self.name, index, message, evidence)]
 
     def _vanished(self, light: LightStep) -> list[Finding]:
         """Suspect a gradient that is zero for the first time, in a model none of whose gradients ever was zero for a step."""

@@ -1,0 +1,138 @@
+"""Persistent faults under a real guard at its default budget: how many steps until somebody suspects.
+
+A training is guarded until it has settled. Each trial is a fork of it, on a device that from then on computes one drawn
+operator wrongly, at the same element every time; it trains on until the first suspicion, at most `LIMIT` steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from typing import Any
+
+import torch
+from torch import nn
+
+from bitwitness.demo.model import batch
+from bitwitness.guard import Guard
+from bitwitness.inject.device import FaultyDevice
+from bitwitness.inject.faults import from_mapping
+from detection.faults import SORTS, draw, survey
+from detection.subjects import CONTEXT, SUBJECTS, TEXT, Subject
+
+LIMIT = 100
+_SETTLED = 60
+_CLASSES = tuple((place, sort) for place in ("forward", "backward") for sort in SORTS)
+
+
+class Loop:
+    """One guarded training."""
+
+    def __init__(self, subject: Subject, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.subject = subject
+        self.model = subject.model()
+        self.optimizer = subject.optimizer(list(self.model.parameters()))
+        self.generator = torch.Generator().manual_seed(seed)
+        self.text = TEXT(1 << 20)
+        self.guard = Guard(self.model, self.optimizer, self_test=False)
+        self.guard.__enter__()
+        assert self.guard.reporter is not None
+        self.guard.reporter.say = lambda _text: None  # type: ignore[method-assign]
+
+    def backward(self) -> list[torch.Tensor]:
+        """Run a forward and a backward on a new batch; return copies of the gradients."""
+        with self.subject.precision():
+            loss = self.model(*batch(self.text, self.generator, self.subject.size, CONTEXT))
+        loss.backward()
+        return [p.grad.detach().clone() for p in self.model.parameters() if p.grad is not None]
+
+    def step(self) -> None:
+        """Use the gradients."""
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.subject.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def trial(loop: Loop, drawn: dict[str, Any], seed: int) -> dict[str, Any]:
+    """Train on with a fault, in this process, which is thrown away afterwards."""
+    state, random_state = loop.generator.get_state(), torch.get_rng_state()
+    loop.guard.pause()
+    buffers = [b.clone() for b in loop.model.buffers()]
+    clean = torch.cat([g.flatten() for g in loop.backward()]).double()
+    loop.optimizer.zero_grad()
+    with torch.no_grad():
+        for buffer, value in zip(loop.model.buffers(), buffers, strict=True):
+            buffer.copy_(value)
+    loop.generator.set_state(state)
+    torch.set_rng_state(random_state)
+    loop.guard.resume()
+    fault = from_mapping({"fault": [{"element": seed % 4096, **drawn["fault"], "site": drawn["where"]}]})
+    found: dict[str, Any] = {"harm": 0.0, "steps": None, "sensors": [], "verdicts": []}
+    with FaultyDevice(fault, seed=seed, model=loop.model):
+        for step in range(LIMIT):
+            faulty = torch.cat([g.flatten() for g in loop.backward()]).double()
+            if step == 0:
+                harm = float((faulty - clean).norm() / clean.norm())
+                found["harm"] = harm if harm == harm else float("inf")  # noqa: PLR0124 - NaN
+                if not found["harm"] > 1.0:
+                    return found
+            loop.step()
+            table = loop.guard.coverage()
+            if table["suspicions"]:
+                return found | {"steps": step + 1, "verdicts": table["verdicts"]}
+    return found
+
+
+def forked(loop: Loop, drawn: dict[str, Any], seed: int) -> dict[str, Any]:
+    """Run a trial in a fork of this process."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(write, json.dumps(trial(loop, drawn, seed)).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    text = b""
+    while part := os.read(read, 1 << 16):
+        text += part
+    os.close(read)
+    os.waitpid(child, 0)
+    result: dict[str, Any] = json.loads(text) if text else {"harm": 0.0, "lost": True}
+    return result
+
+
+def campaign(wanted: int, seed: int) -> list[dict[str, Any]]:
+    """Return harmful persistent faults, at least ``wanted``, over all subjects."""
+    results: list[dict[str, Any]] = []
+    each = -(-wanted // len(SUBJECTS))
+    for number, subject in enumerate(SUBJECTS):
+        rng = random.Random(seed + number)
+        loop = Loop(subject, seed + number)
+        for _ in range(_SETTLED):
+            loop.backward()
+            loop.step()
+        places = survey(loop.model, lambda loop=loop: _loss(loop))
+        loop.optimizer.zero_grad()
+        harmful = 0
+        for _ in range(60 * each):
+            drawn = draw(rng, places, _CLASSES)
+            found = forked(loop, drawn, rng.randrange(1 << 30))
+            if found["harm"] > 1.0:
+                harmful += 1
+                results.append({"subject": subject.name, **drawn, **found})
+            if harmful >= each:
+                break
+        loop.guard.close()
+    return results
+
+
+def _loss(loop: Loop) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    loop.guard.pause()
+    with loop.subject.precision():
+        loss: torch.Tensor = loop.model(*batch(loop.text, generator, loop.subject.size, CONTEXT))
+    loop.guard.resume()
+    return loss
