@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 
-.PHONY: test check demo demo-seed bench campaign clean
+.PHONY: test check demo demo-seed bench detect campaign clean
 
 test: .stamp-venv check
 	$(BIN)/python -m pytest
@@ -21,6 +21,10 @@ demo-seed: .stamp-venv
 
 bench: .stamp-venv
 	$(BIN)/python bench/overhead.py
+	$(BIN)/python bench/price.py
+
+detect: .stamp-venv
+	$(BIN)/python bench/detect.py
 
 campaign: .stamp-venv
 	$(BIN)/python bench/campaign.py

@@ -1,11 +1,9 @@
 """Is the stated price kept? Four trainings of different size, each with a budget.
 
-    python bench/price.py --budget 0.03 --rounds 24
+    python bench/price.py --budget 0.03 --blocks 12
 
-Phase one trains under ``Guard(budget=…)`` until it has settled how many steps are deep. Phase two measures that plan from
-outside: unguarded, light and deep steps in random order, process-CPU time, the median over rounds of each step's ratio to
-the unguarded one of its round. The price found is what light steps add, plus what a deep step adds more, divided by the
-distance of deep steps.
+Phase one trains under ``Guard(budget=…)`` until it has settled how many steps are deep. Phase two measures from outside:
+blocks of guarded and of unguarded steps on the same batches by turns, process-CPU time, the median over blocks.
 """
 
 from __future__ import annotations
@@ -101,74 +99,71 @@ class Loop:
         return time.process_time() - started
 
 
-def settle(training: Training, budget: float, steps: int, generator: torch.Generator) -> dict[str, Any]:
-    """Train under the budget; return what the guard says of its price at the end."""
-    loop = Loop(training, {"budget": budget, "replay": {"calibrate": False}})
+def settle(loop: Loop, training: Training, steps: int, generator: torch.Generator) -> dict[str, Any]:
+    """Train until the guard has settled its plan; return what it says of its price."""
+    assert loop.guard is not None
     for _ in range(steps):
         loop.step(training.batch(generator))
-    assert loop.guard is not None
     report: dict[str, Any] = loop.guard.coverage()["price"]
-    loop.guard.close()
     return report
 
 
-def measure(training: Training, rounds: int, generator: torch.Generator) -> tuple[float, float]:
-    """Return what a light step and what a deep step add, as shares of an unguarded one."""
-    plain = {"replay": {"calibrate": False}}
-    loops = [
-        Loop(training, None),
-        Loop(training, {"deep_every": 0, **plain}),
-        Loop(training, {"deep_every": 1, **plain}),
-    ]
-    for loop in loops[1:]:
-        assert loop.guard is not None
-        loop.guard.pause()
+def measure(
+    guarded: Loop, training: Training, *, block: int, blocks: int, generator: torch.Generator
+) -> tuple[float, float, float]:
+    """Return what the guard adds to a block of steps, as a share of an unguarded one: median and quartiles.
+
+    A block holds a deep step or so, as rare, and as cold, as it is in the training.
+    """
+    assert guarded.guard is not None
+    guarded.guard.pause()
+    plain = Loop(training, None)
+    plain.step(training.batch(generator))
     shuffle = random.Random(1)
-    light, deep = [], []
-    for number in range(rounds + 2):
-        batch = training.batch(generator)
-        spent: dict[int, float] = {}
-        for index in shuffle.sample(range(3), 3):
-            guard = loops[index].guard
-            if guard is not None:
-                guard.resume()
-            spent[index] = loops[index].step(batch)
-            if guard is not None:
-                guard.pause()
-        if number >= 2:
-            light.append(spent[1] / spent[0] - 1)
-            deep.append(spent[2] / spent[0] - 1)
-    for loop in loops[1:]:
-        assert loop.guard is not None
-        loop.guard.close()
-    return statistics.median(light), statistics.median(deep)
+    added = []
+    for _ in range(blocks):
+        batches = [training.batch(generator) for _ in range(block)]
+        spent = {}
+        for loop in shuffle.sample([plain, guarded], 2):
+            if loop.guard is not None:
+                loop.guard.resume()
+            spent[loop is guarded] = sum(loop.step(batch) for batch in batches)
+            if loop.guard is not None:
+                loop.guard.pause()
+        added.append(spent[True] / spent[False] - 1)
+    low, _, high = statistics.quantiles(added, n=4)
+    return statistics.median(added), low, high
 
 
 def main() -> None:
     """Settle, measure, print, write ``bench/results/price.md``."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--budget", type=float, default=0.03)
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=80, help="steps in which the guard settles")
+    parser.add_argument("--blocks", type=int, default=12)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    head = "| training | budget | guard says | measured | of the budget | light step | deep step | one deep step in |"
-    lines = [head, "|" + "---|" * 8]
+    head = "| training | budget | guard says | measured | quartiles | of the budget | light steps | a deep step | one deep in |"
+    lines = [head, "|" + "---|" * 9]
     for training in TRAININGS:
         generator = torch.Generator().manual_seed(1)
-        told = settle(training, args.budget, args.steps, generator)
-        light, deep = measure(training, args.rounds, generator)
-        price = light + (deep - light) / told["deep_every"]
+        loop = Loop(training, {"budget": args.budget, "replay": {"calibrate": False}})
+        told = settle(loop, training, args.steps, generator)
+        block = max(told["deep_every"], 8)
+        price, low, high = measure(loop, training, block=block, blocks=args.blocks, generator=generator)
+        assert loop.guard is not None
+        told = loop.guard.coverage()["price"]
+        loop.guard.close()
         lines.append(
-            f"| {training.name} | {args.budget:.1%} | {told['measured']:.2%} | {price:.2%} | {price / args.budget:.2f} | "
-            f"+{light:.2%} | +{deep:.1%} | {told['deep_every']} |"
+            f"| {training.name} | {args.budget:.1%} | {told['measured']:.2%} | {price:.2%} | {low:.2%} – {high:.2%} | "
+            f"{price / args.budget:.2f} | {told['light']:.2%} | {told['deep_step_costs']:.1%} | {told['deep_every']} |"
         )
         print(lines[-1], flush=True)
     text = "\n".join(lines)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "price.md").write_text(
-        f"# Is the stated price kept?\n\n`python bench/price.py --budget {args.budget} --rounds {args.rounds}`\n\n{text}\n"
+        f"# Is the stated price kept?\n\n`python bench/price.py --budget {args.budget} --blocks {args.blocks}`\n\n{text}\n"
     )
 
 

@@ -42,3 +42,17 @@ def test_clean_runs_get_no_verdict(tmp_path: Path) -> None:
     for row in rows(call("clean.py", "--steps", "120", "--out", str(tmp_path))):
         assert (row["verdicts"], row["failures"]) == ("0", "0"), row
         assert int(row["suspicions"]) <= 2, row
+
+
+def test_light_sensors_see_most_harmful_faults_and_the_checksum_all_in_products(tmp_path: Path) -> None:
+    told = call(
+        "detect.py", "--harmful", "3", "--steps", "80", "--trials", "150", "--parts", "1", "--persistent", "4",
+        "--data", str(tmp_path / "data"), "--out", str(tmp_path),
+    )  # fmt: skip
+    table = rows(told.split("## The same by training")[0].split("light steps", 1)[1])
+    whole = {row["class"].strip("*"): row for row in table if "all places" in row["class"]}
+    seen = float(whole["Single flips, all places equally"]["one process"].split(" %")[0])
+    assert seen >= 80.0, told
+    products = rows(told.split("## Deep steps")[1].split("## Persistent")[0])
+    assert all(row["checksum (deep step)"].startswith(("100.0", "–")) for row in products), told
+    assert (tmp_path / "detection.svg").read_text().startswith("<svg")

@@ -26,7 +26,7 @@ _NOT_COVERED = (
     "convolutions and fused recurrent layers have no checksum; their share of FLOPs is shown at the end of each run",
     "a loss computed outside the model is sensed but not replayed",
     "compiled kernels have no checksum on deep steps; their matrix products are checked in an eager re-execution",
-    "FSDP and tensor parallel training are not guarded yet",
+    "tensor parallel and FSDP1 training is watched, but its steps cannot be replayed",
 )
 
 
