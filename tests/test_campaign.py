@@ -54,5 +54,5 @@ def test_light_sensors_see_most_harmful_faults_and_the_checksum_all_in_products(
     seen = float(whole["Single flips, all places equally"]["one process"].split(" %")[0])
     assert seen >= 80.0, told
     products = rows(told.split("## Deep steps")[1].split("## Persistent")[0])
-    assert all(row["checksum (deep step)"].startswith(("100.0", "–")) for row in products), told
+    assert all(row["checksum (deep step)"].startswith(("100.0", "\u2013")) for row in products), told
     assert (tmp_path / "detection.svg").read_text().startswith("<svg")
