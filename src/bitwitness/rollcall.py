@@ -65,6 +65,14 @@ class Progress:
         self.waiting = False
 
 
+def _connection(store: Any) -> Any:
+    """Return a connection of our own to a store, or, should it have only one, the store itself."""
+    try:
+        return store.clone()
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return store
+
+
 class RollCall:
     """Calls the roll of one guard's ranks, and answers it.
 
@@ -83,7 +91,7 @@ class RollCall:
 
     def __init__(self, store: Any, rank: int, size: int, *, host: int | None, progress: Progress) -> None:
         # Two connections of our own: one waits, and what blocks on a store that went silent must not block the training's.
-        self._store = store.clone()
+        self._store = _connection(store)
         self._rank = rank
         self._size = size
         self._host = host
@@ -96,7 +104,7 @@ class RollCall:
         self._found: Roll | None = None
         self._changed = threading.Condition()
         self._thread = threading.Thread(
-            target=self._answer_all, args=(store.clone(),), name="bitwitness-roll", daemon=True
+            target=self._answer_all, args=(_connection(store),), name="bitwitness-roll", daemon=True
         )
         self._thread.start()
 

@@ -2,8 +2,8 @@
 
 The user states a price, a share of the training's time. Light steps cost what they cost; what is left of the price buys deep
 steps: the guard measures how much longer a deep step takes than a light one, and spaces them so that the price holds. Where
-even one deep step in `_RAREST` would cost too much, a deep step looks at only a share of the products, by turns. One deep
-step in `_RAREST` with one product in `_SMALLEST_SHARE` is the least that is done, whatever it costs: what is never looked at
+even one deep step in `RAREST` would cost too much, a deep step looks at only a share of the products, by turns. One deep
+step in `RAREST` with one product in `_SMALLEST_SHARE` is the least that is done, whatever it costs: what is never looked at
 is never found. The report then says that the price is exceeded.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-_RAREST = 100
+RAREST = 100
 _SMALLEST_SHARE = 4  # one product in so many is looked at, at the least
 _STEPS = 64  # light steps, and half as many deep ones, that the estimates rest on
 
@@ -80,10 +80,10 @@ class Budget:
         fixed, checks = self._deep_cost()
         left = max(1e-9, self.price - self.light_share) * self._usual_step()
         every = math.ceil((fixed + checks) / left)
-        if every <= _RAREST:
+        if every <= RAREST:
             return Plan(max(1, every))
-        affordable = max((left * _RAREST - fixed) / checks, 1e-9) if checks > 0 else 1.0
-        return Plan(_RAREST, min(_SMALLEST_SHARE, math.ceil(1.0 / affordable)))
+        affordable = max((left * RAREST - fixed) / checks, 1e-9) if checks > 0 else 1.0
+        return Plan(RAREST, min(_SMALLEST_SHARE, math.ceil(1.0 / affordable)))
 
     def report(self, plan: Plan) -> dict[str, Any]:
         """Return what was measured and what it buys, ready for JSON."""

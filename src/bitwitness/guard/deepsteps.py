@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from bitwitness.config import Config
-from bitwitness.guard.budget import Budget, Plan
+from bitwitness.guard.budget import RAREST, Budget, Plan
 
 _AFTER_SUSPICION = 3
 _FIRST = (2, 5, 8)  # by which the price of one is learned; calibrations are elsewhere
@@ -31,6 +31,8 @@ class DeepSteps:
         self.budget = Budget(config.budget)
         self.plan = Plan(0)
         self.taken = 0
+        self.useful = True
+        """Whether deep steps have anything to look at here."""
         self._last = 0
         self._until = -1
         self._proposal = Plan(0)
@@ -57,7 +59,7 @@ class DeepSteps:
     def proposal(self, step: int) -> torch.Tensor:
         """Return this rank's plan, float [2], of which the ranks take the maximum: the dearest rank decides."""
         if self._fixed is None and step % _REVISED == 0:
-            self._proposal = self.budget.propose()
+            self._proposal = self.budget.propose() if self.useful or not self.budget.ready else Plan(RAREST)
         return torch.tensor([float(self._proposal.every), float(self._proposal.one_in)])
 
     def agree(self, proposal: torch.Tensor) -> None:

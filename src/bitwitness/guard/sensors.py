@@ -109,6 +109,11 @@ class Sensors:
         seconds, self._checking_seconds = self._checking_seconds, 0.0
         return seconds
 
+    @property
+    def has_products(self) -> bool:
+        """Whether the model was seen to run any operator that can be checked."""
+        return self.checksum is not None and self.checksum.checked_any
+
     def look_at_one_product_in(self, count: int) -> None:
         """Have only a share of a deep step's operators checked, by turns."""
         if self.checksum is not None:

@@ -294,6 +294,7 @@ class Watch:
             with self._replaying():
                 self.proceedings.calibrate(record, self._original(record, features), light)
         self.sensors.learn(light, false_alarm=by_history)
+        self.deep.useful = self.ranks.size > 1 or self.sensors.has_products
         self.sensors.look_at_one_product_in(self.deep.plan.one_in)
         return ordinary
 

@@ -150,6 +150,11 @@ class ChecksumSensor:
         self._dropped += max(0, len(found) - _LIMIT)
         return found[:_LIMIT]
 
+    @property
+    def checked_any(self) -> bool:
+        """Whether any call that carries FLOPs was checked so far."""
+        return any(self._checked.values())
+
     def coverage(self) -> dict[str, Any]:
         """Return FLOPs seen and checked since the start, in all and by operator, and the shares of what is not checked."""
         total = sum(self._seen.values())
