@@ -1,6 +1,6 @@
 """Is the stated price kept? Four trainings of different size, each with a budget.
 
-    python bench/price.py --budget 0.03 --blocks 12
+    python bench/price.py --budget 0.1 --blocks 16
 
 Phase one trains under ``Guard(budget=…)`` until it has settled how many steps are deep. Phase two measures from outside:
 blocks of guarded and of unguarded steps on the same batches by turns, process-CPU time, the median over blocks.
@@ -75,7 +75,7 @@ TRAININGS = (
     Training("GPT, 0.9 M parameters, 2,048 tokens", lambda: GPT(512, 128, 4, 4), _text(512, 16, 128)),
     Training("residual convnet, 0.2 M, 32 images", ResidualNet, _images),
     Training("GPT, 4.2 M, 2,048 tokens", lambda: GPT(2048, 256, 4, 4), _text(2048, 16, 128)),
-    Training("GPT, 11.2 M, 2,048 tokens", GPT, _text(4096, 16, 128)),
+    Training("GPT, 11.2 M, 1,024 tokens", GPT, _text(4096, 8, 128)),
 )
 
 
@@ -138,9 +138,9 @@ def measure(
 def main() -> None:
     """Settle, measure, print, write ``bench/results/price.md``."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--budget", type=float, default=0.03)
-    parser.add_argument("--steps", type=int, default=80, help="steps in which the guard settles")
-    parser.add_argument("--blocks", type=int, default=12)
+    parser.add_argument("--budget", type=float, default=0.1)
+    parser.add_argument("--steps", type=int, default=48, help="steps in which the guard settles")
+    parser.add_argument("--blocks", type=int, default=16)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -80,6 +80,7 @@ class Watch:
         self.optimizer_steps = 0
         self._optimizers = optimizers
         self._known: dict[int, bool] = {}
+        self._covering: dict[int, bool] = {}
         self.root = RootTap(
             model,
             self.clock,
@@ -194,14 +195,15 @@ class Watch:
         self.root.gradients_cleared()
 
     def _covers(self, owner: Optimizer | nn.Module) -> bool:
-        """Tell whether all of the root's parameters are an optimizer's or a module's."""
-        if isinstance(owner, nn.Module):
-            if owner is self.root.root or owner is self.root.wrapper:
-                return True
-            theirs = {id(p) for p in owner.parameters()}
-        else:
-            theirs = {id(p) for group in owner.param_groups for p in group["params"]}
-        return all(id(p) in theirs for p in self.root.parameters.values())
+        """Tell whether all of the root's parameters are an optimizer's or a module's; found out once for each."""
+        key = id(owner)
+        if key not in self._covering:
+            if isinstance(owner, nn.Module):
+                theirs = {id(p) for p in owner.parameters()}
+            else:
+                theirs = {id(p) for group in owner.param_groups for p in group["params"]}
+            self._covering[key] = all(id(p) in theirs for p in self.root.parameters.values())
+        return self._covering[key]
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """Note that parameters changed."""
