@@ -271,13 +271,14 @@ def summary(trials: list[dict[str, Any]]) -> str:
     # An intermittent fault may strike more than one step, and too weakly to be sensed in another one.
     mended = [t for t in trials if any(v["action"] == "healed" for v in t["verdicts"]) and not t["varying"]]
     healed = [t for t in mended if t["class"] == "transient"]
-    others = [t for t in mended if t["class"] != "transient"]
-    equal = sum(t["as_clean"] for t in healed)
+    stopped = [t for t in mended if any(v["action"] == "stopped" for v in t["verdicts"])]
+    others = [t for t in mended if t["class"] != "transient" and t not in stopped]
+    equal, others_equal = (sum(t["as_clean"] for t in these) for these in (healed, others))
     lines += [
         "",
         f"Harmful faults of matrix products and attention on deep steps: {sensed} of {len(deep)} sensed.",
         f"Healed transients, deterministic model: {equal} of {len(healed)} end with the fault-free bits.",
-        f"Healed intermittent faults, which may strike other steps, too: {sum(t['as_clean'] for t in others)} of {len(others)}.",
+        f"Healed intermittent faults: {others_equal} of {len(others)}; {len(stopped)} more convicted later.",
     ]
     odd = [t for t in trials if t["result"] in ("inconclusive", "wrong") or t["failures"]]
     lines += [

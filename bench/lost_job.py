@@ -54,9 +54,9 @@ STAGES: dict[str, tuple[Any, str, str]] = {
 }
 
 
-def strike(trial: dict[str, Any], folder: Path, inside: threading.Event) -> None:
-    """Do to this process what was drawn, a moment later, wherever it is within experiments by then."""
-    time.sleep(trial["delay"])
+def strike(trial: dict[str, Any], folder: Path, inside: threading.Event, over: threading.Event) -> None:
+    """Do to this process what was drawn, a moment later, or when the stage is over, if that is earlier."""
+    over.wait(trial["delay"])
     me = os.getpid()
     while True:
         inside.wait()
@@ -81,7 +81,7 @@ def arm(trial: dict[str, Any], folder: Path, step: Callable[[], int]) -> None:
     """Have the victim struck at the drawn call of the drawn stage."""
     owner, name, _ = STAGES[trial["stage"]]
     original = getattr(owner, name)
-    inside, calls = threading.Event(), 0
+    inside, over, calls = threading.Event(), threading.Event(), 0
     together = SideChannel.together
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -92,9 +92,15 @@ def arm(trial: dict[str, Any], folder: Path, step: Callable[[], int]) -> None:
                 (folder / "struck").write_text(str(time.time()))
                 time.sleep(2 * trial["deadline"])
             elif calls == trial["call"] and trial["stage"] == "stop barrier":
-                strike(trial | {"delay": 0.0}, folder, inside)  # it is over too soon for a delay
+                strike(trial | {"delay": 0.0}, folder, inside, over)  # it is over too soon for a delay
             elif calls == trial["call"]:
-                threading.Thread(target=strike, args=(trial, folder, inside), daemon=True).start()
+                thread = threading.Thread(target=strike, args=(trial, folder, inside, over), daemon=True)
+                thread.start()
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    over.set()
+                    thread.join()
         return original(*args, **kwargs)
 
     @contextmanager
