@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any
 
 RAREST = 100
+_CLOSEST = 2  # light steps must go on, to be compared with
 _SMALLEST_SHARE = 4  # one product in so many is looked at, at the least
 _STEPS = 64  # light steps, and half as many deep ones, that the estimates rest on
 
@@ -81,7 +82,7 @@ class Budget:
         left = max(1e-9, self.price - self.light_share) * self._usual_step()
         every = math.ceil((fixed + checks) / left)
         if every <= RAREST:
-            return Plan(max(1, every))
+            return Plan(max(_CLOSEST, every))
         affordable = max((left * RAREST - fixed) / checks, 1e-9) if checks > 0 else 1.0
         return Plan(RAREST, min(_SMALLEST_SHARE, math.ceil(1.0 / affordable)))
 
