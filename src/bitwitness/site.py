@@ -55,6 +55,12 @@ class Site:
         return replace(self, rank=rank, step=step, micro=micro)
 
     @classmethod
+    def of_parameter(cls, name: str, phase: str) -> Site:
+        """Return the site of a parameter or buffer (``phase`` "param") or of its gradient ("grad")."""
+        module, _, leaf = name.rpartition(".")
+        return cls(module or ".", leaf, 0, phase, "value" if phase == "param" else "local")
+
+    @classmethod
     def parse(cls, text: str) -> Site:
         """Read the printable form back; raise `UsageError` if it is not one."""
         found = _FORM.fullmatch(text)

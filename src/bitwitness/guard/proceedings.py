@@ -23,7 +23,8 @@ from bitwitness.respond.act import Responder, Root
 from bitwitness.respond.reference_log import alert_fields
 from bitwitness.respond.reporter import Reporter
 from bitwitness.respond.watchdog import Watchdog
-from bitwitness.sense.light import LightStep, parameter_site
+from bitwitness.sense.light import LightStep
+from bitwitness.site import Site
 from bitwitness.tap.capture import StepRecord
 from bitwitness.tap.compiled import distributed, is_compiled
 from bitwitness.tap.gradients import LocalGradients
@@ -116,7 +117,7 @@ class Proceedings:
         desync = self._judge.replicas(record)
         if desync is None or self._ranks.rank not in (desync.ranks or (0,)):
             return []
-        site = parameter_site(desync.name, "param").at(rank=light.rank, step=light.step)
+        site = Site.of_parameter(desync.name, "param").at(rank=light.rank, step=light.step)
         message = f"{desync.name} and {desync.count - 1} more tensors differ between the ranks"
         evidence = {"hash": f"{desync.hashes[light.rank] & (1 << 64) - 1:016x}"}
         return [Finding("replicas", site, Severity.ERROR, message, evidence, light.step, light.rank)]

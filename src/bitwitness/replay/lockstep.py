@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
+from bitwitness.replay.loss import ThroughLoss
 from bitwitness.replay.run import Around, Execution, Replayer
 from bitwitness.stats import Features
 from bitwitness.tap.capture import ForwardRecord, StepRecord
@@ -36,10 +37,12 @@ class LockstepReplayer(Replayer):
         *,
         keep: bool = False,
         around: Around = nullcontext,
+        through_loss: bool = False,
     ) -> Execution:
         """Execute the step again, with all ranks; see `Replayer.run`. ``grads`` are the reduced ones."""
         passes = record.passes() if passes is None else passes
         self.check(record, passes)
+        self._loss = ThroughLoss(record.graphs if through_loss else {})
         outputs: list[torch.Tensor] = []
         buffers = [buffer.detach().clone() for buffer in self.root.buffers()]
         with (
@@ -59,7 +62,7 @@ class LockstepReplayer(Replayer):
         with torch.no_grad(), own_work():
             digests = torch.stack(outputs) if outputs else torch.zeros(0, dtype=torch.int64, device=self.device)
             features = self._joined([parts.get(index) for index in range(len(self.parameters))])
-            return Execution(features, digests, reduced, after)
+            return Execution(features, digests, reduced, after, self._loss.losses, self._loss.problem)
 
     def _backpropagate(self, group: list[ForwardRecord], outputs: list[torch.Tensor], around: Around) -> None:
         self._sync(reduce=group[-1].sync)

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from torch.nn.utils.stateless import _reparametrize_module
 
+from bitwitness.replay.loss import ThroughLoss
 from bitwitness.stats import Features, bit_hash
 from bitwitness.tap.capture import ForwardRecord, StepRecord
 from bitwitness.tap.compiled import CompiledRegions, Entry, RecompileError
 from bitwitness.tap.gradients import features_with_absent
-from bitwitness.tap.modules import own_work
+from bitwitness.tap.losstape import Output
+from bitwitness.tap.modules import ROOT, own_work
 from bitwitness.tap.randomness import randomness_kept
 from bitwitness.tap.structure import fresh, map_tensors, tensors_of
 
@@ -35,13 +37,16 @@ class Execution:
 
     ``features`` describe the local gradients (before reduction) of the parameters in order, those without a gradient
     as zeros; ``outputs`` is the int64 vector of the outputs' bit hashes, all forwards in order. ``grads`` are the
-    gradients themselves where they were asked for.
+    gradients themselves where they were asked for. ``losses`` are what a replay through the script's loss code started
+    back from, with the reason in ``no_loss`` where that code could not be run again.
     """
 
     features: Features
     outputs: torch.Tensor
     grads: list[torch.Tensor | None] | None = None
     buffers: list[torch.Tensor] | None = None
+    losses: list[torch.Tensor] = field(default_factory=list)
+    no_loss: str | None = None
 
 
 _Pass = tuple[Sequence[torch.Tensor | None], list[torch.Tensor]]
@@ -84,6 +89,7 @@ class Replayer:
         self._regions = CompiledRegions(root) if regions is None else regions
         self._through_leaves: bool | None = None
         self._had_gradients: list[bool] = []
+        self._loss = ThroughLoss()
 
     @property
     def compiled(self) -> bool:
@@ -97,6 +103,7 @@ class Replayer:
         *,
         keep: bool = False,
         around: Around = nullcontext,
+        through_loss: bool = False,
     ) -> Execution:
         """Execute the step again and describe its local gradients.
 
@@ -111,6 +118,9 @@ class Replayer:
         around
             Context for each forward and each backward (an operator tap). Compiled code then runs eagerly, with kernels
             (and, in a compiled dropout, with random numbers) other than the training's.
+        through_loss
+            Run the script's loss code again, too, where it was taped, rather than start back from the captured gradients
+            of the root's outputs.
 
         Raises
         ------
@@ -120,6 +130,7 @@ class Replayer:
         """
         passes = record.passes() if passes is None else passes
         self.check(record, passes)
+        self._loss = ThroughLoss(record.graphs if through_loss else {})
         totals: list[torch.Tensor | None] = [None] * len(self.parameters)
         outputs: list[torch.Tensor] = []
         buffers = [buffer.detach().clone() for buffer in self.root.buffers()]
@@ -133,7 +144,8 @@ class Replayer:
                 self._set_buffers(buffers)
         with torch.no_grad(), own_work():
             digests = torch.stack(outputs) if outputs else torch.zeros(0, dtype=torch.int64, device=self.device)
-            return Execution(features_with_absent(totals, self.device), digests, totals if keep else None, after)
+            features = features_with_absent(totals, self.device)
+            return Execution(features, digests, totals if keep else None, after, self._loss.losses, self._loss.problem)
 
     @contextmanager
     def _stance(self, around: Around) -> Iterator[None]:
@@ -179,7 +191,14 @@ class Replayer:
             total = totals[index]
             if total is None and zero_start:
                 total = torch.zeros_like(grad)
-            totals[index] = grad.detach() if total is None else total.add_(grad)
+            totals[index] = grad.detach() if total is None else self._added(index, total, grad, around)
+
+    def _added(self, index: int, total: torch.Tensor, grad: torch.Tensor, around: Around) -> torch.Tensor:
+        """Add a later micro-batch's gradient, as an operator of the parameter's module where operators are looked at."""
+        if around is nullcontext:
+            return total.add_(grad)
+        with around(), own_work(list(self.parameters)[index].rpartition(".")[0] or ROOT, "grad"):
+            return total.add_(grad)
 
     def _gradients(
         self, group: list[ForwardRecord], outputs: list[torch.Tensor], around: Around
@@ -207,23 +226,32 @@ class Replayer:
     def _by_accumulating(self, group: list[ForwardRecord], around: Around) -> _Pass:
         leaves = {name: parameter.detach().requires_grad_() for name, parameter in self.parameters.items()}
         with _reparametrize_module(self.root, leaves, tie_weights=True):
-            results, grads, hashes = self._forwards(group, around)
+            results, grads, hashes = self._forwards(
+                group, around, {id(p): leaves[name] for name, p in self.parameters.items()}
+            )
             with around():
                 torch.autograd.backward(results, grads)
         return [leaf.grad for leaf in leaves.values()], hashes
 
     def _forwards(
-        self, group: list[ForwardRecord], around: Around
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-        """Run a group's forwards; return the outputs to go back from, the gradients that arrived there, and hashes."""
+        self, group: list[ForwardRecord], around: Around, leaves: dict[int, torch.Tensor] | None = None
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor | None], list[torch.Tensor]]:
+        """Run a group's forwards, and its loss code if asked; return what to go back from, with gradients, and hashes."""
         results: list[torch.Tensor] = []
-        grads: list[torch.Tensor] = []
+        grads: list[torch.Tensor | None] = []
         hashes: list[torch.Tensor] = []
+        outputs: dict[Output, torch.Tensor] = {}
         for record in group:
-            for value, grad in zip(self._forward(record, hashes, around), record.output_grads, strict=True):
+            values = self._forward(record, hashes, around)
+            outputs |= {Output(record.number, index): value for index, value in enumerate(values)}
+            for value, grad in zip(values, record.output_grads, strict=True):
                 if grad is not None:
                     results.append(value)
                     grads.append(grad)
+        with around():
+            roots = self._loss.run(group, outputs, leaves or {})
+        if roots is not None:
+            return [root for root, _ in roots], [grad for _, grad in roots], hashes
         return results, grads, hashes
 
     def _forward(self, record: ForwardRecord, outputs: list[torch.Tensor], around: Around) -> list[torch.Tensor]:

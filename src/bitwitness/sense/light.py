@@ -32,18 +32,12 @@ class LightStep:
 
     def site(self, index: int) -> Site:
         """Return the site of a parameter's gradient."""
-        return parameter_site(self.names[index], "grad").at(rank=self.rank, step=self.step)
+        return Site.of_parameter(self.names[index], "grad").at(rank=self.rank, step=self.step)
 
     def finding(self, sensor: str, index: int, message: str, evidence: dict[str, object]) -> Finding:
         """Return a suspicion about one parameter's gradient."""
         evidence = {"l2": float(self.l2[index]), "absmax": float(self.absmax[index]), **evidence}
         return Finding(sensor, self.site(index), Severity.WARNING, message, evidence, self.step, self.rank)
-
-
-def parameter_site(name: str, phase: str) -> Site:
-    """Return the site of a parameter (``phase`` "param") or of its gradient ("grad")."""
-    module, _, leaf = name.rpartition(".")
-    return Site(module or ".", leaf, 0, phase, "value" if phase == "param" else "local")
 
 
 def log_sizes(light: LightStep) -> Vector:

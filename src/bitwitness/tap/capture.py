@@ -12,31 +12,9 @@ from typing import Any
 
 import torch
 
+from bitwitness.tap.autocast import Autocast
+from bitwitness.tap.losstape import LossGraph
 from bitwitness.tap.randomness import RandomState
-
-
-@dataclass(frozen=True, slots=True)
-class Autocast:
-    """The autocast setting under which a forward ran."""
-
-    device_type: str
-    enabled: bool
-    dtype: torch.dtype
-    cache: bool
-
-    @classmethod
-    def read(cls, device: torch.device) -> Autocast:
-        """Read the setting that holds now for ``device``'s type."""
-        return cls(
-            device.type,
-            torch.is_autocast_enabled(device.type),
-            torch.get_autocast_dtype(device.type),
-            torch.is_autocast_cache_enabled(),
-        )
-
-    def context(self) -> torch.autocast:
-        """Return a context manager that sets it again."""
-        return torch.autocast(self.device_type, enabled=self.enabled, dtype=self.dtype, cache_enabled=self.cache)
 
 
 @dataclass(slots=True)
@@ -45,7 +23,7 @@ class ForwardRecord:
 
     ``args`` and ``kwargs`` hold clones of the input tensors. ``output_digests`` is one int64 0-d tensor per output that
     takes part in the backward; ``output_grads`` stands parallel to it (None where no gradient arrived).
-    ``backward`` is the number of the backward call that consumed this forward.
+    ``backward`` is the number of the backward call that consumed this forward, ``number`` counts the step's forwards.
     """
 
     args: tuple[Any, ...]
@@ -57,7 +35,7 @@ class ForwardRecord:
     output_digests: list[torch.Tensor] = field(default_factory=list)
     output_grads: list[torch.Tensor | None] = field(default_factory=list)
     backward: int | None = None
-    after_buffers: list[torch.Tensor] | None = None
+    number: int = 0
 
 
 @dataclass(slots=True)
@@ -65,7 +43,8 @@ class StepRecord:
     """All that is kept of one step.
 
     ``unreplayable`` names the reason where the step cannot be run again, ``unhealable`` why its gradients cannot be put
-    right; ``began`` is when, by `tap.clock.stopwatch`.
+    right; ``began`` is when, by `tap.clock.stopwatch`. ``graphs`` tell, for each backward by its number, what the script
+    computed between the root's outputs and where it started.
     """
 
     step: int
@@ -77,6 +56,7 @@ class StepRecord:
     training: list[bool] = field(default_factory=list)
     unreplayable: str | None = None
     unhealable: str | None = None
+    graphs: dict[int, LossGraph] = field(default_factory=dict)
 
     def give_up(self, reason: str) -> None:
         """Say why this step cannot be run again; the first reason stands."""

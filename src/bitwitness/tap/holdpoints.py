@@ -36,12 +36,13 @@ RunBackward = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class BackwardCall:
-    """One backward: where it starts (tensors or gradient edges), and what for.
+    """One backward: where it starts (tensors or gradient edges, and their gradients), and what for.
 
     ``accumulates``: into ``p.grad`` (``backward()``), rather than returning gradients (``torch.autograd.grad``).
     """
 
     roots: tuple[Any, ...]
+    grads: tuple[Any, ...] = ()
     create_graph: bool = False
     accumulates: bool = True
 
@@ -114,7 +115,10 @@ class HoldPoints:
             if not self._on:
                 return original(t_outputs, *args, **kwargs)
             call = BackwardCall(
-                tuple(t_outputs), create_graph=bool(args[2]), accumulates=bool(kwargs.get("accumulate_grad"))
+                tuple(t_outputs),
+                tuple(args[0]),
+                create_graph=bool(args[2]),
+                accumulates=bool(kwargs.get("accumulate_grad")),
             )
             with self._listener.around_backward(call):
                 return original(t_outputs, *args, **kwargs)

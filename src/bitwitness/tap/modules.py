@@ -40,6 +40,11 @@ def own_work(module: str = OWN, phase: str = "forward", call: int = 0) -> Iterat
         _own_work.reset(token)
 
 
+def in_own_work() -> bool:
+    """Tell whether bitwitness itself is at work."""
+    return _own_work.get() is not None
+
+
 def unwrap(module: nn.Module) -> nn.Module:
     """Return the user's own module inside DistributedDataParallel and ``torch.compile`` wrappers."""
     while True:
@@ -49,6 +54,12 @@ def unwrap(module: nn.Module) -> nn.Module:
             module = inner
         else:
             return module
+
+
+def backward_node() -> Any | None:
+    """Return autograd's node that runs now, in a backward; None in a forward, also one that is recomputed."""
+    node = torch._C._current_autograd_node()
+    return node if node is not None and not torch.is_grad_enabled() else None
 
 
 class ModuleTracker:
@@ -124,8 +135,8 @@ class ModuleTracker:
         """Return (module path, phase, call index) for an operator that is being dispatched now."""
         if (place := _own_work.get()) is not None:
             return place
-        node = torch._C._current_autograd_node()
-        if node is not None and not torch.is_grad_enabled():
+        node = backward_node()
+        if node is not None:
             module, _ = self._nodes.get(node._sequence_nr(), (ROOT, ""))
             phase = "backward"
         else:
@@ -139,8 +150,8 @@ class ModuleTracker:
 
     def node(self) -> int:
         """Return the sequence number of the autograd node to which the operator that runs now belongs."""
-        node = torch._C._current_autograd_node()
-        if node is not None and not torch.is_grad_enabled():
+        node = backward_node()
+        if node is not None:
             return int(node._sequence_nr())
         return int(torch._C._autograd._get_sequence_nr()) - 1
 

@@ -18,12 +18,14 @@ from torch import nn
 
 from bitwitness.stats import bit_hash
 from bitwitness.stats.local import local_values
-from bitwitness.tap.capture import Autocast, ForwardRecord, StepRecord
+from bitwitness.tap.autocast import Autocast
+from bitwitness.tap.capture import ForwardRecord, StepRecord
 from bitwitness.tap.clock import StepClock, stopwatch
 from bitwitness.tap.compiled import CompiledRegions, HookedCall, find_entry
 from bitwitness.tap.gradients import queue_after_backward
 from bitwitness.tap.holdpoints import BackwardCall
 from bitwitness.tap.ledger import Change, GradientLedger
+from bitwitness.tap.losstape import LossTape
 from bitwitness.tap.modules import own_work, unwrap
 from bitwitness.tap.randomness import RandomState
 from bitwitness.tap.sharded import reduces, sharding_of
@@ -72,6 +74,8 @@ class RootTap:
         Called once in each synchronising backward, after all local gradients are there and before they are reduced.
     fail
         Told of an error inside the guard; recording then stops for the step.
+    taped
+        Note what the script calls between the root's forward and the backward, too.
 
     """
 
@@ -84,6 +88,7 @@ class RootTap:
         around_forward: Callable[[], AbstractContextManager[Any] | None] = lambda: None,
         local_gradients: Callable[[], None] | None = None,
         fail: Callable[[str, BaseException], None],
+        taped: bool = False,
     ) -> None:
         self.wrapper = model
         self.root = unwrap(model)
@@ -111,6 +116,8 @@ class RootTap:
         first = next(iter(self.parameters.values()), None)
         self.device = torch.device("cpu") if first is None else first.device
         self.now = stopwatch(self.device)
+        self.tape = LossTape(self.device) if taped else None
+        self._reopen = False
         self.entry = find_entry(model, self.root)
         self.regions = CompiledRegions(model)
         self._hooks = [ModuleHook(self._before), ModuleHook(self._after)]
@@ -125,6 +132,7 @@ class RootTap:
 
     def close(self) -> None:
         """Remove the hooks."""
+        self._end_tape()
         for hook in self._hooks:
             hook.let_go()
         for handle in self._handles:
@@ -135,6 +143,9 @@ class RootTap:
     def _before(self, _entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._entered.append(nullcontext())
         self._open.append(None)
+        if len(self._open) == 1 and not self._depth and self.tape is not None:
+            self._reopen = self.tape.on
+            self.tape.end()
         if self.paused or self._depth or not torch.is_grad_enabled() or not self.root.training:
             return  # in a backward: a checkpoint around the whole root runs it again
         try:
@@ -159,6 +170,8 @@ class RootTap:
         self.forwards_seen += 1
         if self._clock.begin_forward() or self.record.step != self._clock.step:
             self.record = StepRecord(self._clock.step, began=self.now())
+            if self.tape is not None:
+                self.tape.new_step()
         elif self.record.backpropagated:
             self._check_gradients_since()
         if not self.record.forwards:
@@ -176,6 +189,7 @@ class RootTap:
             autocast=Autocast.read(self.device),
             buffers=[buffer.detach().clone() for buffer in root.buffers()],
             sync=self._reduces(),
+            number=self.forwards_seen,
         )
         self.record.forwards.append(record)
         return record
@@ -229,6 +243,9 @@ class RootTap:
         except Exception as error:
             self._fail("capture", error)
             return None
+        finally:
+            if not self._open and not self._depth:
+                self._begin_tape(wanted=self._reopen or record is not None)
 
     def _alias(self, record: ForwardRecord, result: Any) -> Any:
         def alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -239,11 +256,30 @@ class RootTap:
             record.output_grads.append(None)
             twin = tensor.view_as(tensor)
             twin.register_hook(lambda grad: self._output_grad(record, index, grad))
+            if self.tape is not None:
+                self.tape.add_output(twin, record.number, index)
             return twin
 
         aliased = map_tensors(result, alias)
         self.outputs_seen += len(record.output_digests)
         return aliased
+
+    # -- between forward and backward ----------------------------------------------------------------------------
+
+    def _begin_tape(self, *, wanted: bool) -> None:
+        """Note what the script calls, unless compiled code may run: a mode would have it compiled anew."""
+        if wanted and self.tape is not None and not self.paused and not self.regions.present():
+            self.tape.begin()
+
+    def _end_tape(self) -> None:
+        if self.tape is not None:
+            self.tape.end()
+
+    def forget_tape(self) -> None:
+        """Let go of what was noted: the step is over."""
+        if self.tape is not None:
+            self.tape.end()
+            self.tape.new_step()
 
     # -- backward ------------------------------------------------------------------------------------------------
 
@@ -256,6 +292,11 @@ class RootTap:
         self._queued = False
         self._accumulates = call.accumulates
         self._create_graph = call.create_graph
+        if self.tape is not None:
+            self._reopen = self.tape.on
+            if self._reopen and call.accumulates:
+                self.record.graphs[self.backwards] = self.tape.graph(call.roots, call.grads)
+            self.tape.end()
         if not call.accumulates:
             return
         if not self.record.backpropagated:
@@ -270,6 +311,8 @@ class RootTap:
             return False
         if self.reached:
             self.ledger.note()
+        else:
+            self._begin_tape(wanted=self._reopen)
         return self.reached
 
     def gradients_cleared(self) -> None:

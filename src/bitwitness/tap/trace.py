@@ -2,47 +2,28 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from bitwitness.stats import bit_hash
+from bitwitness.tap.frames import current_line, line_text
 from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.operators import OpCall, OperatorTap
-
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # noqa: PTH120 - frames hold strings
-_OWN = tuple(_PACKAGE + part for part in ("tap", "guard", "judge", "inject", "sense", "stats"))
-_REPLAY = _PACKAGE + "replay"
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep  # noqa: PTH120
-
-
-def user_line() -> str:
-    """Return ``file:line in function`` of the innermost frame of the model's code in a replay; empty if there is none.
-
-    A model made of torch's own modules alone has none: what lies outside the replay is the training loop's line that
-    happened to be running, and would mislead.
-    """
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if name.startswith(_REPLAY):
-            break
-        if not name.startswith((*_OWN, _TORCH, "<")):
-            return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back
-    return ""
-
 
 _MOVES = ("fsdp", "c10d", "_c10d_functional")
 
 
+def moves_between_ranks(func: torch._ops.OpOverload) -> bool:
+    """Tell whether an operator brings what other ranks computed: it differs from rank to rank, and is no computation."""
+    return func.namespace in _MOVES
+
+
 def computes(func: torch._ops.OpOverload) -> bool:
     """Tell whether an operator computes its result, rather than returning a view of its input or raw memory."""
-    if func.namespace in _MOVES:
-        return False  # what ranks tell one another differs from rank to rank
+    if moves_between_ranks(func):
+        return False
     returns = func._schema.returns
     if not returns or "empty" in func.overloadpacket.__name__:
         return False
@@ -75,7 +56,7 @@ class OperatorTrace:
         if self.keep is None:
             return
         if call.phase == "forward":
-            self._lines.setdefault(self._tracker.node(), user_line())
+            self._lines.setdefault(self._tracker.node(), line_text(current_line()))
         if len(self.hashes) == self.keep:
             # in-place operators overwrite their inputs, so these are copied before it runs
             self.kept = OpCall(

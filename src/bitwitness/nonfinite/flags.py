@@ -1,0 +1,73 @@
+"""Whether a tensor holds NaN or infinities: one sum on its device, and a closer look only where that is not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from bitwitness.stats.local import local_values
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """What non-finite values a tensor holds."""
+
+    nan: bool = False
+    pos: bool = False
+    neg: bool = False
+
+    def __bool__(self) -> bool:
+        return self.nan or self.pos or self.neg
+
+    @property
+    def inf(self) -> bool:
+        """Whether it holds an infinity of either sign."""
+        return self.pos or self.neg
+
+
+FINITE = Flags()
+
+
+def measurable(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor's values can be looked at: floating or complex, not empty, not on the meta device."""
+    return (
+        (tensor.is_floating_point() or tensor.is_complex())
+        and tensor.device.type != "meta"
+        and tensor.layout == torch.strided
+        and tensor.numel() > 0
+    )
+
+
+def _reals(tensor: torch.Tensor) -> torch.Tensor:
+    values = local_values(tensor.detach())
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    return values.float() if values.dtype.itemsize == 1 else values
+
+
+def _total(values: torch.Tensor) -> torch.Tensor:
+    # In float32 at least: a float16 sum overflows where no value does.
+    return values.sum(dtype=torch.float64 if values.dtype == torch.float64 else torch.float32)
+
+
+def flags_of(tensor: torch.Tensor) -> Flags:
+    """Look at one tensor of a kind that `measurable` accepts; waits for its device."""
+    values = _reals(tensor)
+    if math.isfinite(_total(values).item()):
+        return FINITE
+    found = torch.stack([values.isnan().any(), values.isposinf().any(), values.isneginf().any()]).tolist()
+    return Flags(*found)
+
+
+def all_finite(tensors: Sequence[torch.Tensor]) -> list[bool]:
+    """Tell of each tensor whether all its values are finite; waits once for a device."""
+    usable = [measurable(tensor) for tensor in tensors]
+    totals = [_total(_reals(tensor)) for tensor, use in zip(tensors, usable, strict=True) if use]
+    if not totals:
+        return [True] * len(tensors)
+    home = totals[0].device
+    sums = iter(torch.stack([total.to(home, torch.float64) for total in totals]).isfinite().tolist())
+    return [not use or next(sums) or not flags_of(tensor) for tensor, use in zip(tensors, usable, strict=True)]

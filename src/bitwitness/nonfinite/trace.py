@@ -1,0 +1,170 @@
+"""A step replayed under the eyes of `OriginWatch`: from a non-finite loss, gradient or buffer back to who made it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from bitwitness.nonfinite.flags import all_finite, flags_of, measurable
+from bitwitness.nonfinite.frames import FrameLog
+from bitwitness.nonfinite.kinds import Mode, wanted
+from bitwitness.nonfinite.origin import Kind, Origin, Trace
+from bitwitness.nonfinite.taint import Origins
+from bitwitness.nonfinite.watch import Entry, OriginWatch
+from bitwitness.replay.run import Execution, Replayer
+from bitwitness.tap.capture import StepRecord
+from bitwitness.tap.losstape import Outside
+from bitwitness.tap.structure import tensors_of
+
+_FROM_OUTSIDE = (Kind.PARAMETER, Kind.BUFFER, Kind.BATCH, Kind.CONSTANT, Kind.RECEIVED)
+
+
+def trace_step(replayer: Replayer, record: StepRecord, *, mode: Mode = "all") -> Trace:
+    """Replay a step and find who made its non-finite values.
+
+    With a `replay.lockstep.LockstepReplayer` all ranks must call this together.
+
+    Parameters
+    ----------
+    replayer, record
+        The step, and what runs it again.
+    mode
+        Which operators to report: those that compute, those that accumulate, or all.
+
+    Raises
+    ------
+    ReplayError
+        If the step cannot be run again.
+
+    """
+    started = time.perf_counter()
+    frames = FrameLog()
+    watch = OriginWatch(_entries(replayer.root, record), frames)
+    if replayer.lockstep:
+        watch.gathered_from(bad_parameters(replayer.root))
+    with _batch_seen(replayer.root, watch), frames.watching(replayer.root):
+        done = replayer.run(record, keep=True, around=watch.tap, through_loss=True)
+    targets = _targets(replayer, record, watch, done)
+    trace = Trace(targets=list(targets), problem=done.no_loss)
+    trace.origins = [o for o in _reaching(watch, targets) if _of_interest(o, mode)]
+    for origin in trace.origins:
+        begun = origin.frame if origin.site.phase == "forward" else None
+        trace.frames[origin.number] = frames.text(origin.site.module, begun)
+    reported = tuple(f"origin{origin.number}." for origin in trace.origins)
+    trace.tensors = {name: tensor for name, tensor in watch.kept.items() if name.startswith(reported)}
+    trace.seconds = time.perf_counter() - started
+    return trace
+
+
+def _of_interest(origin: Origin, mode: Mode) -> bool:
+    return origin.kind in _FROM_OUTSIDE or wanted(mode, accumulating=origin.accumulating)
+
+
+def _entries(root: nn.Module, record: StepRecord) -> dict[int, Entry]:
+    """Return what enters the step, by address: parameters, buffers, and what the script gave to its loss code."""
+    entries: dict[int, Entry] = {}
+
+    def enter(tensor: torch.Tensor, kind: Kind, name: str) -> None:
+        tensor = tensor.to_local() if hasattr(type(tensor), "to_local") else tensor  # type: ignore[attr-defined]
+        if measurable(tensor):
+            entries[tensor.untyped_storage().data_ptr()] = Entry(kind, name)
+
+    for graph in record.graphs.values():
+        for call in graph.calls.values():
+            for source in tensors_in_call(call.args, call.kwargs):
+                enter(source.tensor, Kind.BATCH, f"loss[{getattr(call.func, '__name__', 'call')}]")
+    for name, buffer in root.named_buffers():
+        enter(buffer, Kind.BUFFER, name)
+    for name, parameter in root.named_parameters():
+        enter(parameter, Kind.PARAMETER, name)
+    return entries
+
+
+def bad_parameters(root: nn.Module) -> list[str]:
+    """Return the names of the parameters that hold NaN or Inf (of a sharded one: in this rank's shard)."""
+    named = dict(root.named_parameters())
+    fine = all_finite([p.to_local() if hasattr(type(p), "to_local") else p for p in named.values()])  # type: ignore[attr-defined]
+    return [name for name, is_fine in zip(named, fine, strict=True) if not is_fine]
+
+
+def tensors_in_call(*values: Any) -> Iterator[Outside]:
+    """Yield the outside tensors among a taped call's arguments."""
+    for value in values:
+        if isinstance(value, Outside):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from tensors_in_call(*value)
+        elif isinstance(value, dict):
+            yield from tensors_in_call(*value.values())
+
+
+@contextmanager
+def _batch_seen(root: nn.Module, watch: OriginWatch) -> Iterator[None]:
+    """Know the model's inputs by their address, as they are in the replay."""
+
+    def note(_root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        named = [(f"args[{i}]", value) for i, value in enumerate(args)] + list(kwargs.items())
+        for name, value in named:
+            for tensor in tensors_of(value):
+                if measurable(tensor):
+                    watch.entries[tensor.untyped_storage().data_ptr()] = Entry(Kind.BATCH, name)
+
+    handle = root.register_forward_pre_hook(note, with_kwargs=True, prepend=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _targets(replayer: Replayer, record: StepRecord, watch: OriginWatch, done: Execution) -> dict[str, Origins]:
+    """Return what of the replay is not finite and matters, with the origins that it descends from."""
+    found: dict[str, Origins] = {}
+    for number, loss in enumerate(done.losses):
+        value = watch.value(loss)
+        if value.flags:
+            found["loss" if len(done.losses) == 1 else f"loss[{number}]"] = value.origins
+    names = list(replayer.parameters)
+    if replayer.lockstep:  # what is whole and local is described only, before it is reduced
+        sizes = done.features.absmax.cpu().double().numpy()
+        return found | {f"gradient of {names[i]}": frozenset() for i in np.flatnonzero(~np.isfinite(sizes))}
+    for name, grad in zip(names, done.grads or [], strict=False):
+        if grad is not None and measurable(grad) and flags_of(grad):
+            found[f"gradient of {name}"] = watch.value(grad).origins
+    return found | _buffers_spoiled(replayer.root, record, done.buffers or [])
+
+
+def _buffers_spoiled(root: nn.Module, record: StepRecord, after: list[torch.Tensor]) -> dict[str, Origins]:
+    """Return the buffers that were finite when the step began, and are not now."""
+    names = [name for name, _ in root.named_buffers()]
+    began, ended = all_finite(record.forwards[0].buffers), all_finite(after)
+    return {
+        f"buffer {name}": frozenset()
+        for name, before, now in zip(names, began, ended, strict=False)
+        if before and not now
+    }
+
+
+def _reaching(watch: OriginWatch, targets: dict[str, Origins]) -> list[Origin]:
+    """Return the origins that reach something, each once, in order; constants only where nothing else explains it."""
+    everyone = frozenset(range(len(watch.origins)))
+    reached: dict[int, list[str]] = {}
+    for name, origins in targets.items():
+        possible = origins or everyone
+        for number in possible - watch.constants or possible:
+            reached.setdefault(number, []).append(name)
+    found: dict[tuple[Any, ...], Origin] = {}
+    for number in sorted(reached):
+        origin = watch.origins[number]
+        known = found.get(origin.same)
+        if known is None:
+            found[origin.same] = origin.reaching(tuple(reached[number]))
+        else:
+            found[origin.same] = replace(known, reaches=tuple(dict.fromkeys((*known.reaches, *reached[number]))))
+    return list(found.values())
