@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from bitwitness.errors import BitwitnessError, ConfigError, TrainingStopped, UsageError
     from bitwitness.finding import Cause, Finding, Verdict
     from bitwitness.guard.guard import Guard
+    from bitwitness.guard.nonfinite import trace_nonfinite
     from bitwitness.site import Site
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "TrainingStopped",
     "UsageError",
     "Verdict",
+    "trace_nonfinite",
     "watch_gradient",
 ]
 
@@ -46,6 +48,7 @@ _HOMES = {
     "TrainingStopped": "errors",
     "UsageError": "errors",
     "Verdict": "finding",
+    "trace_nonfinite": "guard.nonfinite",
     "watch_gradient": "asd",
 }
 

@@ -6,13 +6,15 @@ import argparse
 import os
 from typing import Any
 
+from bitwitness.errors import UsageError
+
 
 def add_parser(verbs: Any) -> None:
     """Add the verb."""
     parser = verbs.add_parser(
         "run",
         help="run a training script under guard, unchanged",
-        usage="bitwitness run [--out DIR] [--config FILE] [--act {observe,protect,stop}] [-m] SCRIPT [ARGS …]",
+        usage="bitwitness run [--out DIR] [--config FILE] [--act {observe,protect,stop} | --nonfinite] [-m] SCRIPT [ARGS …]",
         description="Runs SCRIPT as python would, with every model that it trains under guard. With several ranks: "
         "torchrun --nproc-per-node N -m bitwitness run SCRIPT …",
     )
@@ -22,6 +24,19 @@ def add_parser(verbs: Any) -> None:
         "--act",
         choices=("observe", "protect", "stop"),
         help="observe: prove and report; protect: also heal or stop; stop: end at the anomaly, unproven",
+    )
+    parser.add_argument(
+        "--nonfinite",
+        action="store_true",
+        help="look for NaN and Inf only, and name the operator that made the first",
+    )
+    parser.add_argument(
+        "--mode",
+        choices=("compute", "accumulate", "all", "aicore_overflow", "atomic_overflow"),
+        help="with --nonfinite: operators that compute, those that accumulate (scatter_add, reductions), or all (the default)",
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="with --nonfinite: print every origin, not the earliest alone"
     )
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name, as in python -m")
     # One argument, not two: argparse would take a "--" between them away from the script.
@@ -38,7 +53,7 @@ def main(args: argparse.Namespace) -> int:
 
     command = args.command[1:] if args.command[0] == "--" else args.command
     script = Script(command[0], command[1:], module=args.module)
-    overrides = {"act": args.act, "out": args.out}
+    overrides = {"act": args.act, "out": args.out, **nonfinite_settings(args)}
     loaded = load_config(args.config, {key: value for key, value in overrides.items() if value is not None})
     from contextlib import ExitStack
 
@@ -55,3 +70,16 @@ def main(args: argparse.Namespace) -> int:
     except ScriptError as error:  # shown last, after what the guard has to say
         return error.show()
     return 0
+
+
+def nonfinite_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings that ``--nonfinite`` and its options stand for."""
+    from bitwitness.config import only_nonfinite
+
+    if not args.nonfinite:
+        if args.mode is not None or args.all:
+            raise UsageError("--mode and --all say how --nonfinite looks; give --nonfinite, too")
+        return {}
+    if args.act is not None:
+        raise UsageError(f"--act {args.act} needs the whole guard; --nonfinite only reports: leave one of them out")
+    return {**only_nonfinite(), "nonfinite.mode": args.mode, "nonfinite.show_all": args.all}

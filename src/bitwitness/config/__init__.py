@@ -14,6 +14,7 @@ from bitwitness.config.schema import (
     ReplayConfig,
     StrikesConfig,
     TrendConfig,
+    only_nonfinite,
     to_dict,
 )
 
@@ -29,5 +30,6 @@ __all__ = [
     "StrikesConfig",
     "TrendConfig",
     "load_config",
+    "only_nonfinite",
     "to_dict",
 ]

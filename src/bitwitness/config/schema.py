@@ -10,6 +10,7 @@ from bitwitness.config.values import Kind
 from bitwitness.errors import ConfigError
 
 Act = Literal["observe", "protect", "stop"]
+OverflowMode = Literal["compute", "accumulate", "all", "aicore_overflow", "atomic_overflow"]
 Scheme = Literal["v1", "v2", "v3", "combined"]
 
 
@@ -78,9 +79,32 @@ class PeersConfig(_Validated):
 
 @dataclass(frozen=True)
 class NonfiniteConfig(_Validated):
-    """NaN and Inf in the loss and in gradients."""
+    """NaN and Inf in the loss, in gradients and buffers, followed back to the operator that made them.
+
+    Attributes
+    ----------
+    enabled
+        Look.
+    only
+        Look for nothing else, and ask no second device: a replay tells who made it (`trace_nonfinite`).
+    mode
+        Which operators to name: those that compute, those that accumulate (``scatter_add``, reductions across ranks), or all.
+        The reference systems' ``aicore_overflow`` and ``atomic_overflow`` are understood.
+    show_all
+        Print every origin of a step, not the earliest alone.
+    drops
+        Steps in a row on which a gradient scaler lowered its scale that are worth a finding.
+    extreme
+        Share of a narrow dtype's largest number at which a finite result counts as an overflow.
+
+    """
 
     enabled: bool = True
+    only: bool = False
+    mode: OverflowMode = "all"
+    show_all: bool = False
+    drops: int = _number(3, minimum=1)
+    extreme: float = _number(0.5, minimum=0, above=True)
 
 
 @dataclass(frozen=True)
@@ -231,3 +255,16 @@ def from_flat(values: dict[str, Any]) -> Config:
         inner = {key.partition(".")[2]: value for key, value in values.items() if key.startswith(f"{name}.")}
         own[name] = section(**inner)
     return Config(**own)
+
+
+def only_nonfinite() -> dict[str, Any]:
+    """Return the settings under which nothing but NaN and Inf is looked for, by their dotted names."""
+    return {
+        "nonfinite.only": True,
+        "trend.enabled": False,
+        "peers.enabled": False,
+        "checksum.enabled": False,
+        "replay.calibrate": False,
+        "self_test": False,
+        "act": "observe",
+    }

@@ -106,6 +106,18 @@ def coverage_lines(table: dict[str, Any]) -> list[str]:
     return lines
 
 
+def nonfinite_lines(watch: Watch) -> list[str]:
+    """Return what a user who looked for nothing but NaN and Inf reads at the end."""
+    tracing = watch.proceedings.tracing
+    found = f"{tracing.hits} of them not finite, {len(tracing.findings)} findings" if tracing.hits else "all finite"
+    lines = [f"NaN and Inf: {watch.steps_held} steps looked at, {found}"]
+    if watch.optimizer_steps and not watch.root.forwards_seen:
+        lines.append(UNSEEN)
+    for reason, count in watch.limits.most_common(3):
+        lines.append(f"{count} of {watch.steps_held} steps cannot be run again: {reason}")
+    return lines
+
+
 def _price_lines(price: dict[str, Any]) -> list[str]:
     """Say what the guard cost and what that bought."""
     if price.get("measured") is None:

@@ -21,7 +21,7 @@ from torch.optim.optimizer import Optimizer
 from bitwitness.config import Config, load_config, to_dict
 from bitwitness.errors import UsageError
 from bitwitness.finding import Note, Severity
-from bitwitness.guard.coverage import coverage_lines, coverage_table
+from bitwitness.guard.coverage import coverage_lines, coverage_table, nonfinite_lines
 from bitwitness.guard.memory import learned, relearn
 from bitwitness.guard.selftest import prove
 from bitwitness.guard.watch import Watch
@@ -127,6 +127,8 @@ class Guard:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
+            if self.watch is not None:
+                self.watch.finish(broken_off=kind is not None and kind is not KeyboardInterrupt)
             self._report()
         except Exception as failure:
             if self.reporter is not None and self.watch is not None:
@@ -207,7 +209,7 @@ class Guard:
         table = self.coverage()
         reporter.event(Note("coverage", watch.clock.step, watch.ranks.rank, evidence=table))
         if watch.ranks.rank == 0:
-            for line in coverage_lines(table):
+            for line in coverage_lines(table) if not self.config.nonfinite.only else nonfinite_lines(watch):
                 reporter.say(line)
         if watch.root.forwards_seen and not watch.optimizer_steps and not watch.steps_held:
             reporter.note(

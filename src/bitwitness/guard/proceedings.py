@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -13,6 +14,7 @@ from bitwitness.config import Config
 from bitwitness.device import this_device
 from bitwitness.errors import EXIT_ELSEWHERE, SideChannelError, TrainingStopped
 from bitwitness.finding import Action, Cause, Device, Finding, Note, Severity, Verdict
+from bitwitness.guard.tracing import Tracing
 from bitwitness.judge.experiments import Laboratory
 from bitwitness.judge.fingerprint import NEAR, Fingerprint
 from bitwitness.judge.judge import Judge, Outcome
@@ -68,6 +70,7 @@ class Proceedings:
         healable = Root(
             root.wrapper, root.root, parameters, root.device, gradients.collect, gradients.take, self.replayer.lockstep
         )
+        self.tracing = Tracing(config, self.replayer, ranks, reporter)
         self._watchdog = Watchdog(ranks, reporter, config.ranks.deadline_s)
         self._responder = Responder(config.act, ranks, healable, self._watchdog)
         self._innocent_in_a_row = 0
@@ -82,6 +85,8 @@ class Proceedings:
         After experiments that found nothing again and again, statistical suspicions rest for 1, 2, 4, … steps, so that a
         model that has changed its ways does not pay for a replay at every step. An exact sensor's suspicion never rests.
         """
+        if self._config.nonfinite.only:
+            return []  # what was seen is told together with who made it
         for finding in findings:
             self._reporter.finding(finding)
         loud = [finding for finding in findings if finding.severity is not Severity.INFO]
@@ -104,7 +109,7 @@ class Proceedings:
             self._stop_unproven([f for f in loud if f.severity is Severity.ERROR], record.step)
         self._know_precision(record)
         with self._watchdog.over(record.step) if self.replayer.lockstep else nullcontext():
-            outcome = self._judge.question(record, original, loud)
+            outcome = self._judge.question(record, original, loud, partial(self.tracing.follow, record, light))
         outcome = self._attach(self._in_the_light_of_earlier(outcome), loud)
         verdict, code = self._responder.respond(outcome, record, scaled=light.scaled)
         self._announce(verdict, loud)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.amp import GradScaler
@@ -20,13 +19,16 @@ from torch.optim.optimizer import Optimizer
 
 from bitwitness.config import Config
 from bitwitness.errors import EXIT_RANK_LOST, SideChannelError, TrainingStopped
+from bitwitness.finding import Severity
 from bitwitness.guard.deepsteps import DeepSteps
+from bitwitness.guard.lightreader import LightReader
 from bitwitness.guard.proceedings import Proceedings
 from bitwitness.guard.sensors import STATISTICAL, Sensors
 from bitwitness.judge.fingerprint import Fingerprint
 from bitwitness.ranks import Ranks
 from bitwitness.respond.reporter import Reporter
 from bitwitness.sense.light import LightStep
+from bitwitness.sense.nonfinite import NonfiniteSensor
 from bitwitness.stats import Features
 from bitwitness.tap.capture import StepRecord
 from bitwitness.tap.clock import StepClock
@@ -88,11 +90,13 @@ class Watch:
             around_forward=self._deep_tap,
             local_gradients=self._collect,
             fail=self._fail,
+            taped=config.nonfinite.enabled,
         )
         parameters = list(self.root.parameters.values())
         self.gradients = LocalGradients(model, parameters, self.root.device)
         self.sensors = Sensors(config, self.root, ranks, reporter, clock)
         self.proceedings = Proceedings(config, self.root, self.gradients, ranks, reporter)
+        self._reader = LightReader(self.root, self.gradients, ranks.rank)
         self._losses: list[torch.Tensor] = []
         self._armed = False
         self._busy = False
@@ -137,6 +141,7 @@ class Watch:
         """Look at the step's gradients, and act on what they show."""
         if self._busy:
             return
+        self.root.end_tape()
         if optimizer is not None and not self._ours(optimizer):
             return
         if self.root.in_backward:
@@ -184,7 +189,23 @@ class Watch:
                 self._stepped_early = False
                 self.clock.end_step()
                 self.root.ledger.forget()
+                self.root.forget_tape()
             self._note_times(ordinary=ordinary)
+
+    def finish(self, *, broken_off: bool) -> None:
+        """Look at what is still open where only NaN and Inf are looked for: a loss whose gradients nothing has used yet.
+
+        ``broken_off``: the training ends by an error, as scripts do that stop at a loss of NaN, before its backward perhaps.
+        Gradients are looked at only alone: other ranks may have ended otherwise, and would not answer.
+        """
+        graph = self.root.open_loss()
+        if not self.config.nonfinite.only or self._busy or self.root.in_backward:
+            return
+        if self.ranks.size == 1:
+            self._look(None)
+        if broken_off and graph is not None and not self.proceedings.replayer.lockstep:
+            self.root.paused = True
+            self.proceedings.tracing.follow_broken_off(self.root.record, graph, self.ranks.rank)
 
     def zeroed(self, owner: Optimizer | nn.Module) -> None:
         """Forget what was backpropagated into gradients that are zero now."""
@@ -209,6 +230,7 @@ class Watch:
         """Note that parameters changed."""
         if not self._busy and self._ours(optimizer):
             self._in_step = False
+            self.proceedings.tracing.stepped(optimizer)
             self.optimizer_steps += 1
             self.clock.end_step()
             if self.optimizer_steps == _STEPS_UNSEEN and not self.root.forwards_seen:
@@ -272,7 +294,7 @@ class Watch:
             )
             return False
         scale = 1.0 if scaler is None else float(scaler.get_scale())
-        light = self._light(features, losses, scale, scaled=scaler is not None)
+        light = self._reader.read(features, losses, scale, scaled=scaler is not None)
         deep = self.is_deep(light.step)
         self.steps_held += 1
         if deep and self._look_again_at == light.step:
@@ -283,22 +305,33 @@ class Watch:
             findings += self.proceedings.compare_replicas(record, light)
         flagged = self.proceedings.worth_asking(findings)
         statistical = any(finding.sensor in STATISTICAL for finding in flagged)
-        suspicious, by_history = self._agree(light.step, bool(flagged), statistical)
-        ordinary = not suspicious
+        hit = any(finding.sensor == NonfiniteSensor.name for finding in findings)
+        suspicious, by_history, hit = self._agree(light.step, bool(flagged), statistical, hit)
+        ordinary = not suspicious and not hit
         if suspicious:
             self.deep.look_closely_after(light.step)
             with self._replaying():
                 wrong = self.proceedings.question(record, self._original(record, features), findings, light)
             if wrong:
                 return False  # numbers that were proven wrong teach the sensors nothing
+        elif hit:
+            if self.proceedings.tracing.due():
+                with self._replaying():
+                    self.proceedings.tracing.follow(record, light, severity=self._loudness(light))
         elif self.proceedings.calibration_due(light.step):
             ordinary = False
             with self._replaying():
                 self.proceedings.calibrate(record, self._original(record, features), light)
+        if not hit:
+            self.proceedings.tracing.clean(light.step)
         self.sensors.learn(light, false_alarm=by_history)
         self.deep.useful = self.ranks.size > 1 or self.sensors.has_products
         self.sensors.look_at_one_product_in(self.deep.plan.one_in)
         return ordinary
+
+    def _loudness(self, light: LightStep) -> Severity:
+        """Return how loud a non-finite step is: a gradient scaler finds its scale by overflows, and skips such steps."""
+        return Severity.INFO if light.scaled else Severity.ERROR
 
     def _mind_edits(self, record: StepRecord) -> None:
         """See whether the script changed gradients since its backward: a replay's would then be others."""
@@ -331,22 +364,6 @@ class Watch:
         told = self.ranks.max(torch.cat([flags, self.deep.proposal(step)]))
         self.deep.agree(told[len(here) :])
         return [bool(flag) for flag in told[: len(here)].tolist()]
-
-    def _light(self, features: Features, losses: list[torch.Tensor], scale: float, *, scaled: bool) -> LightStep:
-        """Bring the step's sizes to the host: the one wait of a light step."""
-        l2, absmax = torch.stack([features.l2, features.absmax]).cpu().double().numpy() / scale
-        # A float32 norm overflows where the values do not: the largest value is then the norm's better estimate.
-        l2 = np.where(np.isinf(l2) & np.isfinite(absmax), absmax, l2)
-        values = torch.stack([loss.reshape(()).float() for loss in losses]).cpu().tolist() if losses else []
-        return LightStep(
-            step=self.root.record.step,
-            rank=self.ranks.rank,
-            names=self.sensors.names,
-            l2=l2,
-            absmax=absmax,
-            losses=tuple(value / scale for value in values),
-            scaled=scaled,
-        )
 
     def _ours(self, optimizer: Optimizer) -> bool:
         if self._optimizers is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +21,8 @@ from bitwitness.judge.alone import contradicts_operators, examine
 from bitwitness.judge.decide import NAMES, PAIRS, Judgement, Match
 from bitwitness.judge.experiments import Experiments, Laboratory
 from bitwitness.judge.localize import Located, locate
-from bitwitness.judge.origin import bad_inputs, find_origin
 from bitwitness.judge.replicas import Desync, find_desync
+from bitwitness.nonfinite.origin import Kind, Told
 from bitwitness.replay.run import ReplayError
 from bitwitness.sense.checksum import ChecksumSensor
 from bitwitness.site import Site
@@ -31,6 +32,8 @@ from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.operators import OperatorTap
 
 FAULT_CODE = "80818C00"
+Follow = Callable[[], list[Told]]
+"""Follows a non-finite step back to who made it, on all ranks; collective."""
 _REPEATED = 3  # transients on one device that make a persistent, intermittent fault
 
 
@@ -70,8 +73,8 @@ class Judge:
         self._devices = devices
         self._transients: Counter[int] = Counter()
 
-    def question(self, record: StepRecord, original: Any, findings: list[Finding]) -> Outcome:
-        """Make the experiments; collective.
+    def question(self, record: StepRecord, original: Any, findings: list[Finding], follow: Follow) -> Outcome:
+        """Make the experiments; collective. ``follow`` finds who made NaN and Inf, where every execution makes them.
 
         Raises
         ------
@@ -90,7 +93,7 @@ class Judge:
         if judgement.cause is Cause.PERSISTENT_HARDWARE:
             evidence |= self._checksum_proof(record, judgement.ranks[0])
         if judgement.cause is Cause.DISMISSED:
-            judgement = self._blame_nonfinite(record, judgement, findings, evidence)
+            judgement = self._blame_nonfinite(judgement, findings, follow, evidence)
         evidence["suspected_by"] = suspicious
         return self._verdict(record.step, found, judgement, located, evidence)
 
@@ -205,35 +208,28 @@ class Judge:
         return {"checksum": json.loads(heard)} if heard else {}
 
     def _blame_nonfinite(
-        self, record: StepRecord, judgement: Judgement, findings: list[Finding], evidence: dict[str, Any]
+        self, judgement: Judgement, findings: list[Finding], follow: Follow, evidence: dict[str, Any]
     ) -> Judgement:
         """Tell data from software where every execution gives the same NaN or Inf; collective."""
         here = any(finding.sensor == "nonfinite" for finding in findings)
-        together = self._laboratory.replayer.lockstep
         if not bool(self._ranks.max(torch.tensor([int(here)]))):
             return judgement
-        origin = None
-        bad = here and bad_inputs(record)
-        try:
-            traced = find_origin(self._laboratory.replayer, record) if together or (here and not bad) else None
-            origin = traced if here and not bad else None
-        except Exception as error:
-            evidence["problem"] = f"the origin was not found: {type(error).__name__}: {error}"
-        told = self._ranks.tell_all(json.dumps(["data"] if bad else [origin.site, origin.line] if origin else []))
-        said = [(rank, json.loads(text)) for rank, text in enumerate(told) if text != "[]"]
-        if not said:
+        followed = follow()
+        if followed and followed[0].kind is Kind.AFTERMATH:
+            return Judgement(Cause.DISMISSED, reason=followed[0].text)
+        told = [one for one in followed if one.own]
+        if not told:
             where = "it was not made inside the model"
             if self._laboratory.replayer.compiled:
                 where = "an eager re-execution of the compiled model does not make it"
             reason = f"NaN or Inf, the same in every execution; {where}"
             return Judgement(Cause.INCONCLUSIVE, reason=reason)
-        rank, first = said[0]
-        if first == ["data"]:
-            evidence["batch"] = f"the batch of rank {rank} holds NaN or Inf"
-            return Judgement(Cause.DATA, reason=evidence["batch"])
-        evidence["origin"] = {"rank": rank, "site": first[0], "line": first[1]}
-        reason = f"{first[0]} ({first[1] or 'no line of yours'}) makes NaN or Inf from finite inputs, on every device"
-        return Judgement(Cause.SOFTWARE, reason=reason)
+        first = told[0]
+        evidence["origin"] = {"rank": first.rank, "kind": str(first.kind), "site": first.site, "line": first.line}
+        if first.kind is Kind.BATCH:
+            evidence["batch"] = f"the batch of rank {first.rank} holds NaN or Inf"
+            return Judgement(Cause.DATA, reason=f"{evidence['batch']}: {first.text}")
+        return Judgement(Cause.SOFTWARE, reason=f"on every device, {first.text}")
 
     # -- the verdict ---------------------------------------------------------------------------------------------
 

@@ -64,11 +64,18 @@ def compare_with_float64(call: OpCall) -> Discrepancy:
 
 
 def _overflows(outputs: tuple[torch.Tensor, ...], inputs: list[torch.Tensor]) -> bool:
-    """Tell whether a result that is not finite may be lawful: squares of such inputs leave the result's range."""
+    """Tell whether a result that is not finite may be lawful: squares of such inputs leave the result's range.
+
+    Upwards they become infinite, downwards zero, by which something may be divided.
+    """
     for output in outputs:
         if output.is_floating_point() and output.numel() and not bool(torch.isfinite(output).all()):
-            largest = max((float(t.detach().abs().amax()) for t in inputs), default=0.0)
-            return not largest < 1e-3 * torch.finfo(output.dtype).max ** 0.5
+            sizes = torch.cat(
+                [t.detach().cpu().double().abs().reshape(-1) for t in inputs] or [torch.zeros(1).double()]
+            )
+            limits = torch.finfo(output.dtype)
+            smallest = sizes[sizes > 0].amin() if bool((sizes > 0).any()) else torch.ones(())
+            return not float(sizes.amax()) < 1e-3 * limits.max**0.5 or float(smallest) < 1e3 * limits.tiny**0.5
     return False
 
 
@@ -84,8 +91,10 @@ def _distance(
         if value.shape != expected.shape:
             continue
         gap = (value - expected).abs()
-        gap = torch.where(value == expected, torch.zeros_like(gap), gap).nan_to_num(nan=float("inf"))
-        scale = max(float(expected.norm()), floor) or 1.0
+        # What float64 does not find finite either, in the result's range, is no error: zero by zero, say.
+        lawful = ~value.isfinite() & ~golden.detach().to(actual.dtype).reshape(-1).isfinite()
+        gap = gap.masked_fill(lawful | (value == expected), 0.0).nan_to_num(nan=float("inf"))
+        scale = max(float(expected.masked_fill(lawful, 0.0).norm()), floor) or 1.0
         error = float(gap.norm()) / scale
         at = int(gap.argmax())
         if not worst.comparable or error > worst.error:

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import torch
 
-Mode = Literal["compute", "accumulate", "all"]
-"""The reference systems' aicore_overflow, atomic_overflow and all."""
+Mode = Literal["compute", "accumulate", "all", "aicore_overflow", "atomic_overflow"]
+"""Which operators to look at; the last two are the reference systems' names of the first two."""
 
 CONSTANTS = frozenset({
     "fill", "fill_", "full", "full_like", "new_full", "scalar_tensor", "masked_fill", "masked_fill_", "where",
@@ -72,4 +72,4 @@ def accumulates(op: str, phase: str, args: tuple[Any, ...], kwargs: dict[str, An
 
 def wanted(mode: Mode, *, accumulating: bool) -> bool:
     """Tell whether a mode looks at an operator of that kind."""
-    return mode == "all" or (mode == "accumulate") == accumulating
+    return mode == "all" or (mode in ("accumulate", "atomic_overflow")) == accumulating

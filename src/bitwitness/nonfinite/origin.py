@@ -26,6 +26,7 @@ class Kind(StrEnum):
     LOSS_SCALE = "loss_scale"
     COLLECTIVE = "collective"
     RECEIVED = "received"
+    AFTERMATH = "aftermath"
     UNKNOWN = "unknown"
 
 
@@ -84,6 +85,8 @@ class Origin:
         The losses, gradients and buffers that it made non-finite.
     detail
         What else is known, in words.
+    others
+        Names of further parameters of which the same is true.
     frame
         How many module frames had been noted before it.
 
@@ -102,6 +105,7 @@ class Origin:
     accumulating: bool = False
     reaches: tuple[str, ...] = ()
     detail: str = ""
+    others: tuple[str, ...] = ()
     frame: int = 0
 
     @property
@@ -118,6 +122,22 @@ class Origin:
     def reaching(self, targets: tuple[str, ...]) -> Origin:
         """Return it with what it reaches."""
         return replace(self, reaches=targets)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What one rank found: the kind of origin, its site, the line, and a sentence."""
+
+    rank: int
+    kind: Kind
+    site: str
+    line: str
+    text: str
+
+    @property
+    def own(self) -> bool:
+        """Whether it began on that rank."""
+        return self.kind not in (Kind.RECEIVED, Kind.COLLECTIVE, Kind.UNKNOWN, Kind.AFTERMATH)
 
 
 @dataclass(slots=True)

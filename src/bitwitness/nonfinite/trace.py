@@ -20,13 +20,13 @@ from bitwitness.nonfinite.taint import Origins
 from bitwitness.nonfinite.watch import Entry, OriginWatch
 from bitwitness.replay.run import Execution, Replayer
 from bitwitness.tap.capture import StepRecord
-from bitwitness.tap.losstape import Outside
+from bitwitness.tap.losstape import LossGraph, Outside
 from bitwitness.tap.structure import tensors_of
 
 _FROM_OUTSIDE = (Kind.PARAMETER, Kind.BUFFER, Kind.BATCH, Kind.CONSTANT, Kind.RECEIVED)
 
 
-def trace_step(replayer: Replayer, record: StepRecord, *, mode: Mode = "all") -> Trace:
+def trace_step(replayer: Replayer, record: StepRecord, *, mode: Mode = "all", scale: float = 1.0) -> Trace:
     """Replay a step and find who made its non-finite values.
 
     With a `replay.lockstep.LockstepReplayer` all ranks must call this together.
@@ -37,6 +37,8 @@ def trace_step(replayer: Replayer, record: StepRecord, *, mode: Mode = "all") ->
         The step, and what runs it again.
     mode
         Which operators to report: those that compute, those that accumulate, or all.
+    scale
+        The loss scale of a gradient scaler.
 
     Raises
     ------
@@ -44,22 +46,52 @@ def trace_step(replayer: Replayer, record: StepRecord, *, mode: Mode = "all") ->
         If the step cannot be run again.
 
     """
-    started = time.perf_counter()
+    scale *= max((graph.factor for graph in record.graphs.values()), default=1.0)
+    with _watching(replayer, record, scale) as (watch, frames):
+        started = time.perf_counter()
+        done = replayer.run(record, keep=True, around=watch.tap, through_loss=True)
+    targets = _targets(replayer, record, watch, done)
+    trace = _conclude(watch, frames, targets, mode)
+    trace.problem, trace.seconds = done.no_loss, time.perf_counter() - started
+    return trace
+
+
+def trace_forward(replayer: Replayer, record: StepRecord, graph: LossGraph, *, mode: Mode = "all") -> Trace:
+    """Replay a step that broke off before its backward, up to the last number that the script computed from it.
+
+    Raises
+    ------
+    ReplayError
+        If it cannot be run again.
+
+    """
+    with _watching(replayer, record, 1.0) as (watch, frames):
+        started = time.perf_counter()
+        values = [watch.value(number) for number in replayer.run_forward(record, graph, watch.tap)]
+    bad = [value.origins for value in values if value.flags]
+    trace = _conclude(watch, frames, {"loss": frozenset().union(*bad)} if bad else {}, mode)
+    trace.seconds = time.perf_counter() - started
+    return trace
+
+
+@contextmanager
+def _watching(replayer: Replayer, record: StepRecord, scale: float) -> Iterator[tuple[OriginWatch, FrameLog]]:
     frames = FrameLog()
-    watch = OriginWatch(_entries(replayer.root, record), frames)
+    watch = OriginWatch(_entries(replayer.root, record), frames, scale=scale)
     if replayer.lockstep:
         watch.gathered_from(bad_parameters(replayer.root))
     with _batch_seen(replayer.root, watch), frames.watching(replayer.root):
-        done = replayer.run(record, keep=True, around=watch.tap, through_loss=True)
-    targets = _targets(replayer, record, watch, done)
-    trace = Trace(targets=list(targets), problem=done.no_loss)
+        yield watch, frames
+
+
+def _conclude(watch: OriginWatch, frames: FrameLog, targets: dict[str, Origins], mode: Mode) -> Trace:
+    trace = Trace(targets=list(targets))
     trace.origins = [o for o in _reaching(watch, targets) if _of_interest(o, mode)]
     for origin in trace.origins:
         begun = origin.frame if origin.site.phase == "forward" else None
         trace.frames[origin.number] = frames.text(origin.site.module, begun)
     reported = tuple(f"origin{origin.number}." for origin in trace.origins)
     trace.tensors = {name: tensor for name, tensor in watch.kept.items() if name.startswith(reported)}
-    trace.seconds = time.perf_counter() - started
     return trace
 
 
@@ -167,4 +199,16 @@ def _reaching(watch: OriginWatch, targets: dict[str, Origins]) -> list[Origin]:
             found[origin.same] = origin.reaching(tuple(reached[number]))
         else:
             found[origin.same] = replace(known, reaches=tuple(dict.fromkeys((*known.reaches, *reached[number]))))
-    return list(found.values())
+    return _one_of_each(list(found.values()))
+
+
+def _one_of_each(origins: list[Origin]) -> list[Origin]:
+    """Tell of all bad parameters in one origin, and of an operator's slope not beside the operator itself."""
+    parameters = [origin for origin in origins if origin.kind is Kind.PARAMETER]
+    forward = {(o.site.op, o.line) for o in origins if o.site.phase == "forward"}
+    others = tuple(f"{o.site.module}.{o.site.op}".removeprefix("..") for o in parameters[1:])
+    return [
+        replace(origin, others=others) if parameters and origin is parameters[0] else origin
+        for origin in origins
+        if origin not in parameters[1:] and (origin.forward_op, origin.forward_line) not in forward
+    ]

@@ -58,16 +58,19 @@ class OriginWatch:
         What enters the step, by the address of its memory.
     frames
         Counts the modules that have run.
+    scale
+        The loss scale: an overflow in the backward that is gone without it is the scale's doing.
 
     """
 
-    def __init__(self, entries: Mapping[int, Entry], frames: FrameLog) -> None:
+    def __init__(self, entries: Mapping[int, Entry], frames: FrameLog, *, scale: float = 1.0) -> None:
         self.entries = dict(entries)
         self.origins: list[Origin] = []
         self.constants: Origins = NONE
         self.kept: dict[str, torch.Tensor] = {}
         self._frames = frames
         self._gathered: list[str] | None = None
+        self._scale = scale
         self._tracker = ModuleTracker()
         self._provenance = Provenance()
         self._entered: dict[Entry, int] = {}
@@ -254,10 +257,13 @@ class OriginWatch:
         inputs = [(f"in{i}", self._copies.get(id(t), t)) for i, (t, _) in enumerate(self._inputs)]
         outputs = [(f"out{i}", t) for i, (t, _) in enumerate(found)]
         measured = number < _MEASURED
+        kind = Kind.CONSTANT if constant else Kind.OPERATOR
+        if node is not None and measured and self._cured_by_unscaling(call):
+            kind = Kind.LOSS_SCALE
         self.origins.append(
             Origin(
                 number,
-                Kind.CONSTANT if constant else Kind.OPERATOR,
+                kind,
                 call.site(),
                 flags,
                 current_line(),
@@ -275,6 +281,18 @@ class OriginWatch:
         else:
             self._keep(number, [*inputs, *outputs, *_saved(node)])
         return number
+
+    def _cured_by_unscaling(self, call: OpCall) -> bool:
+        """Tell whether a backward operator's result is finite once one of its inputs, the gradient, is not scaled."""
+        if self._scale <= 1 or self._copies:
+            return False
+        for position, value in enumerate(call.args):
+            if isinstance(value, torch.Tensor) and measurable(value):
+                args = (*call.args[:position], value / self._scale, *call.args[position + 1 :])
+                with suppress(Exception):  # not every operator takes what we offer
+                    if not any(flags_of(t) for t in tensors_in(call.func(*args, **call.kwargs)) if measurable(t)):
+                        return True
+        return False
 
     def _keep(self, number: int, tensors: list[tuple[str, torch.Tensor]]) -> None:
         size = sum(t.numel() * t.element_size() for _, t in tensors)

@@ -85,14 +85,15 @@ def headline(origin: Origin) -> str:
     """Return one sentence: who made what, out of what, where."""
     reader = f"; first read by {origin.detail}" if origin.detail else ""
     size = f" ({_size(origin.inputs[0])})" if origin.inputs else ""
-    name = f"{origin.site.module}.{origin.site.op}".removeprefix("..")
+    name = f"{origin.site.module}.{origin.site.op}".removeprefix("..").removeprefix(".")
+    more = f" (and {len(origin.others)} more: {origin.others[0]}, …)" if origin.others else ""
     match origin.kind:
         case Kind.PARAMETER:
-            return f"parameter {name.removeprefix('.')} was not finite when the step began{size}{reader}"
+            return f"parameter {name}{more} was not finite when the step began{size}{reader}"
         case Kind.OPTIMIZER:
-            return f"parameter {name.removeprefix('.')} became non-finite in an optimizer's update{size}{reader}"
+            return f"parameter {name}{more} became non-finite in an optimizer's update{size}{reader}"
         case Kind.BUFFER:
-            return f"buffer {name.removeprefix('.')} was not finite when the step began{size}{reader}"
+            return f"buffer {name}{more} was not finite when the step began{size}{reader}"
         case Kind.BATCH:
             return f"the batch was not finite: {origin.site.slot}{size}{reader}"
         case Kind.RECEIVED:
@@ -182,6 +183,7 @@ def as_finding(origin: Origin, trace: Trace, step: int, rank: int, severity: Sev
         "outputs": [extent.to_dict() for extent in origin.outputs],
         "reaches": list(origin.reaches[:8]),
         "reached": len(origin.reaches),
+        "others": list(origin.others),
         "order": origin.number,
         "advice": advice(origin),
         "last_modules": trace.frames.get(origin.number, []),

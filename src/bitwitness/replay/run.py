@@ -21,7 +21,7 @@ from bitwitness.stats import Features, bit_hash
 from bitwitness.tap.capture import ForwardRecord, StepRecord
 from bitwitness.tap.compiled import CompiledRegions, Entry, RecompileError
 from bitwitness.tap.gradients import features_with_absent
-from bitwitness.tap.losstape import Output
+from bitwitness.tap.losstape import LossGraph, Output
 from bitwitness.tap.modules import ROOT, own_work
 from bitwitness.tap.randomness import randomness_kept
 from bitwitness.tap.structure import fresh, map_tensors, tensors_of
@@ -146,6 +146,34 @@ class Replayer:
             digests = torch.stack(outputs) if outputs else torch.zeros(0, dtype=torch.int64, device=self.device)
             features = features_with_absent(totals, self.device)
             return Execution(features, digests, totals if keep else None, after, self._loss.losses, self._loss.problem)
+
+    def run_forward(self, record: StepRecord, graph: LossGraph, around: Around) -> list[torch.Tensor]:
+        """Execute the forwards of a step that had no backward, and its loss code; return what that computed.
+
+        Raises
+        ------
+        ReplayError
+            If they cannot be run again.
+
+        """
+        group = [forward for forward in record.forwards if forward.backward is None]
+        self.check(record, [group] if group else [])
+        self._loss = ThroughLoss({0: graph})
+        buffers = [buffer.detach().clone() for buffer in self.root.buffers()]
+        with self._gradients_kept(), randomness_kept(self.device), torch.enable_grad(), self._stance(around):
+            try:
+                outputs = {
+                    Output(forward.number, index): value
+                    for forward in group
+                    for index, value in enumerate(self._forward(forward, [], around))
+                }
+                with around():
+                    self._loss.run(group, outputs, {})
+            finally:
+                self._set_buffers(buffers)
+        if self._loss.problem is not None:
+            raise ReplayError(self._loss.problem)
+        return self._loss.losses
 
     @contextmanager
     def _stance(self, around: Around) -> Iterator[None]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 import traceback
 from collections import Counter
+from collections.abc import Mapping
+
+import torch
 
 from bitwitness.errors import SideChannelError
 from bitwitness.finding import Event, Finding, Note, Severity, Verdict
@@ -50,6 +53,10 @@ class Reporter:
             self._writer.event(event)
             if shared:
                 self._writer.shared_event(event)
+
+    def keep_tensors(self, step: int, tensors: Mapping[str, torch.Tensor]) -> str | None:
+        """Keep tensors beside the events; return the file's name in the run folder, or None."""
+        return None if self._writer is None else self._writer.tensors(step, tensors)
 
     def finding(self, finding: Finding) -> None:
         """Record a suspicion, and print it unless it is only informative."""

@@ -19,7 +19,9 @@ class LightStep:
 
     ``l2`` and ``absmax``: float64 [P], divided by the loss scale; ``names``: the P parameters' paths; ``losses``: the
     arguments of the step's ``backward()`` calls that are scalars, divided by the loss scale. ``scaled`` tells that a
-    gradient scaler is at work, under which an overflow is ordinary and the step is skipped by it.
+    gradient scaler is at work, under which an overflow is ordinary and the step is skipped by it; ``scale`` is its loss scale.
+    ``buffers`` and ``reduced``: names of buffers, and of gradients after the reduction across ranks, that are not finite
+    (while the local ones are).
     """
 
     step: int
@@ -29,6 +31,9 @@ class LightStep:
     absmax: Vector
     losses: tuple[float, ...] = ()
     scaled: bool = False
+    scale: float = 1.0
+    buffers: tuple[str, ...] = ()
+    reduced: tuple[str, ...] = ()
 
     def site(self, index: int) -> Site:
         """Return the site of a parameter's gradient."""

@@ -1,8 +1,9 @@
-"""NaN and Inf in the loss and in local gradients."""
+"""NaN and Inf in the loss, in gradients before and after their reduction, and in buffers."""
 
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bitwitness.finding import Finding, Severity
 from bitwitness.sense.light import LightStep
@@ -12,10 +13,11 @@ _NAMED = 3
 
 
 class NonfiniteSensor:
-    """Suspects any NaN or Inf in the loss or a gradient.
+    """Suspects any NaN or Inf in the loss, a local gradient or a buffer.
 
     Under a gradient scaler an overflow is how the scale is found, and the scaler skips the step: that is said at level
-    info and only becomes a suspicion after ``patience`` steps in a row.
+    info and only becomes a suspicion after ``patience`` steps in a row. So is a gradient that is finite here and not after
+    the reduction: another rank's, or the reduction's own doing.
     """
 
     name = "nonfinite"
@@ -28,15 +30,33 @@ class NonfiniteSensor:
         """Return what is not finite in this step."""
         bad = np.flatnonzero(~np.isfinite(light.absmax))
         bad_losses = [loss for loss in light.losses if not np.isfinite(loss)]
-        if not bad.size and not bad_losses:
+        what = [f"gradient of {light.names[i]}" for i in bad[:_NAMED]] + (["loss"] if bad_losses else [])
+        more = f" and {bad.size - _NAMED} more gradients" if bad.size > _NAMED else ""
+        what += [f"buffer {name}" for name in light.buffers[:_NAMED]]
+        own = bool(what)
+        if light.reduced and not bad.size:
+            what.append(f"{len(light.reduced)} gradients after their reduction ({light.reduced[0]})")
+        if not what:
             self._in_a_row = 0
             return []
         self._in_a_row += 1
-        quiet = light.scaled and self._in_a_row < self._patience
+        quiet = not own or (light.scaled and self._in_a_row < self._patience)
         severity = Severity.INFO if quiet else Severity.ERROR
-        what = [f"gradient of {light.names[i]}" for i in bad[:_NAMED]] + (["loss"] if bad_losses else [])
-        more = f" and {bad.size - _NAMED} more gradients" if bad.size > _NAMED else ""
-        site = light.site(int(bad[0])) if bad.size else Site(".", "loss", 0, "forward", "out0")
         message = f"not finite: {', '.join(what)}{more}" + (" (under a gradient scaler)" if light.scaled else "")
-        evidence = {"gradients": int(bad.size), "losses": bad_losses, "steps_in_a_row": self._in_a_row}
-        return [Finding(self.name, site, severity, message, evidence, light.step, light.rank)]
+        evidence = {
+            "gradients": int(bad.size),
+            "losses": bad_losses,
+            "buffers": list(light.buffers[:_NAMED]),
+            "reduced": len(light.reduced),
+            "steps_in_a_row": self._in_a_row,
+        }
+        return [Finding(self.name, self._site(light, bad), severity, message, evidence, light.step, light.rank)]
+
+    def _site(self, light: LightStep, bad: NDArray[np.intp]) -> Site:
+        if bad.size:
+            return light.site(int(bad[0]))
+        if any(not np.isfinite(loss) for loss in light.losses):
+            return Site(".", "loss", 0, "forward", "out0")
+        if light.buffers:
+            return Site.of_parameter(light.buffers[0], "param")
+        return Site.of_parameter(light.reduced[0], "grad")

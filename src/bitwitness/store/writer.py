@@ -3,6 +3,7 @@
     RUN/run.json                    what ran: configuration, versions, ranks, devices, the last verdict
     RUN/events.jsonl                verdicts and notes that concern all ranks (kept by the lowest living rank)
     RUN/rank00000/events.jsonl      this rank's own findings, verdicts and notes
+    RUN/rank00000/tensors/          what an operator read and wrote when it was found to be an origin of NaN or Inf
 
 A folder that holds an earlier run is kept: the new run goes beside it, into ``RUN-2``, ``RUN-3``, …, the same on all ranks.
 What is created is its owner's alone (folders 0700, files 0600); a folder that was there before keeps its permissions.
@@ -14,7 +15,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,6 +26,7 @@ from bitwitness.store.redact import redacted
 
 SCHEMA = 1
 _SHARED = "events.jsonl"
+_FILES_KEPT = 20
 
 
 class RunWriter:
@@ -57,6 +59,7 @@ class RunWriter:
             "started": _now(),
             "versions": {"python": platform.python_version(), **_versions()},
         }
+        self._kept = 0
         self._problem: str | None = None
         self._torn: set[str] = set()
         try:
@@ -79,6 +82,25 @@ class RunWriter:
     def take_over(self, missing: Collection[int]) -> None:
         """Keep the file of all ranks from here on, if every rank below this one is ``missing``."""
         self._keeps_shared = self._keeps_shared or set(range(self.rank)) <= set(missing)
+
+    def tensors(self, step: int, tensors: Mapping[str, Any]) -> str | None:
+        """Keep tensors in a safetensors file of their own; return its name in this folder, or None if that failed."""
+        if self._kept >= _FILES_KEPT:
+            return None
+        from safetensors.torch import save
+
+        self._kept += 1
+        name = f"{self._own}/tensors/step{step:08d}-{self._kept:06d}.safetensors"
+        try:
+            _make_folder(self.path / self._own / "tensors")
+            with open(self.path / name, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+                file.write(save({key: tensor.cpu() for key, tensor in tensors.items()}))
+        except OSError as error:
+            with suppress(OSError):
+                (self.path / name).unlink()
+            self._fail(error)
+            return None
+        return name
 
     def describe(self, **fields: Any) -> None:
         """Set fields of ``run.json`` and rewrite it, whole or not at all; rank 0 only."""

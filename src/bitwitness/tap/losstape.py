@@ -9,7 +9,7 @@ the original's bits, so that a tape that missed something is never believed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,6 +68,7 @@ class Call:
     autocast: Autocast
     line: Line
     changes_outside: bool = False
+    scalar: bool = False
 
 
 @dataclass(slots=True)
@@ -83,6 +84,17 @@ class LossGraph:
     def trivial(self) -> bool:
         """Whether the backward started at outputs of the root, with nothing in between."""
         return not self.calls and all(isinstance(root, Output) for root in self.roots)
+
+    @property
+    def factor(self) -> float:
+        """The number by which the script multiplied its loss last, a loss scale perhaps; 1 if it did not."""
+        factor, source = 1.0, self.roots[0] if self.roots else None
+        while isinstance(source, Result) and getattr(self.calls[source.call].func, "__name__", "") == "mul":
+            args = self.calls[source.call].args
+            numbers = [float(item) for item in args if isinstance(item, int | float)]
+            factor *= numbers[0] if numbers else 1.0
+            source = next((item for item in args if isinstance(item, Result)), None)
+        return factor
 
     def run(
         self, outputs: Mapping[Output, torch.Tensor], leaves: Mapping[int, torch.Tensor]
@@ -164,6 +176,7 @@ class _Tape:
             others = [source for source in _sources(placed) if isinstance(source, Outside)]
             call.changes_outside = any(_version(source.tensor) != source.version for source in others)
             call.changes_outside |= any(part in name for part in _UPDATES) and len(others) > 1
+            call.scalar = made[0].numel() == 1 and made[0].is_floating_point()
             self.calls.append(call)
             number = len(self.calls) - 1
             for index, tensor in enumerate(made):
@@ -174,8 +187,16 @@ class _Tape:
         """Keep what a backward from ``roots`` depends on."""
         if not all(isinstance(root, torch.Tensor) for root in roots):
             return LossGraph({}, [], [], "the backward starts at graph edges")
-        starts = [self.source(root) for root in roots]
         given = grads if isinstance(grads, tuple | list) else (grads,)
+        return self.behind([self.source(root) for root in roots], given)
+
+    def latest_scalar(self) -> LossGraph | None:
+        """Return what the last scalar that the script computed depends on: a loss whose backward was never run."""
+        numbers = [number for number, call in enumerate(self.calls) if call.scalar]
+        return self.behind([Result(numbers[-1], 0)], ()) if numbers else None
+
+    def behind(self, starts: list[Source], given: Sequence[Any]) -> LossGraph:
+        """Return all that some values depend on."""
         needed: dict[int, Call] = {}
         waiting: list[Source] = list(starts)
         while waiting:
@@ -291,10 +312,9 @@ class LossTape:
         """Return what a backward that begins now depends on."""
         return self._tape.graph(roots, grads)
 
-    @property
-    def length(self) -> int:
-        """Calls noted in this step."""
-        return len(self._tape.calls)
+    def latest_scalar(self) -> LossGraph | None:
+        """Return what the last scalar that the script computed depends on; None if there is none."""
+        return self._tape.latest_scalar()
 
     # -- what the script calls -----------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from bitwitness.tap.compiled import CompiledRegions, HookedCall, find_entry
 from bitwitness.tap.gradients import queue_after_backward
 from bitwitness.tap.holdpoints import BackwardCall
 from bitwitness.tap.ledger import Change, GradientLedger
-from bitwitness.tap.losstape import LossTape
+from bitwitness.tap.losstape import LossGraph, LossTape
 from bitwitness.tap.modules import own_work, unwrap
 from bitwitness.tap.randomness import RandomState
 from bitwitness.tap.sharded import reduces, sharding_of
@@ -132,7 +132,7 @@ class RootTap:
 
     def close(self) -> None:
         """Remove the hooks."""
-        self._end_tape()
+        self.end_tape()
         for hook in self._hooks:
             hook.let_go()
         for handle in self._handles:
@@ -271,9 +271,16 @@ class RootTap:
         if wanted and self.tape is not None and not self.paused and not self.regions.present():
             self.tape.begin()
 
-    def _end_tape(self) -> None:
+    def end_tape(self) -> None:
+        """Note no more of what the script calls."""
         if self.tape is not None:
             self.tape.end()
+
+    def open_loss(self) -> LossGraph | None:
+        """Return the last number that the script computed from outputs whose backward has not come; None if there is none."""
+        if self.tape is None or not any(forward.backward is None for forward in self.record.forwards):
+            return None
+        return self.tape.latest_scalar()
 
     def forget_tape(self) -> None:
         """Let go of what was noted: the step is over."""

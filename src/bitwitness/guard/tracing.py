@@ -1,0 +1,268 @@
+"""A non-finite step followed back to who made it, on every rank, and told: findings, the frame list, kept tensors.
+
+A rank that has NaN or Inf of its own making replays its step and looks (all ranks together, where parameters are sharded);
+then all tell one another, so that a rank whose gradients were spoiled by the reduction knows who fed it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim.optimizer import Optimizer
+
+from bitwitness.config import Config
+from bitwitness.finding import Finding, Severity
+from bitwitness.nonfinite.origin import Kind, Origin, Told, Trace
+from bitwitness.nonfinite.trace import bad_parameters, trace_forward, trace_step
+from bitwitness.nonfinite.update import blame_update
+from bitwitness.nonfinite.words import SENSOR, as_finding, headline
+from bitwitness.ranks import Ranks
+from bitwitness.replay.run import Replayer, ReplayError
+from bitwitness.respond.reporter import Reporter
+from bitwitness.sense.light import LightStep
+from bitwitness.site import Site
+from bitwitness.tap.capture import StepRecord
+from bitwitness.tap.losstape import LossGraph
+
+_FRAMES_PRINTED = 5  # the events hold more
+_ALWAYS = 3  # hits that are traced in any case; then the 4th, 8th, 16th …: what stays broken is not traced for ever
+
+
+class Tracing:
+    """Follows one root's non-finite steps.
+
+    Parameters
+    ----------
+    config, replayer, ranks, reporter
+        Of the guard.
+
+    """
+
+    def __init__(self, config: Config, replayer: Replayer, ranks: Ranks, reporter: Reporter) -> None:
+        self._config = config
+        self._replayer = replayer
+        self._ranks = ranks
+        self._reporter = reporter
+        self.hits = 0
+        self.findings: list[Finding] = []
+        self._last_clean: int | None = None
+        self._optimizers: list[Optimizer] = []
+        self._said: set[str] = set()
+        self._hit_at: int | None = None
+
+    def clean(self, step: int) -> None:
+        """Note that a step was looked at and was finite."""
+        self._last_clean = step
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Note who changes parameters."""
+        if not any(optimizer is known for known in self._optimizers):
+            self._optimizers.append(optimizer)
+
+    def due(self) -> bool:
+        """Count a hit; tell whether it is traced. The same on all ranks, since they count the same hits."""
+        self.hits += 1
+        return self.hits <= _ALWAYS or not self.hits & (self.hits - 1)
+
+    def follow(self, record: StepRecord, light: LightStep, *, severity: Severity = Severity.ERROR) -> list[Told]:
+        """Trace a step that is not finite on some rank; collective. Return what the ranks found, in rank order."""
+        aftermath = self._aftermath(light)
+        if aftermath:
+            return aftermath
+        self._hit_at = light.step
+        here = bool(light.losses and not np.isfinite(light.losses).all()) or bool(light.buffers)
+        here |= not bool(np.isfinite(light.absmax).all())
+        trace = self._trace(record, light) if here or self._replayer.lockstep else Trace()
+        mine = [self._explained(origin) for origin in trace.origins]
+        told = self._exchange(mine)
+        findings = [as_finding(origin, trace, light.step, light.rank, severity) for origin in mine]
+        if not any(one.own for one in told if one.rank == light.rank):
+            findings = self._without_origin(trace, light, told, findings, here=here, severity=severity)
+        self._tell(findings, trace, light.step)
+        return told
+
+    def follow_broken_off(self, record: StepRecord, graph: LossGraph, rank: int) -> None:
+        """Trace a step that ended before its backward, if the last number that the script computed is not finite."""
+        try:
+            trace = trace_forward(self._replayer, record, graph, mode=self._config.nonfinite.mode)
+        except Exception as error:
+            self._reporter.once(f"the training ended before a backward; that step cannot be looked at: {error}")
+            return
+        if not trace.targets:
+            return
+        self.hits += 1
+        mine = [self._explained(origin) for origin in trace.origins]
+        self._tell([as_finding(origin, trace, record.step, rank) for origin in mine], trace, record.step)
+
+    def _aftermath(self, light: LightStep) -> list[Told]:
+        """Tell whether parameters are bad because an earlier non-finite step was applied to them; collective."""
+        before = self._hit_at
+        bad = bad_parameters(self._replayer.root) if before is not None else []
+        if not bool(self._ranks.max(torch.tensor([int(bool(bad))]))):
+            return []
+        text = f"parameters are not finite since the optimizer applied the gradients of step {before}, told of above"
+        if bad:
+            self._reporter.once(
+                f"step {light.step}: {text}; what follows from that is not traced", severity=Severity.INFO
+            )
+        return [Told(light.rank, Kind.AFTERMATH, "", "", text)]
+
+    def _trace(self, record: StepRecord, light: LightStep) -> Trace:
+        try:
+            return trace_step(self._replayer, record, mode=self._config.nonfinite.mode, scale=light.scale)
+        except ReplayError as error:
+            return Trace(problem=str(error))
+        except Exception as error:
+            self._reporter.failure("trace of a non-finite step", error, record.step)
+            return Trace(problem=f"the trace failed: {type(error).__name__}: {error}")
+
+    def _explained(self, origin: Origin) -> Origin:
+        """Say since when a parameter is bad, and whether an optimizer's update explains it."""
+        if origin.kind is not Kind.PARAMETER:
+            return origin
+        if self._last_clean is None:
+            return replace(origin, detail=f"{origin.detail}; it was so before the first step that was watched")
+        name = f"{origin.site.module}.{origin.site.op}".removeprefix("..").removeprefix(".")
+        parameter = self._replayer.parameters.get(name)
+        since = f"since the update of step {self._last_clean}, whose loss and gradients were finite"
+        update = None if parameter is None else blame_update(parameter, self._optimizers)
+        if update is None:
+            return replace(
+                origin, detail=f"{origin.detail}; {since} (no optimizer's state explains it: did your code change it?)"
+            )
+        return replace(
+            origin,
+            kind=Kind.OPTIMIZER,
+            site=replace(origin.site, phase="optim"),
+            detail=f"{origin.detail}; {since}: {update}",
+        )
+
+    # -- over the ranks ------------------------------------------------------------------------------------------
+
+    def _exchange(self, mine: list[Origin]) -> list[Told]:
+        """Tell the first origin of each rank to all; collective."""
+        first = [[str(o.kind), o.site.short, _line(o), headline(o)] for o in mine[:1]]
+        told = self._ranks.tell_all(json.dumps(first))
+        return [
+            Told(rank, Kind(kind), site, line, text)
+            for rank, words in enumerate(told)
+            for kind, site, line, text in (json.loads(words) if words else [])
+        ]
+
+    def _without_origin(
+        self, trace: Trace, light: LightStep, told: list[Told], found: list[Finding], *, here: bool, severity: Severity
+    ) -> list[Finding]:
+        """Say what is known on a rank whose step has no origin of its own."""
+        culprits = [one for one in told if one.own]
+        if culprits and (light.reduced or found):
+            feeders = ", ".join(str(one.rank) for one in culprits)
+            text = f"received: rank {feeders} fed NaN or Inf into what all ranks share; there, {culprits[0].text}"
+            evidence: dict[str, Any] = {
+                "kind": str(Kind.RECEIVED),
+                "from": [one.rank for one in culprits],
+                "origin": culprits[0].site,
+                "line": culprits[0].line,
+            }
+            site = found[0].site if found else Site(".", "all_reduce", 0, "comm", "out0")
+            return [self._finding(light, site, severity, text, evidence)]
+        if found:
+            return found
+        if here:
+            return [self._unexplained(trace, light, severity)]
+        if light.reduced and not culprits:
+            return [self._reduction(light, severity)]
+        return []
+
+    def _reduction(self, light: LightStep, severity: Severity) -> Finding:
+        largest = float(np.max(light.absmax, initial=0.0)) * light.scale
+        text = (
+            f"the reduction across ranks made {len(light.reduced)} gradients non-finite ({light.reduced[0]} first), while this "
+            f"rank's own are finite (up to {largest:.4g}). To do: reduce in a wider dtype (no float16 compression hook, "
+            "reduce_dtype=torch.float32), or scale the gradients down before"
+        )
+        site = replace(
+            Site.of_parameter(light.reduced[0], "comm"), op="all_reduce", slot=light.reduced[0].rpartition(".")[2]
+        )
+        evidence = {"kind": str(Kind.COLLECTIVE), "reduced": list(light.reduced[:8]), "absmax_here": largest}
+        return self._finding(light, site, severity, text, evidence)
+
+    def _unexplained(self, trace: Trace, light: LightStep, severity: Severity) -> Finding:
+        what = self._symptom(light)
+        if trace.problem is not None and not trace.targets:
+            why = f"{trace.problem}. To do: have the model return its loss, so that the step can be run again whole"
+        elif trace.targets:
+            outside = trace.problem or "loss code"
+            why = f"no operator of the model made it: it came in with the gradient from outside the model ({outside})"
+        elif self._replayer.compiled:
+            why = (
+                "an eager re-execution of the same step is finite, so the compiled code produced it. To do: run with the "
+                "backend 'eager' or 'aot_eager' to tell which compiler stage does"
+            )
+        else:
+            why = (
+                "a re-execution of the same step is finite, so it was made once, by hardware, a race or code that does not "
+                "repeat itself. To do: train under the full guard, which tells hardware from software"
+            )
+        evidence = {
+            "kind": str(Kind.UNKNOWN),
+            "problem": trace.problem,
+            "seen_in": what,
+            "replay_s": round(trace.seconds, 4),
+        }
+        return self._finding(
+            light, Site(".", "loss", 0, "forward", "out0"), severity, f"not finite: {what}; {why}", evidence
+        )
+
+    def _symptom(self, light: LightStep) -> str:
+        bad = [light.names[i] for i in np.flatnonzero(~np.isfinite(light.absmax))]
+        parts = ["loss"] if light.losses and not np.isfinite(light.losses).all() else []
+        parts += [f"{len(bad)} gradients ({bad[0]} first)"] if bad else []
+        return ", ".join(parts + [f"buffer {name}" for name in light.buffers[:1]])
+
+    def _finding(
+        self, light: LightStep, site: Site, severity: Severity, message: str, evidence: dict[str, Any]
+    ) -> Finding:
+        site = site.at(rank=light.rank, step=light.step)
+        return Finding(SENSOR, site, severity, message, evidence, light.step, light.rank)
+
+    # -- telling -------------------------------------------------------------------------------------------------
+
+    def _tell(self, findings: list[Finding], trace: Trace, step: int) -> None:
+        """Record all findings; print the earliest (all, where that is configured), each origin's words once."""
+        kept = self._reporter.keep_tensors(step, trace.tensors) if trace.tensors else None
+        if kept is not None:
+            findings = [replace(f, evidence={**f.evidence, "tensors": kept}) for f in findings]
+        for number, finding in enumerate(findings):
+            self.findings.append(finding)
+            self._reporter.event(finding)
+            key = f"{finding.site.short} {finding.evidence.get('line')}"
+            if (number and not self._config.nonfinite.show_all) or key in self._said:
+                continue
+            self._said.add(key)
+            for line in _lines(finding, first=number == 0, more=len(findings) - 1 if number == 0 else 0):
+                self._reporter.say(line)
+
+
+def _line(origin: Origin) -> str:
+    line = origin.line if origin.line[0] else origin.forward_line
+    return f"{line[0]}:{line[1]} in {line[2]}" if line[0] else ""
+
+
+def _lines(finding: Finding, *, first: bool, more: int) -> list[str]:
+    title = "FIRST NON-FINITE VALUE" if first else "also non-finite"
+    rest = f" ({more} more origins are recorded; show_all = true prints them)" if more > 0 else ""
+    lines = [f"step {finding.step}: {title}{rest}: {finding.message}"]
+    frames = finding.evidence.get("last_modules") or []
+    if frames and first:
+        starts = [number for number, line in enumerate(frames) if line.startswith(" " * 18)]
+        shown = frames[starts[-_FRAMES_PRINTED] :] if len(starts) > _FRAMES_PRINTED else frames[1:]
+        lines += [
+            "the last modules, in the order in which they ran:",
+            f"  {frames[0]}",
+            *(f"  {line}" for line in shown),
+        ]
+    return lines
