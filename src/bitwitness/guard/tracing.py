@@ -26,7 +26,7 @@ from bitwitness.respond.reporter import Reporter
 from bitwitness.sense.light import LightStep
 from bitwitness.site import Site
 from bitwitness.tap.capture import StepRecord
-from bitwitness.tap.losstape import LossGraph
+from bitwitness.tap.lossgraph import LossGraph
 
 _FRAMES_PRINTED = 5  # the events hold more
 _ALWAYS = 3  # hits that are traced in any case; then the 4th, 8th, 16th …: what stays broken is not traced for ever

@@ -20,7 +20,7 @@ from bitwitness.nonfinite.taint import Origins
 from bitwitness.nonfinite.watch import Entry, OriginWatch
 from bitwitness.replay.run import Execution, Replayer
 from bitwitness.tap.capture import StepRecord
-from bitwitness.tap.losstape import LossGraph, Outside
+from bitwitness.tap.lossgraph import LossGraph, Outside
 from bitwitness.tap.structure import tensors_of
 
 _FROM_OUTSIDE = (Kind.PARAMETER, Kind.BUFFER, Kind.BATCH, Kind.CONSTANT, Kind.RECEIVED)

@@ -58,7 +58,7 @@ def _given(extent: Extent) -> str:
 
 def place(origin: Origin) -> str:
     """Return where in the model and the user's code an origin is."""
-    where = f"module {origin.site.module}" if origin.site.module != "." else "no module of the model (or its root)"
+    where = f"module {origin.site.module}" if origin.site.module != "." else "the root module or the code around it"
     text = line_text(origin.line)
     forward = line_text(origin.forward_line)
     if forward and forward != text:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from bitwitness.tap.capture import ForwardRecord
-from bitwitness.tap.losstape import LossGraph, Output
+from bitwitness.tap.lossgraph import LossGraph, Output
 
 Roots = list[tuple[torch.Tensor, torch.Tensor | None]]
 

@@ -21,7 +21,7 @@ from bitwitness.stats import Features, bit_hash
 from bitwitness.tap.capture import ForwardRecord, StepRecord
 from bitwitness.tap.compiled import CompiledRegions, Entry, RecompileError
 from bitwitness.tap.gradients import features_with_absent
-from bitwitness.tap.losstape import LossGraph, Output
+from bitwitness.tap.lossgraph import LossGraph, Output
 from bitwitness.tap.modules import ROOT, own_work
 from bitwitness.tap.randomness import randomness_kept
 from bitwitness.tap.structure import fresh, map_tensors, tensors_of

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from bitwitness.tap.autocast import Autocast
-from bitwitness.tap.losstape import LossGraph
+from bitwitness.tap.lossgraph import LossGraph
 from bitwitness.tap.randomness import RandomState
 
 

@@ -9,8 +9,10 @@ the original's bits, so that a tape that missed something is never believed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +21,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from torch.utils.weak import WeakIdKeyDictionary
 
 from bitwitness.tap.autocast import Autocast
-from bitwitness.tap.frames import Line, current_line, replayed_line
+from bitwitness.tap.frames import current_line
+from bitwitness.tap.lossgraph import Call, LossGraph, Output, Outside, Result, Source, sources_in, version_of
 from bitwitness.tap.modules import in_own_work
 from bitwitness.tap.structure import map_tensors, tensors_of
 
@@ -28,126 +31,6 @@ _BACKWARDS = ("backward", "grad")
 _PLAIN = ("__get__", "__set__", "__repr__", "__len__", "item", "tolist", "numpy", "__float__", "__int__", "__bool__")
 
 _UPDATES = ("batch_norm", "instance_norm")  # they change running statistics without a word to the version counter
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """A differentiable output of the root: which of the step's forwards, and which of its outputs."""
-
-    forward: int
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """A tensor that an earlier taped call returned."""
-
-    call: int
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
-class Outside:
-    """Any other tensor, labels for example, with the version that it had."""
-
-    tensor: torch.Tensor
-    version: int
-
-
-Source = Output | Result | Outside
-
-
-@dataclass(slots=True)
-class Call:
-    """One taped call. ``args`` and ``kwargs`` hold `Source` in the tensors' places."""
-
-    func: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    grad: bool
-    autocast: Autocast
-    line: Line
-    changes_outside: bool = False
-    scalar: bool = False
-
-
-@dataclass(slots=True)
-class LossGraph:
-    """What one backward started from: the calls it depends on (by number, in order), its roots and their gradients."""
-
-    calls: dict[int, Call]
-    roots: list[Source]
-    grads: list[torch.Tensor | None]
-    problem: str | None = None
-
-    @property
-    def trivial(self) -> bool:
-        """Whether the backward started at outputs of the root, with nothing in between."""
-        return not self.calls and all(isinstance(root, Output) for root in self.roots)
-
-    @property
-    def factor(self) -> float:
-        """The number by which the script multiplied its loss last, a loss scale perhaps; 1 if it did not."""
-        factor, source = 1.0, self.roots[0] if self.roots else None
-        while isinstance(source, Result) and getattr(self.calls[source.call].func, "__name__", "") == "mul":
-            args = self.calls[source.call].args
-            numbers = [float(item) for item in args if isinstance(item, int | float)]
-            factor *= numbers[0] if numbers else 1.0
-            source = next((item for item in args if isinstance(item, Result)), None)
-        return factor
-
-    def run(
-        self, outputs: Mapping[Output, torch.Tensor], leaves: Mapping[int, torch.Tensor]
-    ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Execute the calls again; return the roots, each with the gradient to start from.
-
-        Parameters
-        ----------
-        outputs
-            The replayed root's differentiable outputs.
-        leaves
-            What takes the place of other tensors, by their ``id``.
-
-        Raises
-        ------
-        LookupError
-            If an output is not there, or another tensor was changed since.
-
-        """
-        results: dict[Result, torch.Tensor] = {}
-
-        def value(source: Any) -> Any:
-            if isinstance(source, Output):
-                return outputs[source]
-            if isinstance(source, Result):
-                return results[source]
-            if isinstance(source, Outside):
-                if _version(source.tensor) != source.version:
-                    raise LookupError("a tensor that the loss code used was changed since")
-                return leaves.get(id(source.tensor), _without_history(source.tensor))
-            return _mapped(source, value)
-
-        for number, call in self.calls.items():
-            token = replayed_line.set(call.line)
-            try:
-                with torch.set_grad_enabled(call.grad), call.autocast.context():
-                    made = call.func(*value(call.args), **value(call.kwargs))
-            finally:
-                replayed_line.reset(token)
-            for index, tensor in enumerate(tensors_of(made)):
-                results[Result(number, index)] = tensor
-        return [(value(root), grad) for root, grad in zip(self.roots, self.grads, strict=True)]
-
-
-def _mapped(container: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(container, tuple):
-        items = [change(item) for item in container]
-        return type(container)(*items) if hasattr(container, "_fields") else tuple(items)
-    if isinstance(container, list):
-        return [change(item) for item in container]
-    if isinstance(container, dict):
-        return {key: change(item) for key, item in container.items()}
-    return container
 
 
 @dataclass(slots=True)
@@ -161,7 +44,7 @@ class _Tape:
 
     def source(self, tensor: torch.Tensor) -> Source:
         known: Source | None = self.sources.get(tensor)
-        return Outside(tensor, _version(tensor)) if known is None else known
+        return Outside(tensor, version_of(tensor)) if known is None else known
 
     def note(self, func: Callable[..., Any], args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         placed = map_tensors(args, self.source), map_tensors(kwargs, self.source)
@@ -173,8 +56,8 @@ class _Tape:
             made = [args[0]]
             call.func = _set_item
         if made:
-            others = [source for source in _sources(placed) if isinstance(source, Outside)]
-            call.changes_outside = any(_version(source.tensor) != source.version for source in others)
+            others = [source for source in sources_in(placed) if isinstance(source, Outside)]
+            call.changes_outside = any(version_of(source.tensor) != source.version for source in others)
             call.changes_outside |= any(part in name for part in _UPDATES) and len(others) > 1
             call.scalar = made[0].numel() == 1 and made[0].is_floating_point()
             self.calls.append(call)
@@ -203,7 +86,7 @@ class _Tape:
             source = waiting.pop()
             if isinstance(source, Result) and source.call not in needed:
                 needed[source.call] = call = self.calls[source.call]
-                waiting += _sources((call.args, call.kwargs))
+                waiting += sources_in((call.args, call.kwargs))
         calls = {number: needed[number] for number in sorted(needed)}
         kept = [grad.detach() if isinstance(grad, torch.Tensor) else None for grad in given]
         kept += [None] * (len(starts) - len(kept))
@@ -220,22 +103,6 @@ def _version(tensor: torch.Tensor) -> int:
 def _without_history(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor whose own past, that the first backward has let go, is not walked again."""
     return tensor if tensor.is_leaf else tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def _sources(value: Any) -> list[Source]:
-    """Return the sources inside placed arguments."""
-    if isinstance(value, Output | Result | Outside):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, tuple | list):
-        return [source for item in value for source in _sources(item)]
-    return []
-
-
-def _set_item(target: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
-    target[index] = value
-    return target
 
 
 class _Mode(TorchFunctionMode):
@@ -261,7 +128,7 @@ class LossTape:
         self._mode = _Mode(self)
         self._device = device
         self._tape = _Tape(device=device)
-        self._applied: AbstractContextManager[None] | None = None
+        self._patches: ExitStack | None = None
         self._set_aside = False  # by torch, while the mode itself runs a function
         self._inside = False
 
@@ -278,24 +145,28 @@ class LossTape:
     @property
     def on(self) -> bool:
         """Whether calls are noted now."""
-        return self._applied is not None
+        return self._patches is not None
 
     def begin(self) -> None:
         """Note what is called from now on."""
-        if self._applied is not None:
+        if self._patches is not None:
             return
-        self._applied = function_applied(self)
-        self._applied.__enter__()
+        self._patches = ExitStack()
+        self._patches.enter_context(function_applied(self))
+        self._patches.enter_context(_backward_wrapped(self._off_stack))
+        self._patches.enter_context(_compilation_told(self._compiling))
         if not self._set_aside and self._mode not in _get_current_function_mode_stack():
             _push_mode(self._mode)
 
     def end(self) -> None:
         """Note nothing more, for now."""
-        if self._applied is not None:
-            self._applied.__exit__(None, None, None)
-            self._applied = None
-        if self._set_aside:
-            return
+        if self._patches is not None:
+            self._patches.close()
+            self._patches = None
+        if not self._set_aside:
+            self._leave_stack()
+
+    def _leave_stack(self) -> None:
         above = []
         while self._mode in _get_current_function_mode_stack():
             top = _pop_mode()
@@ -303,6 +174,19 @@ class LossTape:
                 above.append(top)
         for mode in reversed(above):
             _push_mode(mode)
+
+    @contextmanager
+    def _off_stack(self) -> Iterator[None]:
+        """Keep torch from setting the mode aside for a backward: it would put it back after it, whatever we do meanwhile."""
+        self._leave_stack()
+        yield
+        if self.on and self._mode not in _get_current_function_mode_stack():
+            _push_mode(self._mode)
+
+    def _compiling(self) -> None:
+        """Get out of a compilation's way: it would take the mode for a part of the script."""
+        self.give_up("compiled code ran between forward and backward")
+        self.end()
 
     def give_up(self, problem: str) -> None:
         """Say why the step's loss cannot be run again; the first reason stands."""
@@ -323,7 +207,7 @@ class LossTape:
         name = getattr(func, "__name__", "")
         if name in _BACKWARDS:
             return self._apart(func, args, kwargs)
-        quiet = self._applied is None or self._inside or self._tape.problem is not None
+        quiet = not self.on or self._inside or self._tape.problem is not None
         if quiet or name in _PLAIN or in_own_work():
             return func(*args, **kwargs)
         if len(self._tape.calls) >= _LONGEST:
@@ -379,3 +263,37 @@ def function_applied(tape: LossTape) -> Iterator[None]:
     finally:
         if owner.__dict__["apply"] is ours:
             owner.apply = original
+
+
+@contextmanager
+def _backward_wrapped(around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Run ``Tensor.backward`` inside a context."""
+    original = torch.Tensor.backward
+
+    @functools.wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            return original(*args, **kwargs)
+
+    torch.Tensor.backward = backward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if torch.Tensor.backward is backward:
+            torch.Tensor.backward = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def _compilation_told(tell: Callable[[], None]) -> Iterator[None]:
+    """Have ``tell`` called when dynamo begins to compile something."""
+    module = sys.modules.get("torch._dynamo.callback")
+    if module is None:
+        yield
+        return
+    handler: Any = module.callback_handler
+    told = handler.register_start_callback(lambda _: tell())
+    try:
+        yield
+    finally:
+        if told in handler.start_callbacks:
+            handler.remove_start_callback(told)

@@ -25,7 +25,8 @@ from bitwitness.tap.compiled import CompiledRegions, HookedCall, find_entry
 from bitwitness.tap.gradients import queue_after_backward
 from bitwitness.tap.holdpoints import BackwardCall
 from bitwitness.tap.ledger import Change, GradientLedger
-from bitwitness.tap.losstape import LossGraph, LossTape
+from bitwitness.tap.lossgraph import LossGraph
+from bitwitness.tap.losstape import LossTape
 from bitwitness.tap.modules import own_work, unwrap
 from bitwitness.tap.randomness import RandomState
 from bitwitness.tap.sharded import reduces, sharding_of
