@@ -124,7 +124,7 @@ def test_a_log_of_zero_is_the_softwares_fault_with_its_line(capsys: pytest.Captu
         optimizer.step()
     assert guard.coverage()["verdicts"] == ["step 0: software [] reported"]
     told = capsys.readouterr().err
-    assert "./log#0:forward.out0" in told
+    assert "log made " in told
     assert "test_guard.py:" in told
 
 

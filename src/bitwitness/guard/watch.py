@@ -314,11 +314,10 @@ class Watch:
                 wrong = self.proceedings.question(record, self._original(record, features), findings, light)
             if wrong:
                 return False  # numbers that were proven wrong teach the sensors nothing
-        elif hit:
-            if self.proceedings.tracing.due():
-                with self._replaying():
-                    self.proceedings.tracing.follow(record, light, severity=self._loudness(light))
-        elif self.proceedings.calibration_due(light.step):
+        elif hit and self.proceedings.tracing.due():
+            with self._replaying():
+                self.proceedings.tracing.follow(record, light, severity=self._loudness(light))
+        if not suspicious and self.proceedings.calibration_due(light.step):
             ordinary = False
             with self._replaying():
                 self.proceedings.calibrate(record, self._original(record, features), light)

@@ -144,6 +144,11 @@ def sources_in(value: Any) -> list[Source]:
     return []
 
 
-def _set_item(target: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
-    target[index] = value
-    return target
+def version_of(tensor: torch.Tensor) -> int:
+    """Return a tensor's version; -1 for one made in inference mode, which has none."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _without_history(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose own past, that the first backward has let go, is not walked again."""
+    return tensor if tensor.is_leaf else tensor.detach().requires_grad_(tensor.requires_grad)

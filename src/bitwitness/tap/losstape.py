@@ -96,13 +96,9 @@ class _Tape:
         return LossGraph(calls, starts, kept, problem)
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
-
-
-def _without_history(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose own past, that the first backward has let go, is not walked again."""
-    return tensor if tensor.is_leaf else tensor.detach().requires_grad_(tensor.requires_grad)
+def _set_item(target: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
+    target[index] = value
+    return target
 
 
 class _Mode(TorchFunctionMode):
@@ -268,7 +264,7 @@ def function_applied(tape: LossTape) -> Iterator[None]:
 @contextmanager
 def _backward_wrapped(around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
     """Run ``Tensor.backward`` inside a context."""
-    original = torch.Tensor.backward
+    original: Any = torch.Tensor.backward
 
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> Any:
@@ -291,7 +287,7 @@ def _compilation_told(tell: Callable[[], None]) -> Iterator[None]:
         yield
         return
     handler: Any = module.callback_handler
-    told = handler.register_start_callback(lambda _: tell())
+    told = handler.register_start_callback(lambda _args: tell())
     try:
         yield
     finally:
