@@ -265,6 +265,7 @@ def only_nonfinite() -> dict[str, Any]:
         "peers.enabled": False,
         "checksum.enabled": False,
         "replay.calibrate": False,
+        "deep_every": 100,
         "self_test": False,
         "act": "observe",
     }

@@ -37,6 +37,12 @@ def coverage_table(watch: Watch, reporter: Reporter) -> dict[str, Any]:
         "failures": dict(reporter.failures),
         "not_covered": _gaps(watch),
     }
+    tracing = proceedings.tracing
+    table["nonfinite"] = {"hits": tracing.hits, "findings": len(tracing.findings)}
+    if tracing.scaling.steps:
+        table["loss_scale"] = tracing.scaling.to_dict()
+    if sensors.approach is not None:
+        table["ranges"] = sensors.approach.table()
     if sensors.checksum is not None:
         table["operators"] = sensors.checksum.coverage()
     return table
@@ -101,16 +107,35 @@ def coverage_lines(table: dict[str, Any]) -> list[str]:
     if operators and operators.get("flops_seen"):
         lines.append(f"covered: {operators['share_checked']:.1%} of the FLOPs seen on deep steps were checked")
         lines += [f"not covered: {name}, {share:.1%} of the FLOPs" for name, share in operators["unchecked"].items()]
+    lines += _range_lines(table)
     lines += [f"not covered: {gap}" for gap in table["not_covered"]]
     lines += [f"sensor {name} is off: {why}" for name, why in table["sensors"]["off"].items()]
     return lines
 
 
-def nonfinite_lines(watch: Watch) -> list[str]:
+def _range_lines(table: dict[str, Any]) -> list[str]:
+    """Say how close the closest operators came to their dtype's largest number, and how much is too small for it."""
+    rows = table.get("ranges") or []
+    if not rows:
+        return []
+    shown = [f"{row['op']} {row['dtype']} {row['share_of_maximum']:.2g} ({row['where']})" for row in rows[:3]]
+    lost = max(rows, key=lambda row: float(row["underflow"]))
+    small = (
+        f"; {lost['underflow']:.1%} of what {lost['op']} casts to {lost['dtype']} becomes zero"
+        if lost["underflow"]
+        else ""
+    )
+    return [f"range, as a share of the dtype's largest number: {', '.join(shown)}{small}"]
+
+
+def nonfinite_lines(watch: Watch, table: dict[str, Any]) -> list[str]:
     """Return what a user who looked for nothing but NaN and Inf reads at the end."""
     tracing = watch.proceedings.tracing
     found = f"{tracing.hits} of them not finite, {len(tracing.findings)} findings" if tracing.hits else "all finite"
     lines = [f"NaN and Inf: {watch.steps_held} steps looked at, {found}"]
+    lines += _range_lines(table)
+    if tracing.scaling.drops:
+        lines.append(tracing.scaling.line())
     if watch.optimizer_steps and not watch.root.forwards_seen:
         lines.append(UNSEEN)
     for reason, count in watch.limits.most_common(3):

@@ -26,7 +26,8 @@ class DeepSteps:
     """
 
     def __init__(self, config: Config) -> None:
-        self._enabled = config.checksum.enabled
+        self._enabled = config.checksum.enabled or config.nonfinite.enabled
+        self._from_start = config.nonfinite.only  # nothing has to be learned first
         self._fixed = config.deep_every
         self.budget = Budget(config.budget)
         self.plan = Plan(0)
@@ -43,6 +44,8 @@ class DeepSteps:
         if not self._enabled:
             return False
         if step <= self._until:
+            return True
+        if self._from_start and step == 0:
             return True
         if self._fixed is not None:
             return self._fixed > 0 and step % self._fixed == min(1, self._fixed - 1)

@@ -25,6 +25,7 @@ from bitwitness.guard.coverage import coverage_lines, coverage_table, nonfinite_
 from bitwitness.guard.memory import learned, relearn
 from bitwitness.guard.selftest import prove
 from bitwitness.guard.watch import Watch
+from bitwitness.nonfinite.saturation import overflow_mode
 from bitwitness.ranks import Alone, Ranks, SideChannel
 from bitwitness.respond.reporter import Reporter
 from bitwitness.store import RunWriter, claim_folder
@@ -105,6 +106,11 @@ class Guard:
             self._stack.callback(writer.close)
         for warning in self._warnings:
             self.reporter.once(warning)
+        mode = overflow_mode(os.environ, next(root.parameters()).device.type) if self.config.nonfinite.enabled else None
+        if mode is not None:
+            self.reporter.once(mode[0], severity=Severity.WARNING if mode[1] else Severity.INFO)
+            if not mode[1]:
+                self.reporter.say(mode[0])
         for name, reason in (prove() if self.config.self_test else {}).items():
             self.reporter.failure(f"self-test of {name}", RuntimeError(reason), 0)
         self.watch = Watch(self.model, self.optimizers or None, self.config, ranks, self.reporter, self._clock)
@@ -209,7 +215,7 @@ class Guard:
         table = self.coverage()
         reporter.event(Note("coverage", watch.clock.step, watch.ranks.rank, evidence=table))
         if watch.ranks.rank == 0:
-            for line in coverage_lines(table) if not self.config.nonfinite.only else nonfinite_lines(watch):
+            for line in coverage_lines(table) if not self.config.nonfinite.only else nonfinite_lines(watch, table):
                 reporter.say(line)
         if watch.root.forwards_seen and not watch.optimizer_steps and not watch.steps_held:
             reporter.note(

@@ -13,6 +13,7 @@ import torch
 from bitwitness.config import Config
 from bitwitness.finding import Finding
 from bitwitness.guard.reference import ReferenceSchemes
+from bitwitness.nonfinite.approach import ApproachSensor
 from bitwitness.ranks import Ranks
 from bitwitness.replay.run import Replayer, ReplayError
 from bitwitness.respond.reporter import Reporter
@@ -23,7 +24,7 @@ from bitwitness.sense.peers import PeersSensor
 from bitwitness.sense.trend import TrendSensor
 from bitwitness.tap.capture import StepRecord
 from bitwitness.tap.modules import ModuleTracker
-from bitwitness.tap.operators import OperatorTap
+from bitwitness.tap.operators import OpCall, OperatorTap
 from bitwitness.tap.root import RootTap
 
 _PEERS_NEEDED = 3
@@ -47,6 +48,7 @@ class Sensors:
         self._reporter = reporter
         count = len(self.names)
         self._off: dict[str, str] = {}
+        self._active: dict[str, ChecksumSensor | ApproachSensor] = {}
         self.nonfinite = NonfiniteSensor() if config.nonfinite.enabled else None
         self.trend = TrendSensor(count, warmup=config.trend.warmup, z=config.trend.z) if config.trend.enabled else None
         enough = ranks.size >= _PEERS_NEEDED
@@ -54,6 +56,7 @@ class Sensors:
         self.checksum = None
         if config.checksum.enabled:
             self.checksum = ChecksumSensor("signs" if config.checksum.scheme == "bitwitness" else "reference")
+        self.approach = ApproachSensor(config.nonfinite.extreme) if config.nonfinite.enabled else None
         self.reference = ReferenceSchemes(config, root, ranks, clock)
         self._tracker = ModuleTracker()
         self._tracker.name_tree(root.root)
@@ -75,34 +78,58 @@ class Sensors:
 
     def operator_tap(self) -> AbstractContextManager[Any] | None:
         """Return the dispatch mode of a deep step; what is compiled for the first time meanwhile can be so later."""
-        if self.checksum is None or "checksum" in self._off:
+        self._active = self._handlers()
+        if not self._active:
             return None
         stack = ExitStack()
         stack.enter_context(self._regions.eagerly())
-        stack.enter_context(OperatorTap(self._tracker, self._checked, self.checksum.select))
+        stack.enter_context(self._tap())
         return stack
+
+    def _handlers(self) -> dict[str, ChecksumSensor | ApproachSensor]:
+        """Return the sensors that look at operators and are on."""
+        here = {"checksum": self.checksum, "approach": self.approach}
+        resting = self.approach is not None and self.approach.resting
+        return {
+            name: sensor
+            for name, sensor in here.items()
+            if sensor is not None and name not in self._off and not (name == "approach" and resting)
+        }
+
+    def _tap(self) -> OperatorTap:
+        return OperatorTap(self._tracker, self._checked, self._wanted)
+
+    def _wanted(self, func: torch._ops.OpOverload) -> bool:
+        return any(sensor.select(func) for sensor in self._active.values())
 
     def look_again(self, replayer: Replayer, record: StepRecord) -> None:
         """Execute a step with compiled code once more, eagerly, under the operator tap; its result is thrown away."""
-        if self.checksum is None or "checksum" in self._off:
+        self._active = self._handlers()
+        if not self._active:
             return
-        select = self.checksum.select
         try:
-            replayer.run(record, around=lambda: OperatorTap(self._tracker, self._checked, select))
+            replayer.run(record, around=self._tap)
             self.steps_looked_again += 1
         except ReplayError as error:
             self.not_looked_again = str(error)
         except Exception as error:
             self._turn_off("checksum", error)
 
-    def _checked(self, call: Any) -> None:
-        if self.checksum is not None and "checksum" not in self._off:
-            started = self._now()
+    def _checked(self, call: OpCall) -> None:
+        started = self._now()
+        for name, sensor in self._active.items():
             try:
-                self.checksum(call)
+                if name not in self._off and sensor.select(call.func):
+                    sensor(call)
             except Exception as error:
-                self._turn_off("checksum", error)
-            self._checking_seconds += self._now() - started
+                self._turn_off(name, error)
+        self._checking_seconds += self._now() - started
+
+    def ranges(self, light: LightStep) -> list[Finding]:
+        """Return what a deep step's operators showed of the ends of their dtypes."""
+        if self.approach is None:
+            return []
+        return self._safely("approach", partial(self.approach.drain, light.step, light.rank, scaled=light.scaled))
 
     def take_checking_seconds(self) -> float:
         """Return the seconds that operators' checks took since the last time."""

@@ -17,6 +17,7 @@ from torch.optim.optimizer import Optimizer
 from bitwitness.config import Config
 from bitwitness.finding import Finding, Severity
 from bitwitness.nonfinite.origin import Kind, Origin, Told, Trace
+from bitwitness.nonfinite.scaling import ScaleLog
 from bitwitness.nonfinite.trace import bad_parameters, trace_forward, trace_step
 from bitwitness.nonfinite.update import blame_update
 from bitwitness.nonfinite.words import SENSOR, as_finding, headline
@@ -29,6 +30,10 @@ from bitwitness.tap.capture import StepRecord
 from bitwitness.tap.lossgraph import LossGraph
 
 _FRAMES_PRINTED = 5  # the events hold more
+_SCALED_ALWAYS, _SCALED_EVERY = (
+    10,
+    100,
+)  # overflows under a scaler that are traced at first, and later one in so many steps
 _ALWAYS = 3  # hits that are traced in any case; then the 4th, 8th, 16th …: what stays broken is not traced for ever
 
 
@@ -48,25 +53,48 @@ class Tracing:
         self._ranks = ranks
         self._reporter = reporter
         self.hits = 0
+        self.scaling = ScaleLog(config.nonfinite.drops)
+        self._scaled_traced = 0
         self.findings: list[Finding] = []
         self._last_clean: int | None = None
         self._optimizers: list[Optimizer] = []
         self._said: set[str] = set()
         self._hit_at: int | None = None
 
-    def clean(self, step: int) -> None:
+    def clean(self, light: LightStep) -> None:
         """Note that a step was looked at and was finite."""
-        self._last_clean = step
+        self._last_clean = light.step
+        if light.scaled:
+            self.scaling.fine()
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Note who changes parameters."""
         if not any(optimizer is known for known in self._optimizers):
             self._optimizers.append(optimizer)
 
-    def due(self) -> bool:
-        """Count a hit; tell whether it is traced. The same on all ranks, since they count the same hits."""
+    def hit(self, record: StepRecord, light: LightStep) -> None:
+        """Take a step that is not finite on some rank; trace it unless too many were. Collective: all ranks count alike."""
         self.hits += 1
-        return self.hits <= _ALWAYS or not self.hits & (self.hits - 1)
+        told: list[Told] = []
+        if self._due(light):
+            # A gradient scaler finds its scale by overflows, and skips such steps.
+            told = self.follow(record, light, severity=Severity.INFO if light.scaled else Severity.ERROR)
+        if light.scaled:
+            finding = self.scaling.overflowed(light.step, light.scale, light.rank, told)
+            if finding is not None:
+                self.tell(finding)
+
+    def _due(self, light: LightStep) -> bool:
+        if not light.scaled:
+            return self.hits <= _ALWAYS or not self.hits & (self.hits - 1)
+        self._scaled_traced += 1
+        return self._scaled_traced <= _SCALED_ALWAYS + light.step // _SCALED_EVERY
+
+    def tell(self, finding: Finding) -> None:
+        """Record a finding and print it."""
+        self.findings.append(finding)
+        self._reporter.event(finding)
+        self._reporter.say(f"step {finding.step}: {finding.message}")
 
     def follow(self, record: StepRecord, light: LightStep, *, severity: Severity = Severity.ERROR) -> list[Told]:
         """Trace a step that is not finite on some rank; collective. Return what the ranks found, in rank order."""

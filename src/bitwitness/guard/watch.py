@@ -19,7 +19,6 @@ from torch.optim.optimizer import Optimizer
 
 from bitwitness.config import Config
 from bitwitness.errors import EXIT_RANK_LOST, SideChannelError, TrainingStopped
-from bitwitness.finding import Severity
 from bitwitness.guard.deepsteps import DeepSteps
 from bitwitness.guard.lightreader import LightReader
 from bitwitness.guard.proceedings import Proceedings
@@ -27,7 +26,6 @@ from bitwitness.guard.sensors import STATISTICAL, Sensors
 from bitwitness.judge.fingerprint import Fingerprint
 from bitwitness.ranks import Ranks
 from bitwitness.respond.reporter import Reporter
-from bitwitness.sense.light import LightStep
 from bitwitness.sense.nonfinite import NonfiniteSensor
 from bitwitness.stats import Features
 from bitwitness.tap.capture import StepRecord
@@ -303,6 +301,8 @@ class Watch:
         findings = self.sensors.look(light, deep=deep, scale=scale)
         if deep:
             findings += self.proceedings.compare_replicas(record, light)
+            for finding in self.sensors.ranges(light):
+                self.proceedings.tracing.tell(finding)
         flagged = self.proceedings.worth_asking(findings)
         statistical = any(finding.sensor in STATISTICAL for finding in flagged)
         hit = any(finding.sensor == NonfiniteSensor.name for finding in findings)
@@ -314,23 +314,19 @@ class Watch:
                 wrong = self.proceedings.question(record, self._original(record, features), findings, light)
             if wrong:
                 return False  # numbers that were proven wrong teach the sensors nothing
-        elif hit and self.proceedings.tracing.due():
+        elif hit:
             with self._replaying():
-                self.proceedings.tracing.follow(record, light, severity=self._loudness(light))
+                self.proceedings.tracing.hit(record, light)
         if not suspicious and self.proceedings.calibration_due(light.step):
             ordinary = False
             with self._replaying():
                 self.proceedings.calibrate(record, self._original(record, features), light)
         if not hit:
-            self.proceedings.tracing.clean(light.step)
+            self.proceedings.tracing.clean(light)
         self.sensors.learn(light, false_alarm=by_history)
         self.deep.useful = self.ranks.size > 1 or self.sensors.has_products
         self.sensors.look_at_one_product_in(self.deep.plan.one_in)
         return ordinary
-
-    def _loudness(self, light: LightStep) -> Severity:
-        """Return how loud a non-finite step is: a gradient scaler finds its scale by overflows, and skips such steps."""
-        return Severity.INFO if light.scaled else Severity.ERROR
 
     def _mind_edits(self, record: StepRecord) -> None:
         """See whether the script changed gradients since its backward: a replay's would then be others."""

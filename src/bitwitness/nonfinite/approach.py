@@ -1,0 +1,231 @@
+"""How close operators come to the ends of a narrow dtype: overflow seen coming, saturation, underflow.
+
+Looks at float16, bfloat16 and float8 results on sampled steps, on their device, and reads all of it at once when the step is
+complete. Where a device saturates (``INF_NAN_MODE_ENABLE=0``), an overflow leaves no Inf behind but the dtype's largest
+number; that, and a result near it from ordinary inputs, counts as an overflow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from bitwitness.finding import Finding, Severity
+from bitwitness.nonfinite.flags import measurable
+from bitwitness.nonfinite.taint import Key, key_of
+from bitwitness.nonfinite.watch import watched
+from bitwitness.nonfinite.words import SENSOR, dtype_name
+from bitwitness.site import Site
+from bitwitness.stats.local import local_values
+from bitwitness.tap.frames import Line, current_line, line_text
+from bitwitness.tap.operators import OpCall, tensors_in
+
+_SAMPLE = 1024  # elements of each result whose size is looked at one by one
+_RISING = 0.125  # of the largest number: from here on a rise is told
+_RISE = 4.0  # times what it was on the first sampled step
+_IDLE_AFTER = 3  # sampled steps without any narrow result
+_CASTS = ("_to_copy", "copy_")
+
+
+def narrow(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor's dtype has fewer bits than float32."""
+    return tensor.is_floating_point() and tensor.dtype.itemsize < 4
+
+
+@dataclass(slots=True)
+class _Seen:
+    """One narrow result of the step that is sampled."""
+
+    site: Site
+    dtype: torch.dtype
+    line: Line
+    inputs: list[int]
+
+
+@dataclass(slots=True)
+class OperatorClass:
+    """What was seen of one operator in one dtype, over all sampled steps.
+
+    ``largest``: share of the dtype's maximum that its results came to, by sampled step; ``where`` it was largest last;
+    ``subnormal`` and ``underflow``: shares of the sampled results (zeros that were none before a cast).
+    """
+
+    largest: list[tuple[int, float]] = field(default_factory=list)
+    where: str = ""
+    subnormal: float = 0.0
+    underflow: float = 0.0
+
+
+class ApproachSensor:
+    """Measures narrow results while its tap is on, and tells what is near the end of its range.
+
+    Parameters
+    ----------
+    extreme
+        Share of the largest number from which a finite result counts as an overflow.
+
+    """
+
+    def __init__(self, extreme: float) -> None:
+        self._extreme = extreme
+        self._seen: list[_Seen] = []
+        self._sizes: list[torch.Tensor] = []
+        self._known: dict[int, dict[Key, int]] = {}
+        self._said: set[tuple[str, str]] = set()
+        self._idle = 0
+        self.classes: dict[tuple[str, str], OperatorClass] = {}
+
+    @property
+    def resting(self) -> bool:
+        """Whether nothing narrow was seen for so long that it is not worth looking."""
+        return self._idle >= _IDLE_AFTER
+
+    def select(self, func: torch._ops.OpOverload) -> bool:
+        """Tell whether an operator's results are looked at."""
+        return not self.resting and watched(func)
+
+    def __call__(self, call: OpCall) -> None:
+        """Measure one operator's narrow results; nothing waits."""
+        made = [t for t in call.outputs if measurable(t)]
+        outputs = [t for t in made if narrow(t)] if "empty" not in call.op else []
+        given = [t for t in tensors_in([*call.args, *call.kwargs.values()]) if measurable(t)] if outputs else []
+        inputs = [self._index(t, call) for t in given if narrow(t)]
+        for tensor in made:  # what was known of this memory is gone
+            self._known.pop(tensor.untyped_storage().data_ptr(), None)
+        wide = next((t for t in given if not narrow(t)), None) if call.op in _CASTS else None
+        line = current_line() if call.phase == "forward" else ("", 0, "")
+        for position, tensor in enumerate(outputs):
+            self._measure(tensor, _Seen(call.site(f"out{position}"), tensor.dtype, line, inputs), wide)
+
+    def _index(self, tensor: torch.Tensor, call: OpCall) -> int:
+        key = key_of(tensor)
+        known = self._known.get(key[0], {}).get(key)
+        if known is None:
+            self._measure(tensor, _Seen(call.site("in0"), tensor.dtype, ("", 0, ""), []), None)
+            known = len(self._seen) - 1
+        return known
+
+    def _measure(self, tensor: torch.Tensor, seen: _Seen, wide: torch.Tensor | None) -> None:
+        values = local_values(tensor.detach())
+        flat = values.reshape(-1)
+        sample = flat[:: max(1, flat.numel() // _SAMPLE)].float().abs()
+        if values.dtype.itemsize == 1:
+            values = values.float()
+        low, high = torch.aminmax(values)
+        tiny = torch.finfo(tensor.dtype).tiny
+        subnormal = ((sample > 0) & (sample < tiny)).float().mean()
+        lost = torch.zeros_like(subnormal)
+        if wide is not None and wide.numel() == tensor.numel():
+            before = wide.detach().reshape(-1)[:: max(1, flat.numel() // _SAMPLE)]
+            lost = ((before != 0) & (sample == 0)).float().mean()
+        key = key_of(tensor)
+        self._known.setdefault(key[0], {})[key] = len(self._seen)
+        self._seen.append(seen)
+        self._sizes.append(torch.stack([torch.maximum(high.float(), -low.float()), subnormal, lost]))
+
+    # -- the end of a step ---------------------------------------------------------------------------------------
+
+    def drain(self, step: int, rank: int, *, scaled: bool) -> list[Finding]:
+        """Return what the sampled step showed; waits for the device once. ``scaled``: gradients carry a loss scale."""
+        seen, sizes = self._seen, self._sizes
+        self._seen, self._sizes, self._known = [], [], {}
+        self._idle = 0 if seen else self._idle + 1
+        if not seen:
+            return []
+        rows = torch.stack([size.to(sizes[0].device) for size in sizes]).tolist()
+        shares = [row[0] / torch.finfo(one.dtype).max for one, row in zip(seen, rows, strict=True)]
+        findings = []
+        made: dict[tuple[str, str], list[int]] = {}
+        for number, one in enumerate(seen):
+            if not one.site.slot.startswith("out") or (scaled and one.site.phase == "backward"):
+                continue
+            made.setdefault((one.site.op, dtype_name(one.dtype)), []).append(number)
+            finding = self._overflow(one, shares[number], [shares[i] for i in one.inputs], rows[number][0])
+            if finding is not None:
+                message, evidence = finding
+                site = one.site.at(rank=rank, step=step)
+                findings.append(Finding(SENSOR, site, Severity.WARNING, message, evidence, step, rank))
+        for key, numbers in made.items():
+            findings += self._rise(key, numbers, seen, shares, rows, step, rank)
+        return findings
+
+    def _once(self, kind: str, one: _Seen) -> bool:
+        key = (kind, f"{one.site.module}/{one.site.op}")
+        new = key not in self._said
+        self._said.add(key)
+        return new
+
+    def _overflow(
+        self, one: _Seen, share: float, inputs: list[float], value: float
+    ) -> tuple[str, Mapping[str, Any]] | None:
+        """Tell of a result at or near the largest number, from inputs that are not."""
+        if not math.isfinite(share) or share < self._extreme or any(not i < self._extreme for i in inputs):
+            return None
+        full = share == 1.0
+        if not self._once("saturated" if full else "extreme", one):
+            return None
+        name, most = dtype_name(one.dtype), torch.finfo(one.dtype).max
+        what = "is saturated at" if full else "comes close to"
+        where = f"module {one.site.module}, {line_text(one.line) or 'no line of yours'}"
+        message = (
+            f"{one.site.op} ({one.site.phase}) {what} {name}'s largest number: {value:.6g} of {most:.6g}, from ordinary "
+            f"inputs; {where}. To do: run this operator in a wider dtype, or make its inputs smaller"
+        )
+        kind = "saturated" if full else "extreme"
+        return message, {"kind": kind, "value": value, "share": share, "line": line_text(one.line), "dtype": name}
+
+    def _rise(
+        self,
+        key: tuple[str, str],
+        numbers: list[int],
+        seen: list[_Seen],
+        shares: list[float],
+        rows: list[list[float]],
+        step: int,
+        rank: int,
+    ) -> list[Finding]:
+        """Take a step into an operator class's history; tell of a rise that leads to an overflow."""
+        known = self.classes.setdefault(key, OperatorClass())
+        top = max(numbers, key=lambda i: shares[i] if math.isfinite(shares[i]) else 0.0)
+        known.largest = [*known.largest[-63:], (step, shares[top])]
+        known.where = seen[top].site.short
+        known.subnormal = sum(rows[i][1] for i in numbers) / len(numbers)
+        known.underflow = sum(rows[i][2] for i in numbers) / len(numbers)
+        first, last = known.largest[0][1], shares[top]
+        rising = math.isfinite(last) and last >= _RISING and first > 0 and last >= _RISE * first
+        if not rising or last >= self._extreme or not self._once("rising", seen[top]):
+            return []
+        pace = math.log2(last / first) / max(1, step - known.largest[0][0])
+        left = round(-math.log2(last) / pace)
+        message = (
+            f"{key[0]} comes to {last:.0%} of {key[1]}'s largest number in module {seen[top].site.module}, {last / first:.3g} "
+            f"times what it was at step {known.largest[0][0]}; at this pace it overflows in about {left} steps"
+        )
+        site = seen[top].site.at(rank=rank, step=step)
+        evidence = {
+            "kind": "approach",
+            "share": last,
+            "since": known.largest[0][0],
+            "steps_left": left,
+            "dtype": key[1],
+        }
+        return [Finding(SENSOR, site, Severity.WARNING, message, evidence, step, rank)]
+
+    def table(self) -> list[dict[str, Any]]:
+        """Return what was seen of each operator class, those closest to their dtype's end first; ready for JSON."""
+        rows = [
+            {
+                "op": op,
+                "dtype": dtype,
+                "share_of_maximum": max((share for _, share in known.largest if math.isfinite(share)), default=0.0),
+                "where": known.where,
+                "subnormal": known.subnormal,
+                "underflow": known.underflow,
+            }
+            for (op, dtype), known in self.classes.items()
+        ]
+        return sorted(rows, key=lambda row: -float(str(row["share_of_maximum"])))
