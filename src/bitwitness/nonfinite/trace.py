@@ -204,6 +204,8 @@ def _reaching(watch: OriginWatch, targets: dict[str, Origins]) -> list[Origin]:
 
 def _one_of_each(origins: list[Origin]) -> list[Origin]:
     """Tell of all bad parameters in one origin, and of an operator's slope not beside the operator itself."""
+    if any(origin.kind is not Kind.RECEIVED for origin in origins):  # what comes back reduced began here
+        origins = [origin for origin in origins if origin.kind is not Kind.RECEIVED]
     parameters = [origin for origin in origins if origin.kind is Kind.PARAMETER]
     forward = {(o.site.op, o.line) for o in origins if o.site.phase == "forward"}
     others = tuple(f"{o.site.module}.{o.site.op}".removeprefix("..") for o in parameters[1:])

@@ -1,0 +1,95 @@
+"""Trainings on several ranks whose numbers stop being finite on one of them; prints one JSON line a rank.
+
+``python nonfinite.py CASE``: the wrapper (``ddp``, ``fsdp``), a dash, and what happens: ``log`` (rank 1's batch drives a
+logarithm of zero), ``parameter`` (rank 1's shard or replica), ``reduction`` (every rank's gradient is finite in float16, the
+sum is not), ``none``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import bitwitness as bw
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.log(self.fc(x).square() * x.abs().amax())
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block()
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.inner(x)) if bool((x != 0).any()) else self.inner(x)).mean()
+
+
+def sum_in_half(_state, bucket):
+    """Sum in float16 before dividing: gradients of 4e4 on two ranks are beyond it."""
+    whole = bucket.buffer().half()
+    dist.all_reduce(whole)
+    done = allreduce_hook(None, bucket)
+    half = whole.float() / dist.get_world_size()
+    return done.then(lambda _: half)
+
+
+def build(case: str) -> tuple[nn.Module, str]:
+    wrapper, _, what = case.partition("-")
+    torch.manual_seed(0)
+    net = Net()
+    if wrapper == "fsdp":
+        mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float16 if what == "reduction" else torch.float32)
+        fully_shard(net.inner, mesh=mesh, mp_policy=policy)
+        fully_shard(net, mesh=mesh, mp_policy=policy)
+        return net, what
+    net = DistributedDataParallel(net)
+    if what == "reduction":
+        net.register_comm_hook(None, sum_in_half)
+    return net, what
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    net, what = build(sys.argv[1])
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    torch.manual_seed(rank)
+    with bw.trace_nonfinite(net, optimizer) as trace:
+        for step in range(3):
+            x = torch.randn(4, 8)
+            if step == 1 and rank == 1 and what == "log":
+                x.zero_()
+            if step == 1 and rank == 1 and what == "parameter":
+                weight = next(net.parameters())
+                with torch.no_grad():
+                    (weight.to_local() if hasattr(weight, "to_local") else weight)[0, 0] = float("nan")
+            loss = net(x) * (6e4 if what == "reduction" and step == 1 else 1.0)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    rows = [
+        {"step": f.step, "rank": f.rank, "op": f.site.op, "module": f.site.module, "kind": f.evidence["kind"], "message": f.message}
+        for f in trace.findings
+    ]
+    print(json.dumps({"rank": rank, "findings": rows}), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
