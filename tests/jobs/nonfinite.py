@@ -1,6 +1,6 @@
 """Trainings on several ranks whose numbers stop being finite on one of them; prints one JSON line a rank.
 
-``python nonfinite.py CASE``: the wrapper (``ddp``, ``fsdp``), a dash, and what happens: ``log`` (rank 1's batch drives a
+``python nonfinite.py CASE …``; a case is the wrapper (``ddp``, ``fsdp``), a dash, and what happens: ``log`` (rank 1's batch drives a
 logarithm of zero), ``parameter`` (rank 1's shard or replica), ``reduction`` (every rank's gradient is finite in float16, the
 sum is not), ``none``.
 """
@@ -64,18 +64,19 @@ def build(case: str) -> tuple[nn.Module, str]:
     return net, what
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
+def train(case: str) -> list[dict]:
+    """Train three steps, the second of which is struck; return this rank's findings."""
     rank = dist.get_rank()
-    net, what = build(sys.argv[1])
+    net, what = build(case)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     torch.manual_seed(rank)
     with bw.trace_nonfinite(net, optimizer) as trace:
         for step in range(3):
             x = torch.randn(4, 8)
-            if step == 1 and rank == 1 and what == "log":
+            struck = step == 1 and rank == 1
+            if struck and what == "log":
                 x.zero_()
-            if step == 1 and rank == 1 and what == "parameter":
+            if struck and what == "parameter":
                 weight = next(net.parameters())
                 with torch.no_grad():
                     (weight.to_local() if hasattr(weight, "to_local") else weight)[0, 0] = float("nan")
@@ -83,11 +84,15 @@ def main() -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    rows = [
-        {"step": f.step, "rank": f.rank, "op": f.site.op, "module": f.site.module, "kind": f.evidence["kind"], "message": f.message}
-        for f in trace.findings
+    return [
+        {"step": f.step, "site": f.site.short, "kind": f.evidence["kind"], "message": f.message} for f in trace.findings
     ]
-    print(json.dumps({"rank": rank, "findings": rows}), flush=True)
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    for case in sys.argv[1:]:
+        print(json.dumps({"rank": dist.get_rank(), "case": case, "findings": train(case)}), flush=True)
     dist.destroy_process_group()
 
 

@@ -21,7 +21,7 @@ from bitwitness.nonfinite.origin import Extent, Kind, Origin
 from bitwitness.nonfinite.taint import CLEAN, NONE, Origins, Provenance, Value, joined
 from bitwitness.site import Site
 from bitwitness.tap.frames import NOWHERE, Line, current_line
-from bitwitness.tap.modules import ModuleTracker, backward_node
+from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.operators import OpCall, OperatorTap, tensors_in
 from bitwitness.tap.trace import moves_between_ranks
 
@@ -210,7 +210,8 @@ class OriginWatch:
         if any(value is None for value in known.values()):
             inputs = [self._again(tensor, value, call) for tensor, value in self._inputs]
             known = {id(t): joined(inputs, flags, self.constants) for t, flags in found if flags}
-        constant = puts_in(call.op, call.args, call.kwargs)
+        # A gradient is no mask: an infinity put in there is a fault.
+        constant = call.phase == "forward" and puts_in(call.op, call.args, call.kwargs)
         mine: Origins | None = None
         values: dict[int, Value] = {}
         for tensor, flags in found:
@@ -252,7 +253,7 @@ class OriginWatch:
     def _originate(self, call: OpCall, found: list[tuple[torch.Tensor, Flags]], *, constant: bool) -> int:
         number = len(self.origins)
         flags = Flags(any(f.nan for _, f in found), any(f.pos for _, f in found), any(f.neg for _, f in found))
-        node = backward_node()
+        node = self._tracker.backward_node()
         forward_line = self._lines.get(self._tracker.node(), NOWHERE) if node is not None else NOWHERE
         inputs = [(f"in{i}", self._copies.get(id(t), t)) for i, (t, _) in enumerate(self._inputs)]
         outputs = [(f"out{i}", t) for i, (t, _) in enumerate(found)]

@@ -232,8 +232,9 @@ class Replayer:
         self, group: list[ForwardRecord], outputs: list[torch.Tensor], around: Around
     ) -> Sequence[torch.Tensor | None]:
         """Run one group forward and backward; return the parameters' gradients, in order."""
-        if not self._through_leaves:
-            new, hashes = self._by_asking(group, around)
+        missed = self._had_gradients
+        if not self._through_leaves and (asked := self._by_asking(group, around)) is not None:
+            new, hashes = asked
             missed = [grad is None and there for grad, there in zip(new, self._had_gradients, strict=True)]
             if not any(missed) or self._through_leaves is False:
                 outputs += hashes
@@ -246,10 +247,17 @@ class Replayer:
         outputs += hashes
         return new
 
-    def _by_asking(self, group: list[ForwardRecord], around: Around) -> _Pass:
+    def _by_asking(self, group: list[ForwardRecord], around: Around) -> _Pass | None:
+        """Ask autograd for the gradients; None where a reentrant checkpoint refuses that."""
         results, grads, hashes = self._forwards(group, around)
-        with around():
-            return torch.autograd.grad(results, list(self.parameters.values()), grads, allow_unused=True), hashes
+        try:
+            with around():
+                return torch.autograd.grad(results, list(self.parameters.values()), grads, allow_unused=True), hashes
+        except RuntimeError as error:
+            if "use_reentrant" not in str(error):
+                raise
+        self._through_leaves = True
+        return None
 
     def _by_accumulating(self, group: list[ForwardRecord], around: Around) -> _Pass:
         leaves = {name: parameter.detach().requires_grad_() for name, parameter in self.parameters.items()}

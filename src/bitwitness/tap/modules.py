@@ -56,12 +56,6 @@ def unwrap(module: nn.Module) -> nn.Module:
             return module
 
 
-def backward_node() -> Any | None:
-    """Return autograd's node that runs now, in a backward; None in a forward, also one that is recomputed."""
-    node = torch._C._current_autograd_node()
-    return node if node is not None and not torch.is_grad_enabled() else None
-
-
 class ModuleTracker:
     """Knows the path of the module that runs now; a context manager that leaves no hook behind.
 
@@ -76,6 +70,7 @@ class ModuleTracker:
         self._calls: dict[tuple[str, str, str], int] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._users = 0
+        self._recomputed_in: int | None = None
 
     def __enter__(self) -> Self:
         self._users += 1
@@ -113,6 +108,8 @@ class ModuleTracker:
 
     def _enter_module(self, module: nn.Module, _args: Any) -> None:
         if not self._stack:
+            running = torch._C._current_autograd_node()
+            self._recomputed_in = None if running is None else running._sequence_nr()
             if module not in self._names:
                 self.name_tree(module)
             if not torch._C._current_autograd_node():  # a recomputation inside backward goes on counting
@@ -131,11 +128,19 @@ class ModuleTracker:
             oldest = int(torch._C._autograd._get_sequence_nr()) - _NODES_KEPT
             self._nodes = {number: place for number, place in self._nodes.items() if number >= oldest}
 
+    def backward_node(self) -> Any | None:
+        """Return autograd's node that runs now, in a backward; None in a forward, also one that is recomputed in a backward."""
+        node = torch._C._current_autograd_node()
+        if node is None or torch.is_grad_enabled():
+            return None
+        # A custom operator's forward, and what runs without gradients, in a module that a checkpoint recomputes.
+        return None if self._stack and node._sequence_nr() == self._recomputed_in else node
+
     def locate(self, op: str) -> tuple[str, str, int]:
         """Return (module path, phase, call index) for an operator that is being dispatched now."""
         if (place := _own_work.get()) is not None:
             return place
-        node = backward_node()
+        node = self.backward_node()
         if node is not None:
             module, _ = self._nodes.get(node._sequence_nr(), (ROOT, ""))
             phase = "backward"
@@ -150,7 +155,7 @@ class ModuleTracker:
 
     def node(self) -> int:
         """Return the sequence number of the autograd node to which the operator that runs now belongs."""
-        node = backward_node()
+        node = self.backward_node()
         if node is not None:
             return int(node._sequence_nr())
         return int(torch._C._autograd._get_sequence_nr()) - 1

@@ -1,0 +1,77 @@
+"""Who made the first NaN: operator, module, line; and nobody where all is well."""
+
+from __future__ import annotations
+
+import nonfinite_zoo as zoo
+import pytest
+import torch
+
+import bitwitness as bw
+
+
+def one(trace, case: zoo.Case):
+    told = [(f.site.op, f.site.module, f.site.phase, f.evidence["kind"], f.message) for f in trace.findings]
+    assert len(told) == 1, told
+    assert told[0][:4] == (case.op, case.module, case.phase, case.kind), told
+    if case.line is not None:
+        evidence = trace.findings[0].evidence
+        lines = evidence["line"] + " | " + evidence["forward_line"]
+        assert case.line in lines, (case.line, lines)
+        assert case.line in told[0][4]
+    return trace.findings[0]
+
+
+@pytest.mark.filterwarnings("ignore:std")
+@pytest.mark.parametrize("checkpointed", [None, "plain", "reentrant"])
+@pytest.mark.parametrize("case", zoo.CASES, ids=lambda case: case.how)
+def test_the_operator_that_made_it_is_named(case: zoo.Case, checkpointed: str | None) -> None:
+    torch.manual_seed(0)
+    net = zoo.Net(checkpointed)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    with bw.trace_nonfinite(net, optimizer) as trace:
+        zoo.train(net, optimizer, case.how, half=case.half)
+    finding = one(trace, case)
+    assert finding.step == zoo.STRUCK
+    assert "To do: " in finding.message
+
+
+@pytest.mark.parametrize(("loop", "case"), zoo.LOOPS, ids=[loop.__name__ for loop, _ in zoo.LOOPS])
+def test_what_came_from_outside_the_model_is_named(loop, case: zoo.Case) -> None:
+    torch.manual_seed(0)
+    net = zoo.Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    with bw.trace_nonfinite(net, optimizer) as trace:
+        for step in range(4):
+            loop(net, optimizer, step)
+    assert one(trace, case).step == zoo.STRUCK
+
+
+def test_an_optimizer_that_divides_by_zero_is_named_with_its_settings() -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Flatten(), torch.nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, eps=0.0, fused=True)
+    with bw.trace_nonfinite(net, optimizer) as trace:
+        for step in range(3):
+            optimizer.zero_grad()
+            net(torch.tensor([[0, 1], [2, 1]]) + min(step, 1)).square().mean().backward()
+            optimizer.step()
+    (finding,) = trace.findings
+    assert (finding.evidence["kind"], finding.site.op, finding.site.module) == ("optimizer", "weight", "0")
+    assert finding.step == 1
+    assert "AdamW(lr=0.001" in finding.message
+    assert "divides by sqrt(exp_avg_sq) + eps, which is zero there (eps = 0.0)" in finding.message
+
+
+@pytest.mark.parametrize("half", [None, torch.bfloat16, torch.float16])
+def test_healthy_steps_say_nothing(half: torch.dtype | None) -> None:
+    net = zoo.Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    with bw.trace_nonfinite(net, optimizer) as trace:
+        for step in range(6):
+            x, y = zoo.batch(step)
+            with torch.autocast("cpu", half, enabled=half is not None):
+                loss = torch.nn.functional.cross_entropy(net(x).float(), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert trace.findings == []
