@@ -48,10 +48,11 @@ def test_a_parameter_of_one_rank_is_named_there(findings, wrapper: str) -> None:
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_an_overflow_in_the_reduction_is_nobodys_operator(findings, wrapper: str) -> None:
-    for rank in findings[f"{wrapper}-reduction"]:
-        assert [f["kind"] for f in rank] == ["collective"]
-        assert "the reduction across ranks made" in rank[0]["message"]
-        assert "while this rank's own are finite" in rank[0]["message"]
+    for told in findings[f"{wrapper}-reduction"]:
+        found = [f for f in told if f["kind"] not in ("approach", "extreme")]  # float16 coming to its end is told, too
+        assert [f["kind"] for f in found] == ["collective"]
+        assert "the reduction across ranks made" in found[0]["message"]
+        assert "while this rank's own are finite" in found[0]["message"]
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

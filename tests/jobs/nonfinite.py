@@ -1,8 +1,8 @@
 """Trainings on several ranks whose numbers stop being finite on one of them; prints one JSON line a rank.
 
-``python nonfinite.py CASE …``; a case is the wrapper (``ddp``, ``fsdp``), a dash, and what happens: ``log`` (rank 1's batch drives a
-logarithm of zero), ``parameter`` (rank 1's shard or replica), ``reduction`` (every rank's gradient is finite in float16, the
-sum is not), ``none``.
+``python nonfinite.py CASE …``; a case is the wrapper (``ddp``, ``fsdp``), a dash, and what happens: ``log`` (rank 1's batch
+drives a logarithm of zero), ``parameter`` (rank 1's shard or replica), ``reduction`` (every rank's gradient is finite in
+float16, the sum is not), ``none``.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def train(case: str) -> list[dict]:
     rank = dist.get_rank()
     net, what = build(case)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-    torch.manual_seed(rank)
+    torch.manual_seed(0 if what == "reduction" else rank)  # equal gradients add up
     with bw.trace_nonfinite(net, optimizer) as trace:
         for step in range(3):
             x = torch.randn(4, 8)
@@ -80,7 +80,8 @@ def train(case: str) -> list[dict]:
                 weight = next(net.parameters())
                 with torch.no_grad():
                     (weight.to_local() if hasattr(weight, "to_local") else weight)[0, 0] = float("nan")
-            loss = net(x) * (6e4 if what == "reduction" and step == 1 else 1.0)
+            size = 6e4 if case.startswith("ddp") else 3e5  # FSDP2 divides before it sums
+            loss = net(x) * (size if what == "reduction" and step == 1 else 1.0)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -93,10 +93,10 @@ class ApproachSensor:
         made = [t for t in call.outputs if measurable(t)]
         outputs = [t for t in made if narrow(t)] if "empty" not in call.op else []
         given = [t for t in tensors_in([*call.args, *call.kwargs.values()]) if measurable(t)] if outputs else []
-        inputs = [self._index(t, call) for t in given if narrow(t)]
+        wide = next((t for t in given if not narrow(t)), None) if call.op in _CASTS else None
+        inputs = [self._index(t, call) for t in given if narrow(t) or t is wide]
         for tensor in made:  # what was known of this memory is gone
             self._known.pop(tensor.untyped_storage().data_ptr(), None)
-        wide = next((t for t in given if not narrow(t)), None) if call.op in _CASTS else None
         line = current_line() if call.phase == "forward" else ("", 0, "")
         for position, tensor in enumerate(outputs):
             self._measure(tensor, _Seen(call.site(f"out{position}"), tensor.dtype, line, inputs), wide)
@@ -144,7 +144,7 @@ class ApproachSensor:
             if not one.site.slot.startswith("out") or (scaled and one.site.phase == "backward"):
                 continue
             made.setdefault((one.site.op, dtype_name(one.dtype)), []).append(number)
-            finding = self._overflow(one, shares[number], [shares[i] for i in one.inputs], rows[number][0])
+            finding = self._overflow(one, rows[number][0], [rows[i][0] for i in one.inputs])
             if finding is not None:
                 message, evidence = finding
                 site = one.site.at(rank=rank, step=step)
@@ -159,16 +159,18 @@ class ApproachSensor:
         self._said.add(key)
         return new
 
-    def _overflow(
-        self, one: _Seen, share: float, inputs: list[float], value: float
-    ) -> tuple[str, Mapping[str, Any]] | None:
+    def _overflow(self, one: _Seen, value: float, inputs: list[float]) -> tuple[str, Mapping[str, Any]] | None:
         """Tell of a result at or near the largest number, from inputs that are not."""
-        if not math.isfinite(share) or share < self._extreme or any(not i < self._extreme for i in inputs):
+        most = torch.finfo(one.dtype).max
+        share, full = value / most, value == most
+        if not math.isfinite(share) or share < self._extreme or not all(math.isfinite(size) for size in inputs):
             return None
-        full = share == 1.0
+        # A cast of something larger saturates, too; what was at the largest number before does not begin here.
+        if any(size == most for size in inputs) or (not full and any(size >= self._extreme * most for size in inputs)):
+            return None
         if not self._once("saturated" if full else "extreme", one):
             return None
-        name, most = dtype_name(one.dtype), torch.finfo(one.dtype).max
+        name = dtype_name(one.dtype)
         what = "is saturated at" if full else "comes close to"
         where = f"module {one.site.module}, {line_text(one.line) or 'no line of yours'}"
         message = (

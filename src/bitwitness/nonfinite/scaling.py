@@ -50,9 +50,10 @@ class ScaleLog:
         # Before any step was taken the scaler still looks for its scale: that is how it works.
         searching = not self._taken
         message = (
-            f"the loss scale dropped {count} times in a row (steps {steps[0]} to {steps[-1]}, from {scales[0]:.6g}); "
+            f"the loss scale dropped {count} times in a row (steps {steps[0]} to {steps[-1]}, scales {scales[0]:.6g} to "
+            f"{scales[-1]:.6g}); "
             + (f"overflowed: {', '.join(f'{name} ({n} times)' for name, n in blamed.most_common(3))}" if blamed else "")
-            + ("; the scaler is still looking for its first scale" if searching else "")
+            + (" (the scaler is still looking for its first scale)" if searching else "")
             + ". To do: run what overflows in bfloat16 or float32, or begin with a smaller scale"
         )
         evidence: dict[str, Any] = {
