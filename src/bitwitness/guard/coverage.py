@@ -55,8 +55,8 @@ def _gaps(watch: Watch) -> list[str]:
         gaps.append("the model returns no tensor that asks for a gradient: no step can be run again")
     elif root.forwards_seen and not root.loss_inside:
         gaps.append(
-            "the loss is computed outside the model: a fault in those operators is sensed, but cannot be replayed; have the "
-            "model return its loss to have them covered"
+            "the loss is computed outside the model: a fault in those operators is sensed, but cannot be replayed (NaN and "
+            "Inf are followed into it); have the model return its loss to have them covered"
         )
     gaps += _compiled_gaps(watch)
     if root.sharding.fsdp2:

@@ -301,8 +301,6 @@ class Watch:
         findings = self.sensors.look(light, deep=deep, scale=scale)
         if deep:
             findings += self.proceedings.compare_replicas(record, light)
-            for finding in self.sensors.ranges(light):
-                self.proceedings.tracing.tell(finding)
         flagged = self.proceedings.worth_asking(findings)
         statistical = any(finding.sensor in STATISTICAL for finding in flagged)
         hit = any(finding.sensor == NonfiniteSensor.name for finding in findings)
@@ -313,10 +311,13 @@ class Watch:
             with self._replaying():
                 wrong = self.proceedings.question(record, self._original(record, features), findings, light)
             if wrong:
+                self.sensors.ranges(light)
                 return False  # numbers that were proven wrong teach the sensors nothing
         elif hit:
             with self._replaying():
                 self.proceedings.tracing.hit(record, light)
+        for finding in self.sensors.ranges(light) if deep else ():
+            self.proceedings.tracing.tell(finding)
         if not suspicious and self.proceedings.calibration_due(light.step):
             ordinary = False
             with self._replaying():

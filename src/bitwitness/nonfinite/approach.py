@@ -7,6 +7,7 @@ number; that, and a result near it from ordinary inputs, counts as an overflow.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from bitwitness.tap.operators import OpCall, tensors_in
 _SAMPLE = 1024  # elements of each result whose size is looked at one by one
 _RISING = 0.125  # of the largest number: from here on a rise is told
 _RISE = 4.0  # times what it was on the first sampled step
+_RISES = 3  # sampled steps over which it must have risen
 _IDLE_AFTER = 3  # sampled steps without any narrow result
 _CASTS = ("_to_copy", "copy_")
 
@@ -197,8 +199,10 @@ class ApproachSensor:
         known.where = seen[top].site.short
         known.subnormal = sum(rows[i][1] for i in numbers) / len(numbers)
         known.underflow = sum(rows[i][2] for i in numbers) / len(numbers)
+        history = [share for _, share in known.largest[-_RISES:]]
         first, last = known.largest[0][1], shares[top]
-        rising = math.isfinite(last) and last >= _RISING and first > 0 and last >= _RISE * first
+        rising = len(history) == _RISES and all(a < b for a, b in itertools.pairwise(history))
+        rising &= math.isfinite(last) and last >= _RISING and first > 0 and last >= _RISE * first
         if not rising or last >= self._extreme or not self._once("rising", seen[top]):
             return []
         pace = math.log2(last / first) / max(1, step - known.largest[0][0])

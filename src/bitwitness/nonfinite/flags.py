@@ -53,13 +53,23 @@ def _total(values: torch.Tensor) -> torch.Tensor:
     return values.sum(dtype=torch.float64 if values.dtype == torch.float64 else torch.float32)
 
 
-def flags_of(tensor: torch.Tensor) -> Flags:
-    """Look at one tensor of a kind that `measurable` accepts; waits for its device."""
+def flags_of(tensor: torch.Tensor, *, nan_expected: bool = False) -> Flags:
+    """Look at one tensor of a kind that `measurable` accepts; waits for its device.
+
+    With ``nan_expected`` (it is computed from NaN) a tensor that is not finite is taken to hold NaN, and not looked at
+    closer: after the first NaN most tensors of a step are such.
+    """
     values = _reals(tensor)
-    if math.isfinite(_total(values).item()):
+    total = _total(values).item()
+    if math.isfinite(total):
         return FINITE
-    found = torch.stack([values.isnan().any(), values.isposinf().any(), values.isneginf().any()]).tolist()
-    return Flags(*found)
+    if nan_expected and math.isnan(total):
+        return Flags(nan=True)
+    low, high = torch.stack(torch.aminmax(values)).tolist()
+    if not math.isnan(low):
+        return Flags(pos=high == math.inf, neg=low == -math.inf)
+    pos, neg = torch.stack([values.isposinf().any(), values.isneginf().any()]).tolist()
+    return Flags(nan=True, pos=pos, neg=neg)
 
 
 def all_finite(tensors: Sequence[torch.Tensor]) -> list[bool]:

@@ -113,7 +113,7 @@ class OriginWatch:
         return self._looked_at(tensor, call) if known is None else known
 
     def _looked_at(self, tensor: torch.Tensor, call: OpCall | None) -> Value:
-        flags = flags_of(tensor)
+        flags = flags_of(tensor, nan_expected=bool(self._provenance.written(tensor).nan_from))
         value = CLEAN if not flags else self._entering(tensor, flags, call)
         self._provenance.put(tensor, value)
         return value
@@ -181,7 +181,8 @@ class OriginWatch:
                 self._provenance.begin(tensor)
         if not outputs or "empty" in call.op:
             return
-        found = [(tensor, flags_of(tensor)) for tensor in outputs]
+        spoiled = any(value.flags.nan for _, value in self._inputs)
+        found = [(tensor, flags_of(tensor, nan_expected=spoiled)) for tensor in outputs]
         value_of = self._judge(call, found) if any(flags for _, flags in found) else {}
         for tensor, _ in found:
             self._provenance.put(tensor, value_of.get(id(tensor), CLEAN))

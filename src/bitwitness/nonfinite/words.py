@@ -83,7 +83,8 @@ def _largest(origin: Origin) -> str:
 
 def headline(origin: Origin) -> str:
     """Return one sentence: who made what, out of what, where."""
-    reader = f"; first read by {origin.detail}" if origin.detail else ""
+    line = f" at {line_text(origin.line)}" if origin.line[0] else ""
+    reader = f"; first read{line} by {origin.detail}" if origin.detail else ""
     size = f" ({_size(origin.inputs[0])})" if origin.inputs else ""
     name = f"{origin.site.module}.{origin.site.op}".removeprefix("..").removeprefix(".")
     more = f" (and {len(origin.others)} more: {origin.others[0]}, …)" if origin.others else ""
