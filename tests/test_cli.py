@@ -59,7 +59,7 @@ def test_run_leaves_the_script_as_it_is_and_passes_its_output_on(script: Path, t
     done = call("run", "--out", str(tmp_path / "run"), str(script), "6")
     assert done.returncode == 0, done.stderr
     assert done.stdout == plain.stdout
-    assert "5 steps" in done.stderr  # the first forward of an unwrapped model goes by while it is being found
+    assert "6 steps" in done.stderr
     run = json.loads((tmp_path / "run" / "run.json").read_text())
     assert run["world_size"] == 1
     assert run["config"]["act"] == "observe"

@@ -21,7 +21,7 @@ from bitwitness.errors import BitwitnessError
 from bitwitness.guard.guard import Guard
 from bitwitness.respond.reporter import Reporter
 from bitwitness.tap.compiled import CompileNotices, is_compiled
-from bitwitness.tap.modules import unwrap
+from bitwitness.tap.modules import keywords_of_call, unwrap
 
 _TRIES = 3  # steps for which an optimizer's model is looked for
 
@@ -31,8 +31,7 @@ class AutoGuard:
 
     A model is a module with trainable parameters that is called in training mode with gradients enabled, by no other
     module. The search rests, so that nothing stays hooked globally, while every optimizer that steps has its parameters
-    guarded, and goes on where one does not. A model called without a DistributedDataParallel wrapper is found in its first
-    forward, which itself is not recorded. A model with compiled modules ends the search: torch would compile the search's
+    guarded, and goes on where one does not. A model with compiled modules ends the search: torch would compile the search's
     hooks into it. Processes that the script starts with ``torch.multiprocessing`` search, too.
 
     Parameters
@@ -94,7 +93,7 @@ class AutoGuard:
             handle.remove()
         self._search.clear()
 
-    def _meet(self, module: nn.Module, _args: Any) -> None:
+    def _meet(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return
         if self._resting:
@@ -120,6 +119,9 @@ class AutoGuard:
             Reporter(None, 0).say(f"{type(root).__name__} trains unguarded: {error}")
             return
         self.guards.append(guard)
+        kwargs = keywords_of_call()
+        if guard.watch is not None and kwargs is not None:
+            guard.watch.root.join(module, args, kwargs)
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ class Sensors:
     def _tap(self) -> OperatorTap:
         return OperatorTap(self._tracker, self._checked, self._wanted)
 
-    def _wanted(self, func: torch._ops.OpOverload) -> bool:
+    def _wanted(self, func: Any) -> bool:
         return any(sensor.select(func) for sensor in self._active.values())
 
     def look_again(self, replayer: Replayer, record: StepRecord) -> None:

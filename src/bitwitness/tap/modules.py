@@ -7,6 +7,7 @@ forward operator) that it belongs to.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -54,6 +55,17 @@ def unwrap(module: nn.Module) -> nn.Module:
             module = inner
         else:
             return module
+
+
+def keywords_of_call() -> dict[str, Any] | None:
+    """Return the keyword arguments of the module call whose global pre-hook asks; torch hands such hooks only the others."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == nn_module.__file__:
+            kwargs = frame.f_locals.get("kwargs")
+            return kwargs if isinstance(kwargs, dict) else None
+        frame = frame.f_back
+    return None
 
 
 class ModuleTracker:

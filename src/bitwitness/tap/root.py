@@ -141,6 +141,11 @@ class RootTap:
 
     # -- forward -------------------------------------------------------------------------------------------------
 
+    def join(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record a call of ``module`` that has just begun, whose pre-hooks torch had already listed when ours was made."""
+        if module is self.entry.module and not self.entry.in_place:
+            self._before(module, args, kwargs)
+
     def _before(self, _entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._entered.append(nullcontext())
         self._open.append(None)
