@@ -89,6 +89,7 @@ class Watch:
             local_gradients=self._collect,
             fail=self._fail,
             taped=config.nonfinite.enabled,
+            hashed=not config.nonfinite.only,
         )
         parameters = list(self.root.parameters.values())
         self.gradients = LocalGradients(model, parameters, self.root.device)

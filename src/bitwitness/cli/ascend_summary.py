@@ -1,0 +1,148 @@
+"""``bitwitness ascend summary``: all overflows below a dump path, the earliest first."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bitwitness.errors import EXIT_FINDINGS, UsageError
+
+if TYPE_CHECKING:
+    from bitwitness.store.ascend.summary import Overflow, Summary
+
+_EVERY = 20_000
+_SHOWN = 50
+_ADVICE = (
+    "To do: look at that operator first (bitwitness ascend convert -d FILE turns its dump into arrays); run it in a wider dtype, or "
+    "make its inputs smaller. Later overflows often follow from the first"
+)
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb."""
+    parser = verbs.add_parser(
+        "summary",
+        help="all overflows below a dump path, decoded, the earliest first",
+        description="Walks a dump path with all its timestamp and device folders, decodes the overflow records, and finds each "
+        "one's operator among the dumps beside it or, with --log, in a runtime log.",
+    )
+    parser.add_argument("path", metavar="DUMP_PATH", help="the dump path, or any folder below it")
+    parser.add_argument("--log", metavar="PATH", help="a runtime log of level INFO, or a folder of them")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--all", action="store_true", help=f"show all overflows, not the first {_SHOWN}")
+    parser.add_argument("-o", "--out", metavar="DIR", help="write summary.json and summary.txt there, too")
+    parser.set_defaults(main=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Sum up; return the exit code: 0 for no overflow, 1 for overflows or damaged files."""
+    from bitwitness.store.ascend.summary import find_in_logs, summarise
+
+    mode = os.environ.get("INF_NAN_MODE_ENABLE", "").strip()
+    if not args.json:
+        print(_mode(mode))
+    with _progress() as tick:
+        summary = summarise(Path(args.path), tick)
+    if args.log is not None:
+        summary.overflows = find_in_logs(Path(args.log), summary.overflows)
+    for message in summary.damaged:
+        sys.stderr.write(f"bitwitness: {message}\n")
+    result = {"inf_nan_mode": mode or None, "path": str(args.path), **summary.to_dict()}
+    shown = summary.overflows if args.all else summary.overflows[:_SHOWN]
+    text = _text(summary, shown)
+    print(json.dumps(result, indent=2) if args.json else text)
+    if args.out is not None:
+        _write(Path(args.out), result, text)
+    return EXIT_FINDINGS if summary.overflows or summary.damaged else 0
+
+
+def _mode(value: str) -> str:
+    if value == "0":
+        return (
+            "INF_NAN_MODE_ENABLE = 0 here: saturation. Inf became the dtype's largest number and NaN became 0; a search for "
+            "Inf and NaN in dumped tensors sees nothing, the records below do"
+        )
+    shown = f"INF_NAN_MODE_ENABLE = {value}" if value else "INF_NAN_MODE_ENABLE is not set (1 by default)"
+    return f"{shown} here: an overflow shows as Inf, an undefined result as NaN"
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int], None]]:
+    """Show how many files were seen: a bar on a terminal, a line now and then in a log."""
+    if not sys.stderr.isatty():
+        told = 0
+
+        def tell(count: int) -> None:
+            nonlocal told
+            if count >= told + _EVERY:
+                told = count
+                sys.stderr.write(f"bitwitness: {count} files seen\n")
+
+        yield tell
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.completed:.0f} files seen"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("files", total=None)
+        yield lambda count: progress.update(task, completed=count)
+
+
+def _text(summary: Summary, shown: list[Overflow]) -> str:
+    if not summary.overflows:
+        damaged = f"; {len(summary.damaged)} overflow files could not be read (named above)" if summary.damaged else ""
+        return f"no overflow in {summary.files} files{damaged}"
+    first = summary.overflows[0]
+    lines = [_table(shown), ""]
+    if len(shown) < len(summary.overflows):
+        lines.append(
+            f"{len(summary.overflows) - len(shown)} later ones are not shown (--all shows them, --json has them)"
+        )
+    dump = f"; its dump: {first.file.parent / first.operator_file}" if first.operator_file else ""
+    log = f"; log: {first.log.file}:{first.log.line}: {first.log.text[:200]}" if first.log else ""
+    lines.append(
+        f"{len(summary.overflows)} overflows in {summary.files} files. The earliest, iteration {first.place.iteration}: "
+        f"{first.what} on {first.record.unit}: {first.record.decoded.text}{dump}{log}"
+    )
+    lines.append(_ADVICE)
+    return "\n".join(lines)
+
+
+def _table(overflows: list[Overflow]) -> str:
+    from io import StringIO
+
+    from rich.console import Console
+    from rich.table import Table
+
+    names = ("iteration", "time/device", "model", "unit", "stream", "task", "block", "status", "cause", "operator")
+    table = Table(*names, box=None, pad_edge=False)
+    for overflow in overflows:
+        record, place = overflow.record, overflow.place
+        model = "/".join(part for part in (place.model_name, str(record.number("model_id"))) if part)
+        block = "" if overflow.block is None else str(overflow.block)
+        numbers = (str(record.number("stream_id")), str(record.number("task_id")), block, hex(record.number("status")))
+        where = f"{place.time}/{place.device}"
+        table.add_row(str(place.iteration), where, model, record.unit, *numbers, record.decoded.text, overflow.what)
+    width = 200 if not sys.stdout.isatty() else None
+    console = Console(file=StringIO(), width=width, markup=False, highlight=False)
+    console.print(table)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def _write(folder: Path, result: dict[str, Any], text: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in (("summary.json", json.dumps(result, indent=2)), ("summary.txt", text)):
+            part = folder / f"{name}.part"
+            part.write_text(content + "\n", encoding="utf-8")
+            part.replace(folder / name)
+    except OSError as error:
+        raise UsageError(f"cannot write to {folder}: {error.strerror}; give another folder with -o") from error
