@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 _EVERY = 20_000
 _SHOWN = 50
 _ADVICE = (
-    "To do: look at that operator first (bitwitness ascend convert -d FILE turns its dump into arrays); run it in a wider dtype, or "
-    "make its inputs smaller. Later overflows often follow from the first"
+    "To do: look at that operator first (bitwitness ascend convert -d FILE turns its dump into arrays); run it in a wider "
+    "dtype, or make its inputs smaller. Later overflows often follow from the first"
 )
 
 

@@ -3,6 +3,7 @@
 The order: keyword > ``BITWITNESS_*`` > the reference systems' variables > TOML file > default.
 """
 
+from bitwitness.config.dumpconfig import DumpConfig, NPURunConfig
 from bitwitness.config.load import Loaded, load_config
 from bitwitness.config.schema import (
     ChecksumConfig,
@@ -21,8 +22,10 @@ from bitwitness.config.schema import (
 __all__ = [
     "ChecksumConfig",
     "Config",
+    "DumpConfig",
     "FeatureConfig",
     "Loaded",
+    "NPURunConfig",
     "NonfiniteConfig",
     "PeersConfig",
     "RanksConfig",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from bitwitness.config.dumpconfig import DumpConfig
 from bitwitness.config.reference import read_reference
 from bitwitness.config.schema import Config, all_kinds, from_flat, sections_of, to_dict
 from bitwitness.config.values import nearest
@@ -57,11 +58,13 @@ def load_config(
     if isinstance(source, Config):
         return Loaded(from_flat(_flat(to_dict(source), "the given Config") | keywords))
     environ = os.environ if environ is None else environ
-    file = {} if source is None else _flat(_read_toml(Path(source)), str(source))
+    tables = {} if source is None else _read_toml(Path(source))
+    dump, warnings = _dump_section(tables, source)
+    file = dump | _flat(tables, str(source))
     own = _from_environment(environ)
     levels = (file | own | keywords).get("feature.levels", "seed")
     reference = read_reference(environ, release_levels=levels == "release")
-    return Loaded(from_flat(file | reference.values | own | keywords), reference.warnings)
+    return Loaded(from_flat(file | reference.values | own | keywords), (*warnings, *reference.warnings))
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -74,6 +77,17 @@ def _read_toml(path: Path) -> dict[str, Any]:
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}; expected key = value lines and [section] tables") from error
+
+
+def _dump_section(tables: dict[str, Any], source: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Take a section ``[dump_config]``, the reference system's, out of a file; return what it means, and what to say."""
+    section = tables.pop("dump_config", None)
+    if section is None:
+        return {}, ()
+    if not isinstance(section, dict):
+        raise ConfigError(f"dump_config = {section!r} in {source}: expected a section [dump_config]")
+    dump = DumpConfig.from_mapping(section, f"[dump_config] of {source}")
+    return dump.to_settings(), dump.warnings
 
 
 def _flat(values: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def _for_numpy(tensor: DumpTensor) -> tuple[Any, str]:
     label = f"{tensor.dtype} {list(values.shape)} {tensor.layout}"
     if numpy_dtype(tensor.dtype) is None and values.dtype == np.uint8 and tensor.dtype not in ("uint8", "uint1"):
         return values, f"{label}: raw bytes, since NumPy has no {tensor.dtype}"
-    if values.dtype.kind == "V" or not values.dtype.isbuiltin:
+    if values.dtype.type.__module__ != "numpy":  # .npy would hold them as nameless bytes
         wide = values.astype(np.int8 if "int" in tensor.dtype else np.float32)
         return wide, f"{label}: widened to {wide.dtype}, exactly"
     return values, label
@@ -93,6 +93,8 @@ def _to_safetensors(path: Path, tensors: list[DumpTensor], folder: Path) -> list
     at = 0
     for tensor in tensors:
         values = tensor.array()
+        if values.dtype == np.complex128:  # which the format lacks: pairs of real and imaginary parts
+            values = values.view(np.float64).reshape(*values.shape, 2)
         name = _SAFE.get(str(values.dtype))
         if name is None:
             values, _ = _for_numpy(tensor)

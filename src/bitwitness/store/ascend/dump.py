@@ -36,7 +36,7 @@ class DumpTensor:
     kind: Kind
     index: int
     data_type: int = 0
-    format: int = 2
+    format: int = 0
     shape: tuple[int, ...] = ()
     original_shape: tuple[int, ...] = ()
     size: int = 0
@@ -85,11 +85,10 @@ class DumpTensor:
         count = math.prod(self.shape)
         bits = PACKED_BITS.get(self.dtype)
         if bits is not None and count * bits == len(data) * 8 and count != len(data):
-            return _unpacked(data, bits, self.dtype).reshape(self.shape)
+            return _shaped(_unpacked(data, bits, self.dtype), self.shape)
         if kind is None or not kind.itemsize or len(data) % kind.itemsize:
             return np.frombuffer(data, dtype=np.uint8)
-        values = np.frombuffer(data, dtype=kind)
-        return values.reshape(self.shape) if values.size == count else values
+        return _shaped(np.frombuffer(data, dtype=kind), self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +210,7 @@ def _tensor(span: Span, path: Path, kind: Kind, index: int, readers: dict[int, _
         if reader is not None:
             values[reader[0]] = reader[1](item)
     if kind in ("buffer", "space"):
-        values |= {"data_type": 4, "shape": (values.get("size", 0),)}
+        values |= {"data_type": 4, "format": 2, "shape": (values.get("size", 0),)}
     return DumpTensor(path, kind, index, **values)
 
 
@@ -243,6 +242,14 @@ def _placed(dump: DumpFile, begin: int, size: int) -> DumpFile:
         buffers=tuple(placed[id(t)] for t in dump.buffers),
         spaces=tuple(placed[id(t)] for t in dump.spaces),
     )
+
+
+def _shaped(values: Any, shape: tuple[int, ...]) -> Any:
+    """Return an array in its shape, or flat where that is of another size (or beyond what NumPy can count)."""
+    try:
+        return values.reshape(shape) if values.size == math.prod(shape) else values
+    except (ValueError, OverflowError):
+        return values
 
 
 def _unpacked(data: bytes, bits: int, name: str) -> Any:

@@ -43,7 +43,7 @@ def parse_name(name: str) -> DumpName | None:
 
 
 def read_mapping(folder: Path) -> dict[str, str]:
-    """Return the original names of files whose names were too long, from ``mapping.csv``; rows that are no pair do not count."""
+    """Return the original names of files whose names were too long, from ``mapping.csv``; other rows do not count."""
     found: dict[str, str] = {}
     try:
         with (folder / "mapping.csv").open(newline="", encoding="utf-8", errors="replace") as file:

@@ -69,7 +69,7 @@ class Decoded:
 
 
 def decode(status: int, unit: str) -> Decoded:
-    """Say what a status means on a unit: ``AI Core`` (also AIC, AIV), ``DHA Atomic Add``, ``L2 Atomic Add``; else it is shown raw."""
+    """Say what a status means on a unit (AI Core, AIC, AIV, DHA Atomic Add, L2 Atomic Add); on others it is shown raw."""
     if unit in CORES:
         known = [(bit, words) for bit, words in AI_CORE_BITS.items() if status & bit]
         return Decoded(unit, status, status, tuple(words for _, words in known), status & ~sum(bit for bit, _ in known))
