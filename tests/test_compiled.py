@@ -226,7 +226,7 @@ def test_a_script_whose_model_is_compiled(tmp_path: Path) -> None:
         watched = subprocess.run(command, capture_output=True, text=True, check=False)
         assert watched.returncode == 0, watched.stderr
         assert watched.stdout == plain.stdout
-        assert "4 of 4 parameters, 3 steps" in watched.stderr
+        assert "4 of 4 parameters, 4 steps" in watched.stderr
 
 
 @pytest.fixture(scope="module")

@@ -75,3 +75,52 @@ def test_healthy_steps_say_nothing(half: torch.dtype | None) -> None:
             loss.backward()
             optimizer.step()
     assert trace.findings == []
+
+
+def compiled_training(net, backend) -> list:
+    model = torch.compile(net, backend=backend)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    with bw.trace_nonfinite(model, optimizer) as trace:
+        for step in range(3):
+            x, y = zoo.batch(step)
+            if step == zoo.STRUCK:
+                x.zero_()
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    return trace.findings
+
+
+class Logarithm(torch.nn.Module):
+    """Takes the logarithm of its input's size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = torch.nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x) + x.abs().sum(-1, keepdim=True).log()
+
+
+def test_a_compiled_model_is_replayed_eagerly() -> None:
+    torch.compiler.reset()
+    (finding,) = compiled_training(Logarithm(), "aot_eager")
+    assert (finding.site.op, finding.site.module, finding.step) == ("log", ".", zoo.STRUCK)
+    assert "test_tracing.py:" in finding.evidence["line"]
+
+
+def test_what_only_compiled_code_makes_is_said_to_be_the_compilers() -> None:
+    torch.compiler.reset()
+
+    def wrong(graph, _inputs):
+        def run(*args):
+            results = graph(*args)
+            struck = any(a.dim() == 2 and a.shape[1] == 8 and not a.any() for a in args)
+            return [result + float("nan") if struck else result for result in results]
+
+        return run
+
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
+    (finding,) = compiled_training(net, wrong)
+    assert finding.evidence["kind"] == "unknown"
+    assert "an eager re-execution of the same step is finite, so the compiled code produced it" in finding.message

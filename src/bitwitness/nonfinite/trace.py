@@ -23,7 +23,7 @@ from bitwitness.tap.capture import StepRecord
 from bitwitness.tap.lossgraph import LossGraph, Outside
 from bitwitness.tap.structure import tensors_of
 
-_FROM_OUTSIDE = (Kind.PARAMETER, Kind.BUFFER, Kind.BATCH, Kind.CONSTANT, Kind.RECEIVED)
+_FROM_OUTSIDE = (Kind.PARAMETER, Kind.BUFFER, Kind.BATCH, Kind.CONSTANT, Kind.RECEIVED, Kind.UNKNOWN)
 
 
 def trace_step(replayer: Replayer, record: StepRecord, *, mode: Mode = "all", scale: float = 1.0) -> Trace:
@@ -100,23 +100,29 @@ def _of_interest(origin: Origin, mode: Mode) -> bool:
 
 
 def _entries(root: nn.Module, record: StepRecord) -> dict[int, Entry]:
-    """Return what enters the step, by address: parameters, buffers, and what the script gave to its loss code."""
+    """Return what enters the step, by address."""
     entries: dict[int, Entry] = {}
-
-    def enter(tensor: torch.Tensor, kind: Kind, name: str) -> None:
-        tensor = tensor.to_local() if hasattr(type(tensor), "to_local") else tensor  # type: ignore[attr-defined]
-        if measurable(tensor):
-            entries[tensor.untyped_storage().data_ptr()] = Entry(kind, name)
-
-    for graph in record.graphs.values():
-        for call in graph.calls.values():
-            for source in tensors_in_call(call.args, call.kwargs):
-                enter(source.tensor, Kind.BATCH, f"loss[{getattr(call.func, '__name__', 'call')}]")
-    for name, buffer in root.named_buffers():
-        enter(buffer, Kind.BUFFER, name)
-    for name, parameter in root.named_parameters():
-        enter(parameter, Kind.PARAMETER, name)
+    for tensor, entry in _entering(root, record):
+        local = tensor.to_local() if hasattr(type(tensor), "to_local") else tensor  # type: ignore[attr-defined]
+        if measurable(local):
+            entries[local.untyped_storage().data_ptr()] = entry
     return entries
+
+
+def _entering(root: nn.Module, record: StepRecord) -> Iterator[tuple[torch.Tensor, Entry]]:
+    """Yield what the script gave to its loss code, gradients from outside, buffers and parameters."""
+    calls = [call for graph in record.graphs.values() for call in graph.calls.values()]
+    for call in calls:
+        for source in tensors_in_call(call.args, call.kwargs):
+            yield source.tensor, Entry(Kind.BATCH, f"loss[{getattr(call.func, '__name__', 'call')}]")
+    for forward in record.forwards:
+        for grad in forward.output_grads:
+            if grad is not None:
+                yield grad, Entry(Kind.UNKNOWN, "gradient")
+    for name, buffer in root.named_buffers():
+        yield buffer, Entry(Kind.BUFFER, name)
+    for name, parameter in root.named_parameters():
+        yield parameter, Entry(Kind.PARAMETER, name)
 
 
 def bad_parameters(root: nn.Module) -> list[str]:
@@ -162,6 +168,10 @@ def _targets(replayer: Replayer, record: StepRecord, watch: OriginWatch, done: E
         value = watch.value(loss)
         if value.flags:
             found["loss" if len(done.losses) == 1 else f"loss[{number}]"] = value.origins
+    for number, output in enumerate(done.starts):
+        value = watch.value(output)
+        if value.flags:
+            found[f"output {number} of the model"] = value.origins
     names = list(replayer.parameters)
     if replayer.lockstep:  # what is whole and local is described only, before it is reduced
         sizes = done.features.absmax.cpu().double().numpy()
@@ -204,8 +214,9 @@ def _reaching(watch: OriginWatch, targets: dict[str, Origins]) -> list[Origin]:
 
 def _one_of_each(origins: list[Origin]) -> list[Origin]:
     """Tell of all bad parameters in one origin, and of an operator's slope not beside the operator itself."""
-    if any(origin.kind is not Kind.RECEIVED for origin in origins):  # what comes back reduced began here
-        origins = [origin for origin in origins if origin.kind is not Kind.RECEIVED]
+    later = (Kind.RECEIVED, Kind.UNKNOWN)
+    if any(origin.kind not in later for origin in origins):  # what comes back reduced, or from outside, began here
+        origins = [origin for origin in origins if origin.kind not in later]
     parameters = [origin for origin in origins if origin.kind is Kind.PARAMETER]
     forward = {(o.site.op, o.line) for o in origins if o.site.phase == "forward"}
     others = tuple(f"{o.site.module}.{o.site.op}".removeprefix("..") for o in parameters[1:])

@@ -150,6 +150,8 @@ class OriginWatch:
             site = Site.of_parameter(entry.name, "param")
         elif entry.kind is Kind.BATCH:
             site = Site(".", "input", 0, "forward", entry.name)
+        elif entry.kind is Kind.UNKNOWN:
+            site = Site(".", "output", 0, "grad", "out0")
         elif entry.kind is Kind.RECEIVED:
             site = Site(entry.name or ".", "all_gather", 0, "comm", "out0")
         else:

@@ -101,6 +101,11 @@ def headline(origin: Origin) -> str:
             return f"module {origin.site.module} received non-finite parameters from another rank (all-gather)"
         case Kind.COLLECTIVE:
             return f"the reduction across ranks made non-finite gradients of finite ones: {origin.detail}"
+        case Kind.UNKNOWN:
+            return (
+                "the gradient that reaches the model's outputs is not finite, and no operator of the model made it: it comes "
+                "from the code between the model's output and the loss, which could not be run again"
+            )
         case Kind.CONSTANT:
             return (
                 f"a non-finite constant that {origin.site.op}{_of_backward(origin)} puts in or reads is not masked away; "
@@ -151,6 +156,7 @@ _FOR_KIND = {
     Kind.CONSTANT: "where everything is masked nothing is left to choose from: make sure that something stays unmasked",
     Kind.LOSS_SCALE: "use a smaller loss scale (GradScaler finds it by itself), or bfloat16, which needs none",
     Kind.COLLECTIVE: "reduce in a wider dtype (no float16 compression hook, reduce_dtype=torch.float32), or scale before",
+    Kind.UNKNOWN: "have the model return its loss, so that the loss's operators are run again, too",
     Kind.RECEIVED: "look at the rank that fed it",
 }
 _FOR_OPERATORS = (

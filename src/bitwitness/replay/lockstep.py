@@ -62,7 +62,8 @@ class LockstepReplayer(Replayer):
         with torch.no_grad(), own_work():
             digests = torch.stack(outputs) if outputs else torch.zeros(0, dtype=torch.int64, device=self.device)
             features = self._joined([parts.get(index) for index in range(len(self.parameters))])
-            return Execution(features, digests, reduced, after, self._loss.losses, self._loss.problem)
+            loss = self._loss
+            return Execution(features, digests, reduced, after, loss.losses, loss.problem, loss.outputs)
 
     def _backpropagate(self, group: list[ForwardRecord], outputs: list[torch.Tensor], around: Around) -> None:
         self._sync(reduce=group[-1].sync)

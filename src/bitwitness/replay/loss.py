@@ -17,12 +17,14 @@ Roots = list[tuple[torch.Tensor, torch.Tensor | None]]
 class ThroughLoss:
     """Runs the loss code of one replay's passes, where there is a tape of it.
 
-    ``graphs``: by the backward's number. ``losses``: what the replay went back from. ``problem``: why some loss code
+    ``graphs``: by the backward's number. ``losses``: what the replay went back from; ``outputs``: the
+    root's outputs, where it went back from these. ``problem``: why some loss code
     could not be run again, so that the replay started from captured gradients instead.
     """
 
     graphs: Mapping[int, LossGraph] = field(default_factory=dict)
     losses: list[torch.Tensor] = field(default_factory=list)
+    outputs: list[torch.Tensor] = field(default_factory=list)
     problem: str | None = None
 
     def run(

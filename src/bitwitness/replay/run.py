@@ -38,7 +38,8 @@ class Execution:
     ``features`` describe the local gradients (before reduction) of the parameters in order, those without a gradient
     as zeros; ``outputs`` is the int64 vector of the outputs' bit hashes, all forwards in order. ``grads`` are the
     gradients themselves where they were asked for. ``losses`` are what a replay through the script's loss code started
-    back from, with the reason in ``no_loss`` where that code could not be run again.
+    back from, with the reason in ``no_loss`` where that code could not be run again; ``starts`` are the root's outputs, where
+    it started from their captured gradients.
     """
 
     features: Features
@@ -47,6 +48,7 @@ class Execution:
     buffers: list[torch.Tensor] | None = None
     losses: list[torch.Tensor] = field(default_factory=list)
     no_loss: str | None = None
+    starts: list[torch.Tensor] = field(default_factory=list)
 
 
 _Pass = tuple[Sequence[torch.Tensor | None], list[torch.Tensor]]
@@ -288,6 +290,7 @@ class Replayer:
             roots = self._loss.run(group, outputs, leaves or {})
         if roots is not None:
             return [root for root, _ in roots], [grad for _, grad in roots], hashes
+        self._loss.outputs += [result.detach() for result in results]
         return results, grads, hashes
 
     def _forward(self, record: ForwardRecord, outputs: list[torch.Tensor], around: Around) -> list[torch.Tensor]:

@@ -169,6 +169,12 @@ class CompileNotices:
             warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
 
 
+def _frames() -> int:
+    """Return how many frames dynamo has compiled in this process."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return 0 if utils is None else int(utils.counters["frames"]["total"])
+
+
 class RecompileError(Exception):
     """Something was to run as it is compiled, and is not compiled for this."""
 
@@ -179,6 +185,9 @@ class CompiledRegions:
     def __init__(self, model: nn.Module) -> None:
         self._found = any(is_compiled(module) for module in model.modules())
         self._calm = False
+        self._compiled_so_far: int | None = None
+        self._outside = False
+        self._rounds = 0
 
     def present(self) -> bool:
         """Tell whether compiled code may run inside the root.
@@ -192,9 +201,20 @@ class CompiledRegions:
                 return True
         return self._found
 
+    def forward_begins(self) -> None:
+        """Say that a forward of the root begins: what was compiled since the last one ended lies outside the root."""
+        if self._compiled_so_far is not None:
+            self._rounds += 1
+            self._outside |= _frames() > self._compiled_so_far
+
     def forward_ended(self) -> None:
         """Say that a forward of the root ran to its end: what it compiles, it has compiled now."""
         self._calm = True
+        self._compiled_so_far = _frames()
+
+    def inside_only(self) -> bool:
+        """Tell whether nothing outside the root runs compiled, as far as a whole step showed."""
+        return not self._outside and (self._rounds > 0 or not self.present())
 
     def eagerly(self) -> AbstractContextManager[object]:
         """Run compiled code eagerly for a while, so that its operators are seen; the compiled code is kept."""

@@ -127,6 +127,7 @@ class LossTape:
         self._patches: ExitStack | None = None
         self._set_aside = False  # by torch, while the mode itself runs a function
         self._inside = False
+        self._barred = False
 
     # -- the root's hooks ----------------------------------------------------------------------------------------
 
@@ -145,7 +146,7 @@ class LossTape:
 
     def begin(self) -> None:
         """Note what is called from now on."""
-        if self._patches is not None:
+        if self._patches is not None or self._barred:
             return
         self._patches = ExitStack()
         self._patches.enter_context(function_applied(self))
@@ -181,8 +182,9 @@ class LossTape:
 
     def _compiling(self) -> None:
         """Get out of a compilation's way: it would take the mode for a part of the script."""
-        self.give_up("compiled code ran between forward and backward")
+        self.give_up("compiled code runs between forward and backward")
         self.end()
+        self._barred = True
 
     def give_up(self, problem: str) -> None:
         """Say why the step's loss cannot be run again; the first reason stands."""

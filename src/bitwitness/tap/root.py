@@ -178,6 +178,7 @@ class RootTap:
 
     def _begin(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardRecord:
         self.forwards_seen += 1
+        self.regions.forward_begins()
         if self._clock.begin_forward() or self.record.step != self._clock.step:
             self.record = StepRecord(self._clock.step, began=self.now())
             if self.tape is not None:
@@ -278,8 +279,8 @@ class RootTap:
     # -- between forward and backward ----------------------------------------------------------------------------
 
     def _begin_tape(self, *, wanted: bool) -> None:
-        """Note what the script calls, unless compiled code may run: a mode would have it compiled anew."""
-        if wanted and self.tape is not None and not self.paused and not self.regions.present():
+        """Note what the script calls, unless compiled code may run there: a mode would have it compiled anew."""
+        if wanted and self.tape is not None and not self.paused and self.regions.inside_only():
             self.tape.begin()
 
     def end_tape(self) -> None:
