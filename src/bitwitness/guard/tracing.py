@@ -199,6 +199,10 @@ class Tracing:
             return [self._finding(light, site, severity, text, evidence)]
         if found:
             return found
+        if trace.passed_over:
+            mode = self._config.nonfinite.mode
+            self._reporter.once(f"step {light.step} is not finite, by operators that mode {mode!r} does not look at")
+            return []
         if here:
             return [self._unexplained(trace, light, severity)]
         if light.reduced and not culprits:
@@ -221,7 +225,7 @@ class Tracing:
     def _unexplained(self, trace: Trace, light: LightStep, severity: Severity) -> Finding:
         what = self._symptom(light)
         if trace.problem is not None and not trace.targets:
-            why = f"{trace.problem}. To do: have the model return its loss, so that the step can be run again whole"
+            why = f"who made it cannot be told, since the step cannot be run again: {trace.problem}"
         elif trace.targets:
             outside = trace.problem or "loss code"
             why = f"no operator of the model made it: it came in with the gradient from outside the model ({outside})"

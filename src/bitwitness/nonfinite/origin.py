@@ -154,6 +154,8 @@ class Trace:
         Lines of the module frame list, up to each origin, by its number.
     tensors
         What the first origins read and wrote, by ``origin{number}.{slot}``.
+    passed_over
+        How many origins reach something, too, but are of a kind that the mode does not look at.
     problem
         Why the step could not be traced, or not through its loss code.
     seconds
@@ -165,5 +167,6 @@ class Trace:
     targets: list[str] = field(default_factory=list)
     frames: dict[int, list[str]] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    passed_over: int = 0
     problem: str | None = None
     seconds: float = 0.0

@@ -86,7 +86,9 @@ def _watching(replayer: Replayer, record: StepRecord, scale: float) -> Iterator[
 
 def _conclude(watch: OriginWatch, frames: FrameLog, targets: dict[str, Origins], mode: Mode) -> Trace:
     trace = Trace(targets=list(targets))
-    trace.origins = [o for o in _reaching(watch, targets) if _of_interest(o, mode)]
+    reaching = _reaching(watch, targets)
+    trace.origins = [origin for origin in reaching if _of_interest(origin, mode)]
+    trace.passed_over = len(reaching) - len(trace.origins)
     for origin in trace.origins:
         begun = origin.frame if origin.site.phase == "forward" else None
         trace.frames[origin.number] = frames.text(origin.site.module, begun)

@@ -24,6 +24,7 @@ from bitwitness.tap.autocast import Autocast
 from bitwitness.tap.frames import current_line
 from bitwitness.tap.lossgraph import Call, LossGraph, Output, Outside, Result, Source, sources_in, version_of
 from bitwitness.tap.modules import in_own_work
+from bitwitness.tap.patching import replaced
 from bitwitness.tap.structure import map_tensors, tensors_of
 
 _LONGEST = 20_000  # calls; a second network's forward fits, a whole evaluation does not
@@ -242,43 +243,33 @@ class LossTape:
             self._inside = False
 
 
-@contextmanager
-def function_applied(tape: LossTape) -> Iterator[None]:
+def function_applied(tape: LossTape) -> AbstractContextManager[None]:
     """Tell a tape of custom autograd functions; a function mode hears only of what they call inside."""
-    owner: Any = torch.autograd.Function
-    original = owner.__dict__["apply"]
 
-    def apply(kind: type[Any], *args: Any, **kwargs: Any) -> Any:
-        run = original.__get__(None, kind)
-        if in_own_work():
-            return run(*args, **kwargs)
-        return tape.applied(run, kind, args, kwargs)
+    def wrap(original: Any) -> Any:
+        def apply(kind: type[Any], *args: Any, **kwargs: Any) -> Any:
+            run = original.__get__(None, kind)
+            if in_own_work() or not tape.on:
+                return run(*args, **kwargs)
+            return tape.applied(run, kind, args, kwargs)
 
-    ours = classmethod(apply)
-    owner.apply = ours
-    try:
-        yield
-    finally:
-        if owner.__dict__["apply"] is ours:
-            owner.apply = original
+        return classmethod(apply)
+
+    return replaced(torch.autograd.Function, "apply", wrap)
 
 
-@contextmanager
-def _backward_wrapped(around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+def _backward_wrapped(around: Callable[[], AbstractContextManager[None]]) -> AbstractContextManager[None]:
     """Run ``Tensor.backward`` inside a context."""
-    original: Any = torch.Tensor.backward
 
-    @functools.wraps(original)
-    def backward(*args: Any, **kwargs: Any) -> Any:
-        with around():
-            return original(*args, **kwargs)
+    def wrap(original: Any) -> Any:
+        @functools.wraps(original)
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            with around():
+                return original(*args, **kwargs)
 
-    torch.Tensor.backward = backward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        if torch.Tensor.backward is backward:
-            torch.Tensor.backward = original  # type: ignore[method-assign]
+        return backward
+
+    return replaced(torch.Tensor, "backward", wrap)
 
 
 @contextmanager
