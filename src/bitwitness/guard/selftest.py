@@ -130,6 +130,9 @@ class _Listener:
     def hold(self, *, scaler: GradScaler | None = None, optimizer: Optimizer | None = None) -> None:
         self.told.append("unscale" if scaler else "step" if optimizer else "clip")
 
+    def zeroing(self, owner: Optimizer | torch.nn.Module) -> None:
+        del owner
+
     def zeroed(self, owner: Optimizer | torch.nn.Module) -> None:
         del owner
         self.told.append("zeroed")

@@ -21,6 +21,7 @@ from bitwitness.config import Config
 from bitwitness.errors import EXIT_RANK_LOST, SideChannelError, TrainingStopped
 from bitwitness.guard.deepsteps import DeepSteps
 from bitwitness.guard.lightreader import LightReader
+from bitwitness.guard.owners import Owners
 from bitwitness.guard.proceedings import Proceedings
 from bitwitness.guard.sensors import STATISTICAL, Sensors
 from bitwitness.judge.fingerprint import Fingerprint
@@ -33,6 +34,7 @@ from bitwitness.tap.clock import StepClock
 from bitwitness.tap.gradients import LocalGradients
 from bitwitness.tap.holdpoints import BackwardCall
 from bitwitness.tap.ledger import Change
+from bitwitness.tap.lossgraph import LossGraph
 from bitwitness.tap.root import RootTap
 
 _STEPS_UNSEEN = 3  # a script's model may be found in its first forward, which goes by
@@ -40,7 +42,6 @@ UNSEEN = (
     "optimizers step, but no training forward of the model was seen, so nothing is checked: give the guard the module that the "
     "training calls, and make the guard after torch.compile"
 )
-
 
 IN_BACKWARD = "an optimizer runs inside the backward"
 BY_HAND = "the gradients did not come from a backward that adds to them"
@@ -78,9 +79,6 @@ class Watch:
         self.steps_held = 0
         self.deep = DeepSteps(config)
         self.optimizer_steps = 0
-        self._optimizers = optimizers
-        self._known: dict[int, bool] = {}
-        self._covering: dict[int, bool] = {}
         self.root = RootTap(
             model,
             self.clock,
@@ -90,8 +88,10 @@ class Watch:
             fail=self._fail,
             taped=config.nonfinite.enabled,
             hashed=not config.nonfinite.only,
+            dropped=self._trace_open_loss if config.nonfinite.only else None,
         )
         parameters = list(self.root.parameters.values())
+        self._owners = Owners(parameters, optimizers)
         self.gradients = LocalGradients(model, parameters, self.root.device)
         self.sensors = Sensors(config, self.root, ranks, reporter, clock)
         self.proceedings = Proceedings(config, self.root, self.gradients, ranks, reporter)
@@ -140,8 +140,9 @@ class Watch:
         """Look at the step's gradients, and act on what they show."""
         if self._busy:
             return
-        self.root.end_tape()
-        if optimizer is not None and not self._ours(optimizer):
+        if self._armed:
+            self.root.window.close()
+        if optimizer is not None and not self._owners.ours(optimizer):
             return
         if self.root.in_backward:
             if optimizer is not None:
@@ -188,46 +189,52 @@ class Watch:
                 self._stepped_early = False
                 self.clock.end_step()
                 self.root.ledger.forget()
-                self.root.forget_tape()
+                self.root.window.forget()
             self._note_times(ordinary=ordinary)
 
     def finish(self, *, broken_off: bool) -> None:
-        """Look at what is still open where only NaN and Inf are looked for: a loss whose gradients nothing has used yet.
+        """Look at what the training left open where only NaN and Inf are looked for.
 
-        ``broken_off``: the training ends by an error, as scripts do that stop at a loss of NaN, before its backward perhaps.
-        Gradients are looked at only alone: other ranks may have ended otherwise, and would not answer.
+        ``broken_off``: it ends by an error, as scripts do that stop at a loss of NaN, before its backward perhaps. Gradients
+        are looked at only alone: other ranks may have ended otherwise, and would not answer.
         """
-        graph = self.root.open_loss()
+        graph = self.root.window.open_loss(self.root.record)
         if not self.config.nonfinite.only or self._busy or self.root.in_backward:
             return
         if self.ranks.size == 1:
             self._look(None)
-        if broken_off and graph is not None and not self.proceedings.replayer.lockstep:
-            self.root.paused = True
-            self.proceedings.tracing.follow_broken_off(self.root.record, graph, self.ranks.rank)
+        if broken_off and graph is not None:
+            self._trace_open_loss(graph)
+
+    def _trace_open_loss(self, graph: LossGraph) -> None:
+        """Trace a step whose loss is not finite and was never backpropagated: scripts skip such steps, or stop at them."""
+        if not self._busy and not self.proceedings.replayer.lockstep:
+            self._busy = self.root.paused = True
+            try:
+                self.proceedings.tracing.follow_broken_off(self.root.record, graph, self.ranks.rank)
+            finally:
+                self._busy = self.root.paused = False
+
+    def zeroing(self, owner: Optimizer | nn.Module) -> None:
+        """Look at gradients that are about to be zeroed unused, as scripts do that skip a bad step by themselves.
+
+        Only where nothing but NaN and Inf is looked for, and alone: other ranks may not skip.
+        """
+        alone = self.config.nonfinite.only and self.ranks.size == 1
+        if alone and self._armed and not self._busy and not self.root.in_backward and self._owners.covers(owner):
+            self._look(None)
 
     def zeroed(self, owner: Optimizer | nn.Module) -> None:
         """Forget what was backpropagated into gradients that are zero now."""
-        if self._busy or self.root.in_backward or not self._covers(owner):
+        if self._busy or self.root.in_backward or not self._owners.covers(owner):
             return
         self._armed = False
         self._losses = []
         self.root.gradients_cleared()
 
-    def _covers(self, owner: Optimizer | nn.Module) -> bool:
-        """Tell whether all of the root's parameters are an optimizer's or a module's; found out once for each."""
-        key = id(owner)
-        if key not in self._covering:
-            if isinstance(owner, nn.Module):
-                theirs = {id(p) for p in owner.parameters()}
-            else:
-                theirs = {id(p) for group in owner.param_groups for p in group["params"]}
-            self._covering[key] = all(id(p) in theirs for p in self.root.parameters.values())
-        return self._covering[key]
-
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """Note that parameters changed."""
-        if not self._busy and self._ours(optimizer):
+        if not self._busy and self._owners.ours(optimizer):
             self._in_step = False
             self.proceedings.tracing.stepped(optimizer)
             self.optimizer_steps += 1
@@ -361,15 +368,6 @@ class Watch:
         told = self.ranks.max(torch.cat([flags, self.deep.proposal(step)]))
         self.deep.agree(told[len(here) :])
         return [bool(flag) for flag in told[: len(here)].tolist()]
-
-    def _ours(self, optimizer: Optimizer) -> bool:
-        if self._optimizers is not None:
-            return any(optimizer is known for known in self._optimizers)
-        key = id(optimizer)
-        if key not in self._known:
-            ours = {id(p) for p in self.root.parameters.values()}
-            self._known[key] = any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
-        return self._known[key]
 
     # -- trouble -------------------------------------------------------------------------------------------------
 

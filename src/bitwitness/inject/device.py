@@ -221,6 +221,9 @@ class _Moments:
     def hold(self, **_who: Any) -> None:
         pass  # the guard may run the step again now, which is the same step
 
+    def zeroing(self, _owner: Any) -> None:
+        pass
+
     def zeroed(self, _owner: Any) -> None:
         pass
 

@@ -56,6 +56,9 @@ class StepListener(Protocol):
     def hold(self, *, scaler: GradScaler | None = None, optimizer: Optimizer | None = None) -> None:
         """Gradients are complete, raw, and about to be unscaled, clipped or used, whichever comes first."""
 
+    def zeroing(self, owner: Optimizer | nn.Module) -> None:
+        """The gradients of an optimizer or a module are about to be zeroed or let go."""
+
     def zeroed(self, owner: Optimizer | nn.Module) -> None:
         """The gradients of all parameters of an optimizer or a module were zeroed or let go."""
 
@@ -156,6 +159,8 @@ class HoldPoints:
     def _wrap_zeroing(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def zero_grad(owner: Optimizer | nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._on:
+                self._listener.zeroing(owner)
             result = original(owner, *args, **kwargs)
             if self._on:
                 self._listener.zeroed(owner)

@@ -41,6 +41,7 @@ class _Tape:
     calls: list[Call] = field(default_factory=list)
     sources: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
     problem: str | None = None
+    last_scalar: torch.Tensor | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def source(self, tensor: torch.Tensor) -> Source:
@@ -56,11 +57,16 @@ class _Tape:
         if name == "__setitem__":
             made = [args[0]]
             call.func = _set_item
+        others = [source for source in sources_in(placed) if isinstance(source, Outside)]
+        # What is changed in place and was not made here (an optimizer's parameters) stays outside, as it is then.
+        known = {id(source.tensor) for source in others}
+        made = [tensor for tensor in made if id(tensor) not in known]
         if made:
-            others = [source for source in sources_in(placed) if isinstance(source, Outside)]
             call.changes_outside = any(version_of(source.tensor) != source.version for source in others)
             call.changes_outside |= any(part in name for part in _UPDATES) and len(others) > 1
             call.scalar = made[0].numel() == 1 and made[0].is_floating_point()
+            if call.scalar:
+                self.last_scalar = made[0].detach()
             self.calls.append(call)
             number = len(self.calls) - 1
             for index, tensor in enumerate(made):
@@ -194,6 +200,11 @@ class LossTape:
     def graph(self, roots: tuple[Any, ...], grads: Any) -> LossGraph:
         """Return what a backward that begins now depends on."""
         return self._tape.graph(roots, grads)
+
+    def holds_bad_scalar(self) -> bool:
+        """Tell whether the last scalar that the script computed is not finite; waits for its device."""
+        last = self._tape.last_scalar
+        return last is not None and not bool(last.isfinite().all())
 
     def latest_scalar(self) -> LossGraph | None:
         """Return what the last scalar that the script computed depends on; None if there is none."""

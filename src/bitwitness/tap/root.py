@@ -25,12 +25,11 @@ from bitwitness.tap.compiled import CompiledRegions, HookedCall, find_entry
 from bitwitness.tap.gradients import queue_after_backward
 from bitwitness.tap.holdpoints import BackwardCall
 from bitwitness.tap.ledger import Change, GradientLedger
-from bitwitness.tap.lossgraph import LossGraph
-from bitwitness.tap.losstape import LossTape
 from bitwitness.tap.modules import own_work, unwrap
 from bitwitness.tap.randomness import RandomState
 from bitwitness.tap.sharded import reduces, sharding_of
 from bitwitness.tap.structure import fresh, map_tensors, nbytes, tensors_of
+from bitwitness.tap.window import Dropped, LossWindow
 
 CREATE_GRAPH = "backward ran with create_graph: second derivatives are not replayed"
 
@@ -79,6 +78,8 @@ class RootTap:
         Note what the script calls between the root's forward and the backward, too.
     hashed
         Hash the outputs, so that replays can be compared with them.
+    dropped
+        Told of a loss that is not finite and was not backpropagated before the next forward.
 
     """
 
@@ -93,6 +94,7 @@ class RootTap:
         fail: Callable[[str, BaseException], None],
         taped: bool = False,
         hashed: bool = True,
+        dropped: Dropped | None = None,
     ) -> None:
         self._hashed = hashed
         self.wrapper = model
@@ -121,10 +123,14 @@ class RootTap:
         first = next(iter(self.parameters.values()), None)
         self.device = torch.device("cpu") if first is None else first.device
         self.now = stopwatch(self.device)
-        self.tape = LossTape(self.device) if taped else None
-        self._reopen = False
         self.entry = find_entry(model, self.root)
         self.regions = CompiledRegions(model)
+        self.window = LossWindow(
+            self.device,
+            taped=taped,
+            allowed=lambda: not self.paused and self.regions.inside_only(),
+            dropped=dropped,
+        )
         self._hooks = [ModuleHook(self._before), ModuleHook(self._after)]
         self._handles: list[torch.utils.hooks.RemovableHandle | HookedCall] = []
         if self.entry.in_place:
@@ -137,7 +143,7 @@ class RootTap:
 
     def close(self) -> None:
         """Remove the hooks."""
-        self.end_tape()
+        self.window.close()
         for hook in self._hooks:
             hook.let_go()
         for handle in self._handles:
@@ -153,12 +159,12 @@ class RootTap:
     def _before(self, _entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._entered.append(nullcontext())
         self._open.append(None)
-        if len(self._open) == 1 and not self._depth and self.tape is not None:
-            self._reopen = self.tape.on
-            self.tape.end()
+        if len(self._open) == 1 and not self._depth:
+            self.window.forward_begins()
         if self.paused or self._depth or not torch.is_grad_enabled() or not self.root.training:
             return  # in a backward: a checkpoint around the whole root runs it again
         try:
+            self.window.mind_dropped_loss(self.record)
             with own_work(), self._timed():
                 self._open[-1] = self._begin(self.root, args, kwargs)
             context = self._around()
@@ -181,8 +187,7 @@ class RootTap:
         self.regions.forward_begins()
         if self._clock.begin_forward() or self.record.step != self._clock.step:
             self.record = StepRecord(self._clock.step, began=self.now())
-            if self.tape is not None:
-                self.tape.new_step()
+            self.window.new_step()
         elif self.record.backpropagated:
             self._check_gradients_since()
         if not self.record.forwards:
@@ -256,7 +261,7 @@ class RootTap:
             return None
         finally:
             if not self._open and not self._depth:
-                self._begin_tape(wanted=self._reopen or record is not None)
+                self.window.forward_ended(recorded=record is not None)
 
     def _alias(self, record: ForwardRecord, result: Any) -> Any:
         def alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -268,37 +273,12 @@ class RootTap:
             record.output_grads.append(None)
             twin = tensor.view_as(tensor)
             twin.register_hook(lambda grad: self._output_grad(record, index, grad))
-            if self.tape is not None:
-                self.tape.add_output(twin, record.number, index)
+            self.window.add_output(twin, record.number, index)
             return twin
 
         aliased = map_tensors(result, alias)
         self.outputs_seen += len(record.output_digests)
         return aliased
-
-    # -- between forward and backward ----------------------------------------------------------------------------
-
-    def _begin_tape(self, *, wanted: bool) -> None:
-        """Note what the script calls, unless compiled code may run there: a mode would have it compiled anew."""
-        if wanted and self.tape is not None and not self.paused and self.regions.inside_only():
-            self.tape.begin()
-
-    def end_tape(self) -> None:
-        """Note no more of what the script calls."""
-        if self.tape is not None:
-            self.tape.end()
-
-    def open_loss(self) -> LossGraph | None:
-        """Return the last number that the script computed from outputs whose backward has not come; None if there is none."""
-        if self.tape is None or not any(forward.backward is None for forward in self.record.forwards):
-            return None
-        return self.tape.latest_scalar()
-
-    def forget_tape(self) -> None:
-        """Let go of what was noted: the step is over."""
-        if self.tape is not None:
-            self.tape.end()
-            self.tape.new_step()
 
     # -- backward ------------------------------------------------------------------------------------------------
 
@@ -311,11 +291,7 @@ class RootTap:
         self._queued = False
         self._accumulates = call.accumulates
         self._create_graph = call.create_graph
-        if self.tape is not None:
-            self._reopen = self.tape.on
-            if self._reopen and call.accumulates:
-                self.record.graphs[self.backwards] = self.tape.graph(call.roots, call.grads)
-            self.tape.end()
+        self.window.backward_begins(call, self.record, self.backwards)
         if not call.accumulates:
             return
         if not self.record.backpropagated:
@@ -330,8 +306,7 @@ class RootTap:
             return False
         if self.reached:
             self.ledger.note()
-        else:
-            self._begin_tape(wanted=self._reopen)
+        self.window.backward_ended(reached=self.reached)
         return self.reached
 
     def gradients_cleared(self) -> None:

@@ -1,0 +1,49 @@
+"""Whose optimizers and modules these are: do they hold the root's parameters, some or all?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+
+class Owners:
+    """Tells optimizers and modules that concern a root from others; finds out once for each.
+
+    Parameters
+    ----------
+    parameters
+        The root's.
+    optimizers
+        Those that count; None takes every one that holds one of the parameters.
+
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], optimizers: list[Optimizer] | None) -> None:
+        self._parameters = {id(parameter) for parameter in parameters}
+        self._optimizers = optimizers
+        self._known: dict[int, bool] = {}
+        self._covering: dict[int, bool] = {}
+
+    def ours(self, optimizer: Optimizer) -> bool:
+        """Tell whether an optimizer's steps count."""
+        if self._optimizers is not None:
+            return any(optimizer is known for known in self._optimizers)
+        key = id(optimizer)
+        if key not in self._known:
+            self._known[key] = not self._parameters.isdisjoint(_held(optimizer))
+        return self._known[key]
+
+    def covers(self, owner: Optimizer | nn.Module) -> bool:
+        """Tell whether all of the root's parameters are an optimizer's or a module's."""
+        key = id(owner)
+        if key not in self._covering:
+            self._covering[key] = self._parameters <= _held(owner)
+        return self._covering[key]
+
+
+def _held(owner: Optimizer | nn.Module) -> set[int]:
+    if isinstance(owner, nn.Module):
+        return {id(p) for p in owner.parameters()}
+    return {id(p) for group in owner.param_groups for p in group["params"]}

@@ -1,0 +1,103 @@
+"""When the loss tape runs: from the end of the root's forward to the backward that reaches it, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from bitwitness.tap.capture import StepRecord
+from bitwitness.tap.holdpoints import BackwardCall
+from bitwitness.tap.lossgraph import LossGraph
+from bitwitness.tap.losstape import LossTape
+
+Dropped = Callable[[LossGraph], None]
+
+
+class LossWindow:
+    """Opens and closes the tape of one root.
+
+    Parameters
+    ----------
+    device
+        The root's.
+    taped
+        Note what the script calls at all.
+    allowed
+        Asked before the tape runs: compiled code in the window would be compiled anew for its sake.
+    dropped
+        Told of a loss that is not finite and was not backpropagated before the next forward.
+
+    """
+
+    def __init__(
+        self, device: torch.device, *, taped: bool, allowed: Callable[[], bool], dropped: Dropped | None = None
+    ) -> None:
+        self._tape = LossTape(device) if taped else None
+        self._allowed = allowed
+        self._dropped = dropped
+        self._reopen = False
+
+    def new_step(self) -> None:
+        """Forget the step before."""
+        if self._tape is not None:
+            self._tape.new_step()
+
+    def add_output(self, tensor: torch.Tensor, forward: int, index: int) -> None:
+        """Say that a tensor is a differentiable output of the root."""
+        if self._tape is not None:
+            self._tape.add_output(tensor, forward, index)
+
+    def forward_begins(self) -> None:
+        """Close, for as long as the root runs."""
+        if self._tape is not None:
+            self._reopen = self._tape.on
+            self._tape.end()
+
+    def forward_ended(self, *, recorded: bool) -> None:
+        """Open after a forward that is recorded, or if the window was open before it."""
+        self._begin(wanted=recorded or self._reopen)
+
+    def backward_begins(self, call: BackwardCall, record: StepRecord, number: int) -> None:
+        """Keep what the backward starts from, and close."""
+        if self._tape is None:
+            return
+        self._reopen = self._tape.on
+        if self._reopen and call.accumulates:
+            record.graphs[number] = self._tape.graph(call.roots, call.grads)
+        self._tape.end()
+
+    def backward_ended(self, *, reached: bool) -> None:
+        """Open again after a backward of something else."""
+        if not reached:
+            self._begin(wanted=self._reopen)
+
+    def close(self) -> None:
+        """Note no more of what the script calls, for now."""
+        if self._tape is not None:
+            self._tape.end()
+
+    def forget(self) -> None:
+        """Let go of what was noted: the step is over."""
+        self.close()
+        self.new_step()
+
+    def open_loss(self, record: StepRecord) -> LossGraph | None:
+        """Return the last number that the script computed from outputs whose backward has not come; None if there is none."""
+        if self._tape is None or not any(forward.backward is None for forward in record.forwards):
+            return None
+        return self._tape.latest_scalar()
+
+    def mind_dropped_loss(self, record: StepRecord) -> None:
+        """Tell of a loss that the script computed and did not use, if it is not finite; its forwards count no more."""
+        forwards = record.forwards
+        if self._dropped is None or self._tape is None or not forwards or forwards[-1].backward is not None:
+            return
+        graph = self.open_loss(record)
+        if graph is not None and self._tape.holds_bad_scalar():
+            self._dropped(graph)
+            record.forwards = [forward for forward in forwards if forward.backward is not None]
+
+    def _begin(self, *, wanted: bool) -> None:
+        if wanted and self._tape is not None and self._allowed():
+            self._tape.begin()
