@@ -1,4 +1,4 @@
-"""Whose optimizers and modules these are: do they hold the root's parameters, some or all?"""
+"""Whose optimizers and modules these are: do they hold the root's parameters, some or all."""
 
 from __future__ import annotations
 

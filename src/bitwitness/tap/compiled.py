@@ -187,7 +187,6 @@ class CompiledRegions:
         self._calm = False
         self._compiled_so_far: int | None = None
         self._outside = False
-        self._rounds = 0
 
     def present(self) -> bool:
         """Tell whether compiled code may run inside the root.
@@ -204,7 +203,6 @@ class CompiledRegions:
     def forward_begins(self) -> None:
         """Say that a forward of the root begins: what was compiled since the last one ended lies outside the root."""
         if self._compiled_so_far is not None:
-            self._rounds += 1
             self._outside |= _frames() > self._compiled_so_far
 
     def forward_ended(self) -> None:
@@ -213,8 +211,8 @@ class CompiledRegions:
         self._compiled_so_far = _frames()
 
     def inside_only(self) -> bool:
-        """Tell whether nothing outside the root runs compiled, as far as a whole step showed."""
-        return not self._outside and (self._rounds > 0 or not self.present())
+        """Tell whether nothing outside the root was compiled since its first forward, as far as the steps so far showed."""
+        return not self._outside
 
     def eagerly(self) -> AbstractContextManager[object]:
         """Run compiled code eagerly for a while, so that its operators are seen; the compiled code is kept."""
