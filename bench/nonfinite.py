@@ -284,6 +284,30 @@ def hit(half: torch.dtype | None, tokens: int, step: float) -> str:
     return f"a hit at {'bf16 autocast' if half else 'fp32'}: the replay that finds the origin takes {steps:.2f} steps\n"
 
 
+def ranges(steps: int) -> str:
+    """Return how close clean float16 trainings come to the end of their dtype: what the threshold is chosen by."""
+    found = []
+    for name, model in (("GPT (11 million)", GPT()), ("GPT-2 (transformers)", build()[0])):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        with contextlib.redirect_stderr(io.StringIO()), bw.trace_nonfinite(model, optimizer, deep_every=10) as trace:
+            for _ in range(steps):
+                tokens = torch.randint(3, 96, (4, 33))
+                with torch.autocast("cpu", torch.float16):
+                    if isinstance(model, GPT):
+                        loss = model(tokens[:, :-1], tokens[:, 1:])
+                    else:
+                        loss = model(input_ids=tokens[:, 1:], labels=tokens[:, 1:]).loss
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+            table = trace._guard.coverage()["ranges"]
+        top = table[0]
+        found.append(f"{name}: {top['share_of_maximum']:.2%} ({top['op']}), {len(trace.findings)} findings")
+    return f"ranges of {steps} clean float16 steps, as a share of 65504: " + "; ".join(found)
+
+
 def main() -> None:
     """Print both tables; write ``bench/results/nonfinite.md``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -300,6 +324,8 @@ def main() -> None:
     for half in (None, torch.bfloat16):
         lines += costs(half, 2 if args.quick else args.rounds, 256 if args.quick else args.tokens)
         print("\n".join(lines[-10:]), flush=True)
+    lines.append(ranges(20 if args.quick else 200))
+    print(lines[-1])
     if not args.quick:
         path = Path(__file__).parent / "results" / "nonfinite.md"
         command = f"python bench/nonfinite.py --rounds {args.rounds} --tokens {args.tokens}"

@@ -58,3 +58,10 @@ def test_an_overflow_in_the_reduction_is_nobodys_operator(findings, wrapper: str
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_nothing_is_said_of_healthy_ranks(findings, wrapper: str) -> None:
     assert findings[f"{wrapper}-none"] == [[], []]
+
+
+def test_the_whole_guard_says_that_it_is_the_softwares_fault_and_whose(findings) -> None:
+    for told in findings["guard"]:
+        (verdict,) = told
+        assert verdict.startswith("software: step 1: on every device, log made 32 Inf")
+        assert "nonfinite.py:" in verdict

@@ -90,10 +90,26 @@ def train(case: str) -> list[dict]:
     ]
 
 
+def judged() -> list[str]:
+    """Train under the whole guard with a logarithm of zero on rank 1; return the verdicts."""
+    torch.manual_seed(0)
+    net = DistributedDataParallel(Net())
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    torch.manual_seed(dist.get_rank())
+    with bw.Guard(net, optimizer) as guard:
+        for step in range(3):
+            x = torch.randn(4, 8) * float(step != 1 or dist.get_rank() != 1)
+            optimizer.zero_grad()
+            net(x).backward()
+            optimizer.step()
+    return [f"{verdict.cause}: {verdict.message}" for verdict in guard.watch.proceedings.verdicts]
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     for case in sys.argv[1:]:
         print(json.dumps({"rank": dist.get_rank(), "case": case, "findings": train(case)}), flush=True)
+    print(json.dumps({"rank": dist.get_rank(), "case": "guard", "findings": judged()}), flush=True)
     dist.destroy_process_group()
 
 

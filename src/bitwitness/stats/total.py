@@ -23,5 +23,7 @@ def total_of(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     usable = [value for value in usable if value.is_floating_point() or value.is_complex()]
     if not usable:
         return torch.zeros((), device=device)
-    norms = torch._foreach_norm(usable, 2)
+    double = any(value.dtype in (torch.float64, torch.complex128) for value in usable)
+    # A float16 norm would overflow where no value does.
+    norms = torch._foreach_norm(usable, 2) if double else torch._foreach_norm(usable, 2, dtype=torch.float32)
     return torch.stack([norm.to(device, torch.float32) for norm in norms]).sum()
