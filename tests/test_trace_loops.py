@@ -166,6 +166,21 @@ def test_the_scripts_own_operator_is_named_with_its_line(loop) -> None:
     assert "test_trace_loops.py:" in finding.message
 
 
+def test_a_replay_between_a_forward_and_its_backward_leaves_the_graph_usable() -> None:
+    """The gradients of a step that the script skipped are looked at when they are zeroed: after the next forward."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    with bw.trace_nonfinite(net, optimizer) as trace:
+        for step in range(3):
+            loss = (net(torch.randn(4, 8)) * float(step != STRUCK)).abs().log().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            if step != STRUCK:
+                optimizer.step()
+    assert [(finding.step, finding.site.op) for finding in trace.findings] == [(STRUCK, "log")]
+
+
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_nothing_is_said_and_nothing_changed_while_all_is_well(loop, monkeypatch) -> None:
     monkeypatch.setattr(f"{__name__}.STRUCK", -1)

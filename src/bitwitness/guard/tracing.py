@@ -229,6 +229,8 @@ class Tracing:
         elif trace.targets:
             outside = trace.problem or "loss code"
             why = f"no operator of the model made it: it came in with the gradient from outside the model ({outside})"
+        elif light.buffers and np.isfinite(light.absmax).all() and np.isfinite(light.losses).all():
+            why = "the model's own forward leaves it finite, so other code changed it. To do: look at what writes this buffer"
         elif self._replayer.compiled:
             why = (
                 "an eager re-execution of the same step is finite, so the compiled code produced it. To do: run with the "

@@ -44,9 +44,9 @@ class LockstepReplayer(Replayer):
         self.check(record, passes)
         self._loss = ThroughLoss(record.graphs if through_loss else {})
         outputs: list[torch.Tensor] = []
-        buffers = [buffer.detach().clone() for buffer in self.root.buffers()]
         with (
             self._gradients_apart(zero_start=record.zero_start),
+            self._buffers_kept(),
             self._tap.aside() as parts,
             randomness_kept(self.device),
             torch.enable_grad(),
@@ -57,7 +57,6 @@ class LockstepReplayer(Replayer):
                 after = [buffer.detach().clone() for buffer in self.root.buffers()] if keep else None
                 reduced = [p.grad for p in self.parameters.values()] if keep else None
             finally:
-                self._set_buffers(buffers)
                 self._sync(reduce=True)
         with torch.no_grad(), own_work():
             digests = torch.stack(outputs) if outputs else torch.zeros(0, dtype=torch.int64, device=self.device)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.utils.stateless import _reparametrize_module
 
 from bitwitness.replay.loss import ThroughLoss
@@ -135,19 +136,19 @@ class Replayer:
         self._loss = ThroughLoss(record.graphs if through_loss else {})
         totals: list[torch.Tensor | None] = [None] * len(self.parameters)
         outputs: list[torch.Tensor] = []
-        buffers = [buffer.detach().clone() for buffer in self.root.buffers()]
         self._had_gradients = [p.grad is not None for p in self.parameters.values()]
-        with self._gradients_kept(), randomness_kept(self.device), torch.enable_grad(), self._stance(around):
-            try:
-                for group in passes:
-                    self._run_pass(group, totals, outputs, around=around, zero_start=record.zero_start)
-                after = [buffer.detach().clone() for buffer in self.root.buffers()] if keep else None
-            finally:
-                self._set_buffers(buffers)
+        kept = self._gradients_kept(), self._buffers_kept(), randomness_kept(self.device)
+        with kept[0], kept[1], kept[2], torch.enable_grad(), self._stance(around):
+            for group in passes:
+                self._run_pass(group, totals, outputs, around=around, zero_start=record.zero_start)
+            after = [buffer.detach().clone() for buffer in self.root.buffers()] if keep else None
         with torch.no_grad(), own_work():
             digests = torch.stack(outputs) if outputs else torch.zeros(0, dtype=torch.int64, device=self.device)
             features = features_with_absent(totals, self.device)
-            return Execution(features, digests, totals if keep else None, after, self._loss.losses, self._loss.problem)
+            loss = self._loss
+            return Execution(
+                features, digests, totals if keep else None, after, loss.losses, loss.problem, loss.outputs
+            )
 
     def run_forward(self, record: StepRecord, graph: LossGraph, around: Around) -> list[torch.Tensor]:
         """Execute the forwards of a step that had no backward, and its loss code; return what that computed.
@@ -161,18 +162,15 @@ class Replayer:
         group = [forward for forward in record.forwards if forward.backward is None]
         self.check(record, [group] if group else [])
         self._loss = ThroughLoss({0: graph})
-        buffers = [buffer.detach().clone() for buffer in self.root.buffers()]
-        with self._gradients_kept(), randomness_kept(self.device), torch.enable_grad(), self._stance(around):
-            try:
-                outputs = {
-                    Output(forward.number, index): value
-                    for forward in group
-                    for index, value in enumerate(self._forward(forward, [], around))
-                }
-                with around():
-                    self._loss.run(group, outputs, {})
-            finally:
-                self._set_buffers(buffers)
+        kept = self._gradients_kept(), self._buffers_kept(), randomness_kept(self.device)
+        with kept[0], kept[1], kept[2], torch.enable_grad(), self._stance(around):
+            outputs = {
+                Output(forward.number, index): value
+                for forward in group
+                for index, value in enumerate(self._forward(forward, [], around))
+            }
+            with around():
+                self._loss.run(group, outputs, {})
         if self._loss.problem is not None:
             raise ReplayError(self._loss.problem)
         return self._loss.losses
@@ -313,6 +311,18 @@ class Replayer:
         with torch.no_grad():
             for buffer, value in zip(self.root.buffers(), values, strict=True):
                 buffer.copy_(value)
+
+    @contextmanager
+    def _buffers_kept(self) -> Iterator[None]:
+        """Put the buffers back, versions included: a graph of the script's may hold them, and they are what they were."""
+        buffers = list(self.root.buffers())
+        held = [buffer.detach().clone() for buffer in buffers]
+        versioned = tuple(buffer for buffer in buffers if not buffer.is_inference())
+        with _unsafe_preserve_version_counter(versioned):
+            try:
+                yield
+            finally:
+                self._set_buffers(held)
 
     @contextmanager
     def _gradients_kept(self) -> Iterator[None]:
