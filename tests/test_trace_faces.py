@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bitwitness as bw
+from bitwitness.nonfinite.saturation import overflow_mode
 
 
 class Mlp(nn.Module):
@@ -191,6 +192,18 @@ def test_the_overflow_mode_is_shown_first(value: str, words: str, capsys, monkey
     assert words in capsys.readouterr().err.splitlines()[0]
 
 
+def test_on_an_npu_saturation_is_a_warning() -> None:
+    """The device is a mock: its name is all that is asked for."""
+    text, loud = overflow_mode({"INF_NAN_MODE_ENABLE": "0"}, "npu")
+    assert loud
+    assert "looking for NaN and Inf sees nothing" in text
+    assert overflow_mode({}, "npu") == (
+        "INF_NAN_MODE_ENABLE is not set (1 by default): an overflow shows as Inf, an undefined result as NaN",
+        False,
+    )
+    assert overflow_mode({}, "cpu") is None
+
+
 # -- scripts ---------------------------------------------------------------------------------------------------------
 
 SCRIPT = """
@@ -263,6 +276,7 @@ def test_a_script_is_traced_from_its_first_step_on(tmp_path: Path, step: str) ->
     kept = load_file(tmp_path / "run" / finding["evidence"]["tensors"])
     again = kept["origin0.in0"] / kept["origin0.in1"]  # the operator can be verified alone
     assert torch.equal(again.isnan(), kept["origin0.out0"].isnan())
+    assert any(name.startswith("origin0.backward.div.in") for name in kept)
 
 
 def test_a_script_that_stops_at_a_bad_loss_is_traced_before_it_ends(tmp_path: Path) -> None:

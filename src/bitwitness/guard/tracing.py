@@ -16,6 +16,7 @@ from torch.optim.optimizer import Optimizer
 
 from bitwitness.config import Config
 from bitwitness.finding import Finding, Severity
+from bitwitness.nonfinite.kinds import wanted
 from bitwitness.nonfinite.origin import Kind, Origin, Told, Trace
 from bitwitness.nonfinite.scaling import ScaleLog
 from bitwitness.nonfinite.trace import bad_parameters, trace_forward, trace_step
@@ -205,7 +206,7 @@ class Tracing:
             return []
         if here:
             return [self._unexplained(trace, light, severity)]
-        if light.reduced and not culprits:
+        if light.reduced and not culprits and wanted(self._config.nonfinite.mode, accumulating=True):
             return [self._reduction(light, severity)]
         return []
 

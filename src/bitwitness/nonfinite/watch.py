@@ -78,6 +78,7 @@ class OriginWatch:
         self._copies: dict[int, torch.Tensor] = {}
         self._lines: dict[int, Line] = {}
         self._kept_bytes = 0
+        self._followed: dict[int, int] = {}
 
     def gathered_from(self, bad_here: list[str]) -> None:
         """Say that whole parameters are gathered from all ranks, and which are bad in this rank's shard."""
@@ -185,6 +186,8 @@ class OriginWatch:
             return
         spoiled = any(value.flags.nan for _, value in self._inputs)
         found = [(tensor, flags_of(tensor, nan_expected=spoiled)) for tensor in outputs]
+        if call.phase == "backward":
+            self._keep_backward(call, outputs)
         value_of = self._judge(call, found) if any(flags for _, flags in found) else {}
         for tensor, _ in found:
             self._provenance.put(tensor, value_of.get(id(tensor), CLEAN))
@@ -284,7 +287,17 @@ class OriginWatch:
             self.constants |= {number}
         else:
             self._keep(number, [*inputs, *outputs, *_saved(node)])
+            if node is None:
+                self._followed[self._tracker.node()] = number
         return number
+
+    def _keep_backward(self, call: OpCall, outputs: list[torch.Tensor]) -> None:
+        """Keep what the first operator of a forward origin's backward reads and writes, too."""
+        number = self._followed.pop(self._tracker.node(), None)
+        if number is not None and any(name.startswith(f"origin{number}.") for name in self.kept):
+            read = [(f"{call.op}.in{i}", tensor) for i, (tensor, _) in enumerate(self._inputs)]
+            written = [(f"{call.op}.out{i}", tensor) for i, tensor in enumerate(outputs)]
+            self._store(number, [(f"backward.{slot}", tensor) for slot, tensor in read + written])
 
     def _cured_by_unscaling(self, call: OpCall) -> bool:
         """Tell whether a backward operator's result is finite once one of its inputs, the gradient, is not scaled."""
@@ -299,8 +312,12 @@ class OriginWatch:
         return False
 
     def _keep(self, number: int, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        if len({name.partition(".")[0] for name in self.kept}) < _KEPT:
+            self._store(number, tensors)
+
+    def _store(self, number: int, tensors: list[tuple[str, torch.Tensor]]) -> None:
         size = sum(t.numel() * t.element_size() for _, t in tensors)
-        if len({name.partition(".")[0] for name in self.kept}) >= _KEPT or self._kept_bytes + size > _LARGEST_KEPT:
+        if self._kept_bytes + size > _LARGEST_KEPT:
             return
         self._kept_bytes += size
         for slot, tensor in tensors:

@@ -74,11 +74,9 @@ def _of_backward(origin: Origin) -> str:
 
 
 def _largest(origin: Origin) -> str:
-    """Say what the narrowest dtype that comes out can hold; empty for float32 and wider."""
-    narrow = [e.dtype for e in origin.outputs if e.dtype.itemsize < 4]
-    if not narrow:
-        return ""
-    return f"; {dtype_name(narrow[0])} holds at most {torch.finfo(narrow[0]).max:.5g}"
+    """Say what the dtype that comes out can hold, where the result is beyond it."""
+    dtypes = [extent.dtype for extent in origin.outputs if extent.stats.pos_inf + extent.stats.neg_inf]
+    return f"; {dtype_name(dtypes[0])} holds at most {torch.finfo(dtypes[0]).max:.5g}" if dtypes else ""
 
 
 def headline(origin: Origin) -> str:
@@ -188,6 +186,7 @@ def as_finding(origin: Origin, trace: Trace, step: int, rank: int, severity: Sev
         "backward_node": origin.node,
         "inputs": [extent.to_dict() for extent in origin.inputs],
         "outputs": [extent.to_dict() for extent in origin.outputs],
+        "holds_at_most": {dtype_name(e.dtype): torch.finfo(e.dtype).max for e in origin.outputs},
         "reaches": list(origin.reaches[:8]),
         "reached": len(origin.reaches),
         "others": list(origin.others),
