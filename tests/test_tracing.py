@@ -62,6 +62,25 @@ def test_an_optimizer_that_divides_by_zero_is_named_with_its_settings() -> None:
     assert "divides by sqrt(exp_avg_sq) + eps, which is zero there (eps = 0.0)" in finding.message
 
 
+def test_a_parameter_that_goes_bad_long_after_an_overcome_nan_is_not_taken_for_its_aftermath() -> None:
+    torch.manual_seed(0)
+    net = zoo.Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    with bw.trace_nonfinite(net, optimizer) as trace:
+        for step in range(6):
+            net.inner.how = "log" if step == 1 else ""
+            if step == 4:
+                net.head.weight.data[0, 0] = float("nan")
+            x, y = zoo.batch(step)
+            torch.nn.functional.cross_entropy(net(x), y).backward()
+            norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            if torch.isfinite(norm):
+                optimizer.step()
+            optimizer.zero_grad()
+    assert [(f.step, f.site.op) for f in trace.findings[:2]] == [(1, "log"), (4, "weight")]
+    assert "since the update of step 3" in trace.findings[1].message
+
+
 @pytest.mark.parametrize("half", [None, torch.bfloat16, torch.float16])
 def test_healthy_steps_say_nothing(half: torch.dtype | None) -> None:
     net = zoo.Net()

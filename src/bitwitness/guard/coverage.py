@@ -131,7 +131,10 @@ def _range_lines(table: dict[str, Any]) -> list[str]:
 def nonfinite_lines(watch: Watch, table: dict[str, Any]) -> list[str]:
     """Return what a user who looked for nothing but NaN and Inf reads at the end."""
     tracing = watch.proceedings.tracing
-    found = f"{tracing.hits} of them not finite, {len(tracing.findings)} findings" if tracing.hits else "all finite"
+    found = f"{tracing.hits} of them not finite" if tracing.hits else "all finite"
+    if tracing.unused:
+        found += f"; {tracing.unused} losses that the script did not use were looked at, too"
+    found += f"; {len(tracing.findings)} findings" if tracing.findings else ""
     lines = [f"NaN and Inf: {watch.steps_held} steps looked at, {found}"]
     lines += _range_lines(table)
     if tracing.scaling.drops:

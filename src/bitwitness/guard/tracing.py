@@ -54,6 +54,7 @@ class Tracing:
         self._ranks = ranks
         self._reporter = reporter
         self.hits = 0
+        self.unused = 0
         self.scaling = ScaleLog(config.nonfinite.drops)
         self._scaled_traced = 0
         self.findings: list[Finding] = []
@@ -87,7 +88,7 @@ class Tracing:
 
     def _due(self, light: LightStep) -> bool:
         if not light.scaled:
-            return self.hits <= _ALWAYS or not self.hits & (self.hits - 1)
+            return _worth_it(self.hits)
         self._scaled_traced += 1
         return self._scaled_traced <= _SCALED_ALWAYS + light.step // _SCALED_EVERY
 
@@ -115,7 +116,13 @@ class Tracing:
         return told
 
     def follow_broken_off(self, record: StepRecord, graph: LossGraph, rank: int) -> None:
-        """Trace a step that ended before its backward, if the last number that the script computed is not finite."""
+        """Trace a step that ended before its backward, if the last number that the script computed is not finite.
+
+        This rank's own affair: others may have gone on, and their hits are counted apart.
+        """
+        self.unused += 1
+        if not _worth_it(self.unused):
+            return
         try:
             trace = trace_forward(self._replayer, record, graph, mode=self._config.nonfinite.mode)
         except Exception as error:
@@ -123,14 +130,14 @@ class Tracing:
             return
         if not trace.targets:
             return
-        self.hits += 1
         mine = [self._explained(origin) for origin in trace.origins]
         self._tell([as_finding(origin, trace, record.step, rank) for origin in mine], trace, record.step)
 
     def _aftermath(self, light: LightStep) -> list[Told]:
         """Tell whether parameters are bad because an earlier non-finite step was applied to them; collective."""
         before = self._hit_at
-        bad = bad_parameters(self._replayer.root) if before is not None else []
+        since = before is not None and (self._last_clean is None or self._last_clean < before)
+        bad = bad_parameters(self._replayer.root) if since else []
         if not bool(self._ranks.max(torch.tensor([int(bool(bad))]))):
             return []
         text = f"parameters are not finite since the optimizer applied the gradients of step {before}, told of above"
@@ -280,6 +287,10 @@ class Tracing:
             self._said.add(key)
             for line in _lines(finding, first=number == 0, more=len(findings) - 1 if number == 0 else 0):
                 self._reporter.say(line)
+
+
+def _worth_it(times: int) -> bool:
+    return times <= _ALWAYS or not times & (times - 1)
 
 
 def _line(origin: Origin) -> str:

@@ -58,6 +58,12 @@ class FrameLog:
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []
+        self._last: str | None = None
+        self._full = False
+
+    def end_after(self, module: str) -> None:
+        """Note no more once ``module``, where the first origin is, has run; what comes later is not shown."""
+        self._last = self._last or module
 
     @contextmanager
     def watching(self, root: nn.Module) -> Iterator[None]:
@@ -74,6 +80,9 @@ class FrameLog:
 
     def _hook(self, path: str) -> Any:
         def note(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+            if self._full:
+                return
+            self._full = path == self._last
             with torch.no_grad(), own_work():
                 given = [(f"input[{i}]", t) for i, t in enumerate(tensors_of(args))]
                 given += [(name, t) for name, value in kwargs.items() for t in tensors_of(value)]

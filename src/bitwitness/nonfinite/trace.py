@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +19,7 @@ from bitwitness.nonfinite.taint import Origins
 from bitwitness.nonfinite.watch import Entry, OriginWatch
 from bitwitness.replay.run import Execution, Replayer
 from bitwitness.tap.capture import StepRecord
+from bitwitness.tap.clock import stopwatch
 from bitwitness.tap.lossgraph import LossGraph, Outside
 from bitwitness.tap.structure import tensors_of
 
@@ -47,12 +47,13 @@ def trace_step(replayer: Replayer, record: StepRecord, *, mode: Mode = "all", sc
 
     """
     scale *= max((graph.factor for graph in record.graphs.values()), default=1.0)
+    now = stopwatch(replayer.device)
     with _watching(replayer, record, scale) as (watch, frames):
-        started = time.perf_counter()
+        started = now()
         done = replayer.run(record, keep=True, around=watch.tap, through_loss=True)
     targets = _targets(replayer, record, watch, done)
     trace = _conclude(watch, frames, targets, mode)
-    trace.problem, trace.seconds = done.no_loss, time.perf_counter() - started
+    trace.problem, trace.seconds = done.no_loss, now() - started
     return trace
 
 
@@ -65,12 +66,13 @@ def trace_forward(replayer: Replayer, record: StepRecord, graph: LossGraph, *, m
         If it cannot be run again.
 
     """
+    now = stopwatch(replayer.device)
     with _watching(replayer, record, 1.0) as (watch, frames):
-        started = time.perf_counter()
+        started = now()
         values = [watch.value(number) for number in replayer.run_forward(record, graph, watch.tap)]
     bad = [value.origins for value in values if value.flags]
     trace = _conclude(watch, frames, {"loss": frozenset().union(*bad)} if bad else {}, mode)
-    trace.seconds = time.perf_counter() - started
+    trace.seconds = now() - started
     return trace
 
 

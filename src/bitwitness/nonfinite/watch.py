@@ -288,6 +288,7 @@ class OriginWatch:
         else:
             self._keep(number, [*inputs, *outputs, *_saved(node)])
             if node is None:
+                self._frames.end_after(call.module)
                 self._followed[self._tracker.node()] = number
         return number
 
