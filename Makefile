@@ -22,6 +22,7 @@ demo-seed: .stamp-venv
 bench: .stamp-venv
 	$(BIN)/python bench/overhead.py
 	$(BIN)/python bench/price.py
+	$(BIN)/python bench/nonfinite.py
 
 detect: .stamp-venv
 	$(BIN)/python bench/detect.py
@@ -30,6 +31,7 @@ campaign: .stamp-venv
 	$(BIN)/python bench/campaign.py
 	$(BIN)/python bench/clean.py
 	$(BIN)/python bench/lost.py
+	$(BIN)/python -W ignore bench/trace_campaign.py
 
 .stamp-venv: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "bitwitness needs Python 3.11 or newer; set PYTHON=… (seen: " + sys.version.split()[0] + ")")'

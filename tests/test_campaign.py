@@ -56,3 +56,7 @@ def test_light_sensors_see_most_harmful_faults_and_the_checksum_all_in_products(
     products = rows(told.split("## Deep steps")[1].split("## Persistent")[0])
     assert all(row["checksum (deep step)"].startswith(("100.0", "\u2013")) for row in products), told
     assert (tmp_path / "detection.svg").read_text().startswith("<svg")
+
+
+def test_the_origin_is_found_in_drawn_trainings() -> None:
+    assert "16 of 16 right" in call("trace_campaign.py", "--trials", "16", "--quick")
