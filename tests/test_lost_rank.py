@@ -75,8 +75,8 @@ def test_a_rank_that_pauses_between_steps_is_not_lost(tmp_path: Path) -> None:
 
 
 def test_random_moments_of_the_experiments(tmp_path: Path) -> None:
-    # Of the campaign: slow while another device answers, stalled in naming the operator, killed and stopped in healing.
-    chosen = ("2", "3", "13", "22")
+    # Of the campaign: stalled in naming the operator, killed and stopped in healing.
+    chosen = ("3", "13", "22")
     done = subprocess.run(
         [sys.executable, CAMPAIGN, "--only", *chosen, "--out", str(tmp_path)],
         capture_output=True,
@@ -84,4 +84,4 @@ def test_random_moments_of_the_experiments(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "4 trials, 4 struck (1 kill, 1 slow, 1 stall, 1 stop), 0 wrong" in done.stdout
+    assert "3 trials, 3 struck (1 kill, 1 stall, 1 stop), 0 wrong" in done.stdout
