@@ -135,6 +135,22 @@ def clips_and_measures(net, optimizer, step: int) -> None:
     optimizer.step()
 
 
+def two_losses(net, optimizer, step: int) -> None:
+    out = net(torch.randn(4, 8))
+    optimizer.zero_grad()
+    F.cross_entropy(out, torch.zeros(4, dtype=torch.long)).backward(retain_graph=True)
+    (out * float(step != STRUCK)).abs().log().mean().backward()
+    optimizer.step()
+
+
+def siamese(net, optimizer, step: int) -> None:
+    a, b = net(torch.randn(4, 8)), net(torch.randn(4, 8))
+    distance = (a - b).square().sum(-1)
+    optimizer.zero_grad()
+    (distance * float(step != STRUCK)).sqrt().mean().backward()
+    optimizer.step()
+
+
 LOOPS: dict[Callable[..., None], str] = {
     micro_batches: "log",
     teacher: "mul",
@@ -145,6 +161,8 @@ LOOPS: dict[Callable[..., None], str] = {
     skips_a_bad_loss: "log",
     skips_a_bad_norm: "log",
     clips_and_measures: "div",
+    two_losses: "log",
+    siamese: "div",
 }
 
 
@@ -164,6 +182,30 @@ def test_the_scripts_own_operator_is_named_with_its_line(loop) -> None:
     (finding,) = findings
     assert (finding.step, finding.site.op, finding.site.module) == (STRUCK, LOOPS[loop], ".")
     assert "test_trace_loops.py:" in finding.message
+
+
+def test_a_model_that_is_not_called_itself_is_sensed_and_the_reason_told() -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    with bw.trace_nonfinite(net, optimizer) as trace:
+        (net[2](net[1](net[0](torch.randn(4, 8)))) * 0).log().sum().backward()
+        optimizer.step()
+    (finding,) = trace.findings
+    assert finding.evidence["kind"] == "unknown"
+    assert "the model's own forward is not called; give the module that the training calls" in finding.message
+
+
+def test_a_model_that_trains_in_evaluation_mode_is_watched() -> None:
+    """As ``from_pretrained`` leaves it, where a script forgets ``train()``."""
+    net = model().eval()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    with bw.trace_nonfinite(net, optimizer) as trace:
+        for step in range(20):
+            net(torch.randn(4, 8))  # never used
+            micro_batches(net, optimizer, step if step < 2 else 0)
+            if step == STRUCK:
+                break
+    assert [finding.site.op for finding in trace.findings] == ["log"]
 
 
 def test_a_replay_between_a_forward_and_its_backward_leaves_the_graph_usable() -> None:

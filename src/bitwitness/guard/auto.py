@@ -30,7 +30,7 @@ class AutoGuard:
     """Guards every model whose training begins inside the ``with``.
 
     A model is a module with trainable parameters that is called in training mode with gradients enabled, by no other
-    module. The search rests, so that nothing stays hooked globally, while every optimizer that steps has its parameters
+    module; in evaluation mode, where an optimizer has stepped its parameters. The search rests, so that nothing stays hooked globally, while every optimizer that steps has its parameters
     guarded, and goes on where one does not. A model with compiled modules ends the search: torch would compile the search's
     hooks into it. Processes that the script starts with ``torch.multiprocessing`` search, too.
 
@@ -53,6 +53,7 @@ class AutoGuard:
         self._unguarded_steps: Counter[int] = Counter()
         self.guards: list[Guard] = []
         self._passed: set[int] = set()
+        self._stepping: set[int] = set()
 
     def __enter__(self) -> Self:
         for warning in self._warnings:
@@ -79,6 +80,7 @@ class AutoGuard:
             self._unguarded_steps.pop(id(optimizer), None)
         else:
             self._unguarded_steps[id(optimizer)] += 1
+            self._stepping |= {id(p) for group in optimizer.param_groups for p in group["params"]}
         # torch is iterating over these hooks now, so the search's are taken away at the next forward.
         self._resting = not any(0 < steps <= _TRIES for steps in self._unguarded_steps.values())
         if not self._resting and not self._search:
@@ -99,8 +101,10 @@ class AutoGuard:
         if self._resting:
             self._end_search()
             return
-        if id(module) in self._passed or not module.training or not torch.is_grad_enabled():
+        if id(module) in self._passed or not torch.is_grad_enabled():
             return
+        if not module.training and self._stepping.isdisjoint(id(p) for p in module.parameters()):
+            return  # an evaluation, unless an optimizer steps what it holds: some train in evaluation mode
         root = unwrap(module)
         self._passed |= {id(part) for part in module.modules()}
         if not any(p.requires_grad for p in root.parameters()):

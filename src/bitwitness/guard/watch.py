@@ -43,6 +43,7 @@ UNSEEN = (
     "training calls, and make the guard after torch.compile"
 )
 
+NOT_CALLED = "the model's own forward is not called; give the module that the training calls"
 IN_BACKWARD = "an optimizer runs inside the backward"
 BY_HAND = "the gradients did not come from a backward that adds to them"
 EDITED = "the script changes gradients between its backward and their use"
@@ -149,7 +150,7 @@ class Watch:
                 self._stepping_early(optimizer)
             return
         if optimizer is not None and not self._armed and self._gradients_by_hand():
-            self.root.record.give_up(BY_HAND)
+            self.root.record.give_up(BY_HAND if self.root.forwards_seen else NOT_CALLED)
             self._armed = True
         self._look(scaler)
         if optimizer is not None and scaler is None:
@@ -158,7 +159,8 @@ class Watch:
     def _gradients_by_hand(self) -> bool:
         """Tell whether the model was run since the last look, and has gradients that no backward put there."""
         ran = self.root.forwards_seen > self._forwards_looked_at
-        return ran and any(p.grad is not None for p in self.root.parameters.values())
+        not_called = self.config.nonfinite.only and not self.root.forwards_seen
+        return (ran or not_called) and any(p.grad is not None for p in self.root.parameters.values())
 
     def _stepping_early(self, optimizer: Optimizer) -> None:
         """Describe what an optimizer that runs inside the backward is about to use."""

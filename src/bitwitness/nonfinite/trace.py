@@ -18,9 +18,10 @@ from bitwitness.nonfinite.origin import Kind, Origin, Trace
 from bitwitness.nonfinite.taint import Origins
 from bitwitness.nonfinite.watch import Entry, OriginWatch
 from bitwitness.replay.run import Execution, Replayer
-from bitwitness.tap.capture import StepRecord
+from bitwitness.tap.capture import ForwardRecord, StepRecord
 from bitwitness.tap.clock import stopwatch
 from bitwitness.tap.lossgraph import LossGraph, Outside
+from bitwitness.tap.root import TWICE
 from bitwitness.tap.structure import tensors_of
 
 _FROM_OUTSIDE = (Kind.PARAMETER, Kind.BUFFER, Kind.BATCH, Kind.CONSTANT, Kind.RECEIVED, Kind.UNKNOWN)
@@ -50,7 +51,7 @@ def trace_step(replayer: Replayer, record: StepRecord, *, mode: Mode = "all", sc
     now = stopwatch(replayer.device)
     with _watching(replayer, record, scale) as (watch, frames):
         started = now()
-        done = replayer.run(record, keep=True, around=watch.tap, through_loss=True)
+        done = replayer.run(*_each_backward(record), keep=True, around=watch.tap, through_loss=True)
     targets = _targets(replayer, record, watch, done)
     trace = _conclude(watch, frames, targets, mode)
     trace.problem, trace.seconds = done.no_loss, now() - started
@@ -74,6 +75,20 @@ def trace_forward(replayer: Replayer, record: StepRecord, graph: LossGraph, *, m
     trace = _conclude(watch, frames, {"loss": frozenset().union(*bad)} if bad else {}, mode)
     trace.seconds = now() - started
     return trace
+
+
+def _each_backward(record: StepRecord) -> tuple[StepRecord, list[list[ForwardRecord]] | None]:
+    """Return a step whose forwards had several backwards as one pass for each of these, where its loss is taped."""
+    if record.unreplayable != TWICE:
+        return record, None
+    passes = [
+        [replace(forward, backward=number) for forward in record.forwards if forward.number in graph.forwards]
+        for number, graph in sorted(record.graphs.items())
+        if graph.problem is None
+    ]
+    if len(passes) < len(record.graphs) or not all(passes):
+        return record, None
+    return replace(record, unreplayable=None), passes
 
 
 @contextmanager

@@ -38,11 +38,13 @@ RunBackward = Callable[..., Any]
 class BackwardCall:
     """One backward: where it starts (tensors or gradient edges, and their gradients), and what for.
 
-    ``accumulates``: into ``p.grad`` (``backward()``), rather than returning gradients (``torch.autograd.grad``).
+    ``retains``: the graph is kept, perhaps for another backward. ``accumulates``: into ``p.grad`` (``backward()``), rather
+    than returning gradients (``torch.autograd.grad``).
     """
 
     roots: tuple[Any, ...]
     grads: tuple[Any, ...] = ()
+    retains: bool = False
     create_graph: bool = False
     accumulates: bool = True
 
@@ -120,6 +122,7 @@ class HoldPoints:
             call = BackwardCall(
                 tuple(t_outputs),
                 tuple(args[0]),
+                retains=bool(args[1]),
                 create_graph=bool(args[2]),
                 accumulates=bool(kwargs.get("accumulate_grad")),
             )

@@ -69,6 +69,15 @@ class LossGraph:
         return not self.calls and all(isinstance(root, Output) for root in self.roots)
 
     @property
+    def forwards(self) -> set[int]:
+        """The numbers of the root's forwards whose outputs it reads."""
+        sources = [
+            *self.roots,
+            *(source for call in self.calls.values() for source in sources_in((call.args, call.kwargs))),
+        ]
+        return {source.forward for source in sources if isinstance(source, Output)}
+
+    @property
     def factor(self) -> float:
         """The number by which the script multiplied its loss last, a loss scale perhaps; 1 if it did not."""
         factor, source = 1.0, self.roots[0] if self.roots else None

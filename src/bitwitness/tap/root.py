@@ -31,6 +31,8 @@ from bitwitness.tap.sharded import reduces, sharding_of
 from bitwitness.tap.structure import fresh, map_tensors, nbytes, tensors_of
 from bitwitness.tap.window import Dropped, LossWindow
 
+_PENDING_KEPT = 8  # forwards in evaluation mode that wait for a backward
+TWICE = "one forward was backpropagated more than once"
 CREATE_GRAPH = "backward ran with create_graph: second derivatives are not replayed"
 
 
@@ -116,6 +118,7 @@ class RootTap:
         self._open: list[ForwardRecord | None] = []
         self.sharding = sharding_of(model)
         self._depth = 0
+        self._trained = False
         self._accumulates = True
         self._create_graph = False
         self._queued = False
@@ -161,7 +164,7 @@ class RootTap:
         self._open.append(None)
         if len(self._open) == 1 and not self._depth:
             self.window.forward_begins()
-        if self.paused or self._depth or not torch.is_grad_enabled() or not self.root.training:
+        if self.paused or self._depth or not torch.is_grad_enabled() or not self._in_training():
             return  # in a backward: a checkpoint around the whole root runs it again
         try:
             self.window.mind_dropped_loss(self.record)
@@ -173,6 +176,16 @@ class RootTap:
                 self._entered[-1] = context
         except Exception as error:
             self._fail("capture", error)
+
+    def _in_training(self) -> bool:
+        """Tell a training forward from an evaluation's; a model that is only ever in evaluation mode is trained in it."""
+        if self.root.training:
+            self._trained = True
+        elif not self._trained:
+            pending = [forward for forward in self.record.forwards if forward.backward is None]
+            if len(pending) > _PENDING_KEPT:  # an evaluation that keeps gradients, by mistake
+                self.record.forwards = [forward for forward in self.record.forwards if forward is not pending[0]]
+        return self.root.training or not self._trained
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -336,7 +349,7 @@ class RootTap:
         if record.backward is None:
             record.backward = self.backwards
         elif record.backward != self.backwards:
-            self.record.give_up("one forward was backpropagated more than once")
+            self.record.give_up(TWICE)
             return
         if nbytes([grad]) > self._limit:
             self.record.give_up(f"an output gradient is larger than the capture limit of {self._limit >> 20} MiB")

@@ -37,6 +37,7 @@ class LossWindow:
         self._allowed = allowed
         self._dropped = dropped
         self._reopen = False
+        self._retained = False
 
     def new_step(self) -> None:
         """Forget the step before."""
@@ -62,14 +63,14 @@ class LossWindow:
         """Keep what the backward starts from, and close."""
         if self._tape is None:
             return
-        self._reopen = self._tape.on
+        self._reopen, self._retained = self._tape.on, call.retains
         if self._reopen and call.accumulates:
             record.graphs[number] = self._tape.graph(call.roots, call.grads)
         self._tape.end()
 
     def backward_ended(self, *, reached: bool) -> None:
-        """Open again after a backward of something else."""
-        if not reached:
+        """Open again after a backward of something else, or one after which another may come."""
+        if not reached or self._retained:
             self._begin(wanted=self._reopen)
 
     def close(self) -> None:
