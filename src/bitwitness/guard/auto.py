@@ -30,9 +30,10 @@ class AutoGuard:
     """Guards every model whose training begins inside the ``with``.
 
     A model is a module with trainable parameters that is called in training mode with gradients enabled, by no other
-    module; in evaluation mode, where an optimizer has stepped its parameters. The search rests, so that nothing stays hooked globally, while every optimizer that steps has its parameters
-    guarded, and goes on where one does not. A model with compiled modules ends the search: torch would compile the search's
-    hooks into it. Processes that the script starts with ``torch.multiprocessing`` search, too.
+    module; in evaluation mode, where an optimizer has stepped its parameters. The search rests, so that nothing stays hooked
+    globally, while every optimizer that steps has its parameters guarded, and goes on where one does not. A model with
+    compiled modules ends the search: torch would compile the search's hooks into it. Processes that the script starts with
+    ``torch.multiprocessing`` search, too.
 
     Parameters
     ----------
