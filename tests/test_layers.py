@@ -22,7 +22,7 @@ LAYERS = {
     "numbers": ("numerics", "stats"),
     "torch": ("tap", "replay", "ranks", "rollcall", "device"),
     "storage": ("store",),
-    "instruments": ("sense", "nonfinite", "inject"),
+    "instruments": ("sense", "nonfinite", "compare", "inject"),
     "decision": ("judge", "respond"),
     "face": ("guard", "asd", "demo", "cli"),
 }

@@ -127,6 +127,7 @@ class Guard:
                 devices=[str(device) for device in self.watch.proceedings.devices],
                 parameters=len(self.watch.root.parameters),
             )
+            self.watch.description.started(root)
         return self
 
     def __exit__(

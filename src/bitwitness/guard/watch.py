@@ -20,6 +20,7 @@ from torch.optim.optimizer import Optimizer
 from bitwitness.config import Config
 from bitwitness.errors import EXIT_RANK_LOST, SideChannelError, TrainingStopped
 from bitwitness.guard.deepsteps import DeepSteps
+from bitwitness.guard.description import Description
 from bitwitness.guard.lightreader import LightReader
 from bitwitness.guard.owners import Owners
 from bitwitness.guard.proceedings import Proceedings
@@ -96,6 +97,7 @@ class Watch:
         self.gradients = LocalGradients(model, parameters, self.root.device)
         self.sensors = Sensors(config, self.root, ranks, reporter, clock)
         self.proceedings = Proceedings(config, self.root, self.gradients, ranks, reporter)
+        self.description = Description(reporter)
         self._reader = LightReader(self.root, self.gradients, ranks.rank)
         self._losses: list[torch.Tensor] = []
         self._armed = False
@@ -239,6 +241,7 @@ class Watch:
         if not self._busy and self._owners.ours(optimizer):
             self._in_step = False
             self.proceedings.tracing.stepped(optimizer)
+            self.description.stepped(optimizer)
             self.optimizer_steps += 1
             self.clock.end_step()
             if self.optimizer_steps == _STEPS_UNSEEN and not self.root.forwards_seen:
@@ -305,6 +308,7 @@ class Watch:
         light = self._reader.read(features, losses, scale, scaled=scaler is not None)
         deep = self.is_deep(light.step)
         self.steps_held += 1
+        self.description.held(record)
         if deep and self._look_again_at == light.step:
             with self._replaying():
                 self.sensors.look_again(self.proceedings.replayer, record)

@@ -6,6 +6,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -53,6 +54,16 @@ class Reporter:
             self._writer.event(event)
             if shared:
                 self._writer.shared_event(event)
+
+    @property
+    def records(self) -> bool:
+        """Whether there is a run folder, whose ``run.json`` this rank keeps."""
+        return self._writer is not None and self._rank == 0
+
+    def describe(self, **fields: Any) -> None:
+        """Set fields of ``run.json``."""
+        if self._writer is not None:
+            self._writer.describe(**fields)
 
     def keep_tensors(self, step: int, tensors: Mapping[str, torch.Tensor]) -> str | None:
         """Keep tensors beside the events; return the file's name in the run folder, or None."""

@@ -48,6 +48,11 @@ def redacted(arguments: Sequence[str]) -> list[str]:
     return result
 
 
+def says_secret(name: str) -> bool:
+    """Tell whether a name speaks of a secret."""
+    return bool(_words(name) & _SECRET)
+
+
 def _shown(value: str, option: str) -> str:
     if _words(option) & _SECRET:
         return HIDDEN

@@ -1,0 +1,57 @@
+"""``bitwitness diff-env``: what differs between two runs before their numbers are compared."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from bitwitness.errors import EXIT_FINDINGS
+
+_SHOWN = 8
+_WIDTH = 60
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb."""
+    parser = verbs.add_parser(
+        "diff-env",
+        help="what differs between two runs' environments",
+        description="Compares what two run folders record of weights, data order, random states, hyperparameters, settings of "
+        "determinism and precision, versions and variables: to be asked before their numbers are compared.",
+    )
+    parser.add_argument("a", metavar="RUN_A", help="a run folder")
+    parser.add_argument("b", metavar="RUN_B", help="another")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(main=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Compare; return 0 if nothing differs, else 1."""
+    from bitwitness.compare.environment import differences, explained, read_run, unknown
+
+    a, b = read_run(Path(args.a)), read_run(Path(args.b))
+    found = differences(a, b)
+    silent = sorted({*unknown(a), *unknown(b)})
+    if args.json:
+        print(json.dumps({"differences": [one.to_dict() for one in found], "not_recorded": silent}, indent=2))
+        return EXIT_FINDINGS if found else 0
+    for part, group in groupby(found, key=lambda one: one.part):
+        members = list(group)
+        print(f"{part}: {explained(part)}")
+        for one in members[:_SHOWN]:
+            print(f"  {one.name}: {_short(one.first)}  |  {_short(one.second)}")
+        if len(members) > _SHOWN:
+            print(f"  and {len(members) - _SHOWN} more (--json shows all)")
+    if not found:
+        print("nothing differs of what both runs recorded")
+    if silent:
+        print(f"not recorded by both, so not compared: {', '.join(silent)}")
+    return EXIT_FINDINGS if found else 0
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= _WIDTH else text[: _WIDTH - 1] + "…"

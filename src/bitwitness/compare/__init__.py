@@ -1,0 +1,1 @@
+"""Where two runs part: their environments first, then their numbers."""

@@ -1,0 +1,107 @@
+"""What differs between two runs before any number of theirs is compared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bitwitness.errors import UsageError
+
+_EXPLAINED = {
+    "weights": "the runs begin with different weights; every number after that may differ",
+    "data": "the first batches are not the same; compare runs on the same data in the same order",
+    "random": "the random states differ, so that dropout and shuffling do",
+    "optimizers": "optimizers or their settings differ",
+    "switches": "torch's settings of determinism or precision differ",
+    "versions": "software versions differ, and with them kernels",
+    "script": "the scripts are not the same text",
+    "variables": "environment variables that numbers may depend on differ",
+    "world_size": "the numbers of ranks differ, so that sums are taken in another order",
+    "devices": "the devices are of different kinds",
+    "command": "the command lines differ",
+}
+_ORDER = tuple(_EXPLAINED)
+ABSENT = "(not there)"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One thing that differs: its part (``weights``, ``switches``, …), its name, and both runs' values."""
+
+    part: str
+    name: str
+    first: Any
+    second: Any
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it ready for JSON."""
+        return {"part": self.part, "name": self.name, "a": self.first, "b": self.second}
+
+
+def read_run(path: Path) -> dict[str, Any]:
+    """Return a run folder's ``run.json``.
+
+    Raises
+    ------
+    UsageError
+        If there is none, or it is damaged.
+
+    """
+    file = path if path.name == "run.json" else path / "run.json"
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(
+            f"cannot read {file}: {error.strerror}; expected a run folder (what --out or out= names)"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{file} is damaged: {error}; expected the run.json that bitwitness writes") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"{file} holds no object; expected the run.json that bitwitness writes")
+    return found
+
+
+def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
+    """Return what differs between two runs' descriptions, what matters most first."""
+    found: list[Difference] = []
+    for part in _ORDER:
+        first, second = _part(a, part), _part(b, part)
+        for name in sorted(first.keys() | second.keys()):
+            values = first.get(name, ABSENT), second.get(name, ABSENT)
+            if values[0] != values[1]:
+                found.append(Difference(part, name, *values))
+    return found
+
+
+def unknown(run: Mapping[str, Any]) -> list[str]:
+    """Return the parts of which a run's description says nothing: they cannot be compared."""
+    return [part for part in _ORDER if not _part(run, part)]
+
+
+def _part(run: Mapping[str, Any], part: str) -> dict[str, Any]:
+    """Return one part, flat: names by dots."""
+    environment = run.get("environment")
+    within = environment if isinstance(environment, dict) else {}
+    if part == "devices":
+        kinds = [str(device).partition(":")[0] for device in run.get("devices") or []]
+        return {"kinds": sorted(set(kinds))} if kinds else {}
+    value = within.get(part, run.get(part))
+    return {} if value is None else _flat(value, "")
+
+
+def _flat(value: Any, name: str) -> dict[str, Any]:
+    if isinstance(value, dict):
+        return {
+            k: v for key, item in value.items() for k, v in _flat(item, f"{name}.{key}" if name else str(key)).items()
+        }
+    if isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
+        return {k: v for i, item in enumerate(value) for k, v in _flat(item, f"{name}[{i}]").items()}
+    return {name or "value": value}
+
+
+def explained(part: str) -> str:
+    """Return what a difference in a part means."""
+    return _EXPLAINED[part]
