@@ -37,7 +37,7 @@ def test_single_process(scenario: Scenario) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("ranks", [3])  # an odd number: sums and buckets are split unevenly; healing is tried on four
 def test_ranks(ranks: int, tmp_path: Path) -> None:
     launched = torchrun(ranks, [str(JOBS / "identity.py")], tmp_path, echo=False)
     told = "\n".join(log.read_text() for log in launched.logs)
