@@ -76,9 +76,14 @@ class Sensors:
         """Sensors that turned themselves off, and why."""
         return dict(self._off)
 
-    def operator_tap(self) -> AbstractContextManager[Any] | None:
-        """Return the dispatch mode of a deep step; what is compiled for the first time meanwhile can be so later."""
+    def operator_tap(self, *, ranges: bool = True) -> AbstractContextManager[Any] | None:
+        """Return the dispatch mode of a deep step; what is compiled for the first time meanwhile can be so later.
+
+        ``ranges``: measure how close results come to the ends of narrow dtypes, too.
+        """
         self._active = self._handlers()
+        if not ranges:
+            self._active.pop("approach", None)
         if not self._active:
             return None
         stack = ExitStack()
@@ -127,7 +132,7 @@ class Sensors:
 
     def ranges(self, light: LightStep) -> list[Finding]:
         """Return what a deep step's operators showed of the ends of their dtypes."""
-        if self.approach is None:
+        if self.approach is None or "approach" not in self._active:
             return []
         return self._safely("approach", partial(self.approach.drain, light.step, light.rank, scaled=light.scaled))
 

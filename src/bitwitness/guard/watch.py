@@ -38,6 +38,7 @@ from bitwitness.tap.ledger import Change
 from bitwitness.tap.lossgraph import LossGraph
 from bitwitness.tap.root import RootTap
 
+_RANGES_EVERY = 4  # deep steps
 _STEPS_UNSEEN = 3  # a script's model may be found in its first forward, which goes by
 UNSEEN = (
     "optimizers step, but no training forward of the model was seen, so nothing is checked: give the guard the module that the "
@@ -261,7 +262,8 @@ class Watch:
         if self.root.regions.present():
             self._look_again_at = self.clock.step
             return None
-        return self.sensors.operator_tap()
+        # Ranges change slowly, and few trainings have narrow dtypes that overflow: they are measured on some deep steps.
+        return self.sensors.operator_tap(ranges=self.config.nonfinite.only or self.deep.taken % _RANGES_EVERY == 0)
 
     def is_deep(self, step: int) -> bool:
         """Tell whether a step's operators are looked at: the same steps on all ranks."""
