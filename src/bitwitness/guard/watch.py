@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.amp import GradScaler
@@ -28,6 +29,7 @@ from bitwitness.guard.sensors import STATISTICAL, Sensors
 from bitwitness.judge.fingerprint import Fingerprint
 from bitwitness.ranks import Ranks
 from bitwitness.respond.reporter import Reporter
+from bitwitness.sense.light import LightStep
 from bitwitness.sense.nonfinite import NonfiniteSensor
 from bitwitness.stats import Features
 from bitwitness.tap.capture import StepRecord
@@ -95,7 +97,8 @@ class Watch:
         )
         parameters = list(self.root.parameters.values())
         self._owners = Owners(parameters, optimizers)
-        self.gradients = LocalGradients(model, parameters, self.root.device)
+        only = config.nonfinite.only
+        self.gradients = LocalGradients(model, parameters, self.root.device, norms_only=only)
         self.sensors = Sensors(config, self.root, ranks, reporter, clock)
         self.proceedings = Proceedings(config, self.root, self.gradients, ranks, reporter)
         self.description = Description(reporter)
@@ -306,15 +309,14 @@ class Watch:
                 "no synchronising backward was seen before the optimizer's step; the step is not covered"
             )
             return False
-        scale = 1.0 if scaler is None else float(scaler.get_scale())
-        light = self._reader.read(features, losses, scale, scaled=scaler is not None)
+        light = self._read(features, losses, scaler)
         deep = self.is_deep(light.step)
         self.steps_held += 1
         self.description.held(record)
         if deep and self._look_again_at == light.step:
             with self._replaying():
                 self.sensors.look_again(self.proceedings.replayer, record)
-        findings = self.sensors.look(light, deep=deep, scale=scale)
+        findings = self.sensors.look(light, deep=deep, scale=light.scale)
         if deep:
             findings += self.proceedings.compare_replicas(record, light)
         flagged = self.proceedings.worth_asking(findings)
@@ -344,6 +346,14 @@ class Watch:
         self.deep.useful = self.ranks.size > 1 or self.sensors.has_products
         self.sensors.look_at_one_product_in(self.deep.plan.one_in)
         return ordinary
+
+    def _read(self, features: Features, losses: list[torch.Tensor], scaler: GradScaler | None) -> LightStep:
+        """Bring the step's sizes to the host."""
+        scale = 1.0 if scaler is None else float(scaler.get_scale())
+        light = self._reader.read(features, losses, scale, scaled=scaler is not None)
+        if self.gradients.brief and not np.isfinite(light.absmax).all():  # a norm may overflow where no value does
+            light = self._reader.read(self.gradients.describe(), losses, scale, scaled=scaler is not None)
+        return light
 
     def _mind_edits(self, record: StepRecord) -> None:
         """See whether the script changed gradients since its backward: a replay's would then be others."""

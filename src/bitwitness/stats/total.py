@@ -1,4 +1,4 @@
-"""One number that tells whether many tensors are finite: the sum of their norms."""
+"""Whether many tensors are finite, from their norms alone."""
 
 from __future__ import annotations
 
@@ -11,19 +11,27 @@ from bitwitness.stats.local import local_values
 
 
 @torch.no_grad()
-def total_of(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of the tensors' L2 norms, 0-d float32 on ``device``, in fused calls and without waiting for it.
+def norms_of(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the tensors' L2 norms, float32 [P] (float64 if one is float64), in fused calls and without waiting for a device.
 
-    Not finite if any value is not; it may be infinite although all values are finite (beyond 1e19), so look again
-    before believing that. Of a DTensor the local shard counts.
+    Not finite where a value is not; it may be infinite although all values are finite (beyond 1e19), so look again before
+    believing that. Of a DTensor the local shard counts; an empty or integer tensor has norm 0.
     """
-    values = [local_values(tensor) for tensor in tensors]
+    values = [torch.view_as_real(v) if v.is_complex() else v for v in map(local_values, tensors)]
     # torch._foreach_norm raises for empty tensors (FSDP2 has empty shards) and for integers
-    usable = [value.float() if value.dtype.itemsize == 1 else value for value in values if value.numel()]
-    usable = [value for value in usable if value.is_floating_point() or value.is_complex()]
-    if not usable:
-        return torch.zeros((), device=device)
-    double = any(value.dtype in (torch.float64, torch.complex128) for value in usable)
-    # A float16 norm would overflow where no value does.
-    norms = torch._foreach_norm(usable, 2) if double else torch._foreach_norm(usable, 2, dtype=torch.float32)
-    return torch.stack([norm.to(device, torch.float32) for norm in norms]).sum()
+    usable = [i for i, v in enumerate(values) if v.numel() and v.is_floating_point()]
+    chosen = [values[i].float() if values[i].dtype.itemsize == 1 else values[i] for i in usable]
+    wide = any(value.dtype == torch.float64 for value in chosen)
+    norms = [torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=device)] * len(values)
+    if chosen:
+        # A float16 norm would overflow where no value does.
+        found = torch._foreach_norm(chosen, 2) if wide else torch._foreach_norm(chosen, 2, dtype=torch.float32)
+        for index, norm in zip(usable, found, strict=True):
+            norms[index] = norm.to(device, norms[index].dtype)
+    return torch.stack(norms) if norms else torch.zeros(0, device=device)
+
+
+@torch.no_grad()
+def total_of(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the sum of `norms_of`, 0-d float32 on ``device``."""
+    return norms_of(tensors, device).sum().float()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from bitwitness.stats import Features, features_of
+from bitwitness.stats import Features, features_of, norms_of
 from bitwitness.tap.compiled import distributed
 from bitwitness.tap.modules import own_work
 from bitwitness.tap.sharded import ReduceTap, sharding_of
@@ -54,13 +54,19 @@ class LocalGradients:
         What the training calls: a DistributedDataParallel instance (also compiled) or the module itself.
     parameters
         In the order of the description.
+    norms_only
+        Where gradients are still there at the hold point, describe them by their norms alone, which tell whether they are
+        finite at a third of the price; `describe` tells more.
 
     """
 
-    def __init__(self, wrapper: nn.Module, parameters: list[nn.Parameter], device: torch.device) -> None:
+    def __init__(
+        self, wrapper: nn.Module, parameters: list[nn.Parameter], device: torch.device, *, norms_only: bool = False
+    ) -> None:
         self._wrapper = wrapper
         self._parameters = parameters
         self._device = device
+        self._norms_only = norms_only
         self._latest: Features | None = None
         self._early: dict[int, Features] = {}
         self._parts: list[Features | None] = [None] * len(parameters)
@@ -139,9 +145,27 @@ class LocalGradients:
             parts.clear()
         if self.mode == "hold":
             with torch.no_grad(), own_work():
-                self.collect(hashed=hashed)
+                if self._norms_only and not hashed:
+                    self._latest = self._norms()
+                else:
+                    self.collect(hashed=hashed)
         latest, self._latest = self._latest, None
         return latest
+
+    @property
+    def brief(self) -> bool:
+        """Whether what `take` returned are norms alone."""
+        return self._norms_only and self.mode == "hold"
+
+    def describe(self) -> Features:
+        """Describe the gradients at the hold point in full, where `take` was brief."""
+        with torch.no_grad(), own_work():
+            return features_with_absent([p.grad for p in self._parameters], self._device, hashed=False)
+
+    def _norms(self) -> Features:
+        none = torch.zeros(0, device=self._device)
+        norms = norms_of([none if p.grad is None else p.grad for p in self._parameters], self._device).float()
+        return Features(norms, norms, torch.zeros(0, dtype=torch.int64, device=self._device))
 
     def with_hashes(self, features: Features) -> Features:
         """Return the description with its hashes, which are computed now if they were left out."""
