@@ -324,7 +324,7 @@ def main() -> None:
     for half in (None, torch.bfloat16):
         lines += costs(half, 2 if args.quick else args.rounds, 256 if args.quick else args.tokens)
         print("\n".join(lines[-10:]), flush=True)
-    lines.append(ranges(20 if args.quick else 200))
+    lines.append(ranges(20 if args.quick else 60))
     print(lines[-1])
     if not args.quick:
         path = Path(__file__).parent / "results" / "nonfinite.md"
