@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from bitwitness.finding import Cause, Finding, Verdict
     from bitwitness.guard.guard import Guard
     from bitwitness.guard.nonfinite import trace_nonfinite
+    from bitwitness.record.recorder import Recorder, save
     from bitwitness.site import Site
 
 __all__ = [
@@ -28,10 +29,12 @@ __all__ = [
     "ConfigError",
     "Finding",
     "Guard",
+    "Recorder",
     "Site",
     "TrainingStopped",
     "UsageError",
     "Verdict",
+    "save",
     "trace_nonfinite",
     "watch_gradient",
 ]
@@ -44,10 +47,12 @@ _HOMES = {
     "ConfigError": "errors",
     "Finding": "finding",
     "Guard": "guard.guard",
+    "Recorder": "record.recorder",
     "Site": "site",
     "TrainingStopped": "errors",
     "UsageError": "errors",
     "Verdict": "finding",
+    "save": "record.recorder",
     "trace_nonfinite": "guard.nonfinite",
     "watch_gradient": "asd",
 }

@@ -14,7 +14,6 @@ from types import TracebackType
 from typing import Any, Self
 from weakref import WeakSet
 
-import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
@@ -26,13 +25,12 @@ from bitwitness.guard.memory import learned, relearn
 from bitwitness.guard.selftest import prove
 from bitwitness.guard.watch import Watch
 from bitwitness.nonfinite.saturation import overflow_mode
-from bitwitness.ranks import Alone, Ranks, SideChannel
+from bitwitness.ranks import Ranks
 from bitwitness.respond.reporter import Reporter
 from bitwitness.store import RunWriter, claim_folder
-from bitwitness.tap.compiled import distributed
+from bitwitness.tap.company import join_ranks
 from bitwitness.tap.holdpoints import HoldPoints
 from bitwitness.tap.modules import unwrap
-from bitwitness.tap.sharded import sharding_of
 
 _guarded: WeakSet[nn.Module] = WeakSet()  # only to refuse a second guard on one module
 
@@ -230,15 +228,7 @@ class Guard:
             )
 
 
-def join_ranks(model: nn.Module, deadline_s: float) -> Ranks:
-    """Return the side channel among the ranks that train ``model`` together, or `Alone`."""
-    if (wrapper := distributed(model)) is not None:
-        group = wrapper.process_group
-        return SideChannel(group, deadline_s=deadline_s) if dist.get_world_size(group) > 1 else Alone()
-    sharding = sharding_of(model)
-    if sharding.spread and dist.is_initialized() and dist.get_world_size(sharding.group()) > 1:
-        return SideChannel(sharding.group(), deadline_s=deadline_s)
-    return Alone()
+
 
 
 def _as_list(optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:

@@ -15,7 +15,7 @@ Line = tuple[str, int, str]
 NOWHERE: Line = ("", 0, "")
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # noqa: PTH120 - frames hold strings
-_OWN = tuple(_PACKAGE + part for part in ("tap", "guard", "judge", "inject", "sense", "stats", "nonfinite"))
+_OWN = tuple(_PACKAGE + part for part in ("tap", "guard", "judge", "inject", "sense", "stats", "nonfinite", "record"))
 _REPLAY = _PACKAGE + "replay"
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep  # noqa: PTH120
 
@@ -44,3 +44,37 @@ def current_line() -> Line:
 def line_text(line: Line) -> str:
     """Return ``file:line in function``; empty for no line."""
     return f"{line[0]}:{line[1]} in {line[2]}" if line[0] else ""
+
+
+class Stacks:
+    """Numbers the stacks of user code that were seen; each is formatted once."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[object, ...], int] = {}
+        self._new: list[tuple[int, str]] = []
+
+    def current(self) -> int:
+        """Return the number of the stack that is running: the lines of user code, torch's and ours left out."""
+        found: list[object] = []
+        frame: Any = sys._getframe(1)
+        while frame is not None:
+            code = frame.f_code
+            if not code.co_filename.startswith((*_OWN, _TORCH, "<")):
+                found += (code, frame.f_lineno)
+            frame = frame.f_back
+        key = tuple(found)
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = len(self._numbers)
+            self._new.append((number, _lines(key)))
+        return number
+
+    def take_new(self) -> list[tuple[int, str]]:
+        """Return the numbers and texts of the stacks first seen since the last call, innermost line first."""
+        new, self._new = self._new, []
+        return new
+
+
+def _lines(key: tuple[object, ...]) -> str:
+    pairs = zip(key[::2], key[1::2], strict=True)
+    return "\n".join(f"{code.co_filename}:{line} in {code.co_name}" for code, line in pairs)  # type: ignore[attr-defined]

@@ -83,6 +83,9 @@ class ModuleTracker:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._users = 0
         self._recomputed_in: int | None = None
+        self._home: nn.Module | None = None
+        self._abroad: list[tuple[int, int]] = []
+        self._left_home = 0
 
     def __enter__(self) -> Self:
         self._users += 1
@@ -118,20 +121,41 @@ class ModuleTracker:
                     paths.setdefault(parameter, name if path == ROOT else f"{path}.{name}")
         return paths
 
+    def settle(self, root: nn.Module) -> None:
+        """Say whose operators matter from now on, so that `at_home` can tell them from those of another model."""
+        self._home = root
+        self._abroad = [(-1, int(torch._C._autograd._get_sequence_nr()))]
+        self.name_tree(root)
+
+    @property
+    def at_home(self) -> bool:
+        """Whether what runs now belongs to the module given to `settle`, or to code outside of all modules."""
+        node = self.backward_node()
+        if node is not None:
+            number = node._sequence_nr()
+            return not any(first <= number < last for first, last in self._abroad)
+        return not self._stack or self._home is None or self._is_home(self._stack[0])
+
+    def _is_home(self, module: nn.Module) -> bool:
+        return module in self._names or unwrap(module) is self._home
+
     def _enter_module(self, module: nn.Module, _args: Any) -> None:
         if not self._stack:
             running = torch._C._current_autograd_node()
             self._recomputed_in = None if running is None else running._sequence_nr()
-            if module not in self._names:
+            if module not in self._names and self._home is None:
                 self.name_tree(module)
-            if not torch._C._current_autograd_node():  # a recomputation inside backward goes on counting
-                self.restart_calls()
+            self._left_home = int(torch._C._autograd._get_sequence_nr())
+            if running is None and (self._home is None or self._is_home(module)):
+                self.restart_calls()  # a recomputation inside backward goes on counting
         self._stack.append(module)
 
     def _leave_module(self, module: nn.Module, _args: Any, _result: Any) -> None:
         if module in self._stack:  # a hook that raised may have kept us from entering
             while self._stack and self._stack.pop() is not module:
                 pass
+            if self._home is not None and not self._stack and not self._is_home(module):
+                self._abroad.append((self._left_home, int(torch._C._autograd._get_sequence_nr())))
 
     def restart_calls(self) -> None:
         """Count operator calls from zero: a new forward or a new backward begins."""

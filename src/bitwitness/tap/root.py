@@ -58,6 +58,11 @@ class ModuleHook:
         """Become inert, also in modules that were copied by reference."""
         self._call = None
 
+    @property
+    def inert(self) -> bool:
+        """Whether it does nothing."""
+        return self._call is None
+
 
 class RootTap:
     """Records the training forwards of one root.

@@ -1,0 +1,1 @@
+"""What a run computed, written as it goes: modules, operators, parameters, gradients, the user's own points."""

@@ -1,0 +1,126 @@
+"""The rows of one rank's recording, in order: nodes get their numbers here, and rows the step that they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from bitwitness.record.values import Noted, Values
+from bitwitness.site import Site, matches
+from bitwitness.tap.clock import StepClock
+
+
+@dataclass(slots=True)
+class Selection:
+    """Which sites are recorded: those of some phases that match one of the globs; all, where nothing is said."""
+
+    sites: tuple[str, ...] = ()
+    phases: tuple[str, ...] = ()
+    _known: dict[Site, bool] = field(default_factory=dict)
+
+    @property
+    def all(self) -> bool:
+        """Whether nothing is left out."""
+        return not self.sites and not self.phases
+
+    def wants(self, site: Site) -> bool:
+        """Tell whether a site is recorded."""
+        if self.all:
+            return True
+        known = self._known.get(site)
+        if known is None:
+            known = (not self.phases or site.phase in self.phases) and (
+                not self.sites or any(matches(glob, site) for glob in self.sites)
+            )
+            self._known[site] = known
+        return known
+
+
+@dataclass(slots=True)
+class Entry:
+    """One value of a node: where it was seen and what is known of it."""
+
+    site: Site
+    noted: Noted
+
+
+class Log:
+    """Collects rows until they are handed to the writer.
+
+    Parameters
+    ----------
+    clock
+        Numbers steps and micro-batches.
+    values
+        Measures what is new.
+    selection
+        What is recorded at all.
+
+    """
+
+    def __init__(self, clock: StepClock, values: Values, selection: Selection) -> None:
+        self._clock = clock
+        self.values = values
+        self.selection = selection
+        self._rows: list[tuple[object, ...]] = []
+        self._seq = 0
+        self._nodes = 0
+        self.backward = False
+        """Whether a backward is running: what runs forward in it is recomputed."""
+
+    def node(self) -> int:
+        """Return the number of a new node."""
+        self._nodes += 1
+        return self._nodes - 1
+
+    def see(self, site: Site, tensor: torch.Tensor) -> Entry | None:
+        """Note a value now, to be added later; None if its site is not recorded."""
+        if not self.selection.wants(site):
+            return None
+        return Entry(site, self.values.note(tensor, site))
+
+    def add(self, entry: Entry, node: int, kind: str, *, args: str | None = None, stack: int = -1) -> None:
+        """Add a row."""
+        site, noted = entry.site, entry.noted
+        self._seq += 1
+        self._rows.append(
+            (
+                self._clock.step,
+                self._clock.micro,
+                self._seq,
+                node,
+                kind,
+                site.phase,
+                site.module,
+                site.op,
+                site.call,
+                site.slot,
+                noted.dtype,
+                noted.shape,
+                noted.placement,
+                noted.number,
+                noted.producer,
+                noted.name,
+                args,
+                stack,
+                noted.tensor,
+                self.backward and site.phase == "forward",
+            )
+        )
+
+    def record(self, site: Site, tensor: torch.Tensor, node: int, kind: str, *, args: str | None = None) -> None:
+        """Note a value and add its row at once."""
+        entry = self.see(site, tensor)
+        if entry is not None:
+            self.add(entry, node, kind, args=args)
+
+    def take(self) -> list[tuple[object, ...]]:
+        """Return the rows since the last call."""
+        rows, self._rows = self._rows, []
+        return rows
+
+
+Fail = Callable[[str, BaseException], None]
+"""Told of an error inside the recording: which part, and what; that part ends, the training goes on."""

@@ -1,0 +1,173 @@
+"""Statistics of many tensors as they appear: at once on a CPU, on the device and read later elsewhere.
+
+On a CPU the values are still in its cache when an operator has just made them, and reading a result costs nothing. On an
+accelerator nothing may wait: the numbers stay there until the step's are fetched together, on the writer's thread.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from bitwitness.errors import UsageError
+from bitwitness.stats import bit_hash, stats_of
+from bitwitness.store.rows import Measured
+
+_SMALL = 1e-15  # squares of float32 numbers below this lose digits
+_LARGE = 1e18  # and above this they overflow
+_HALVES = (torch.float16, torch.bfloat16)
+_WIDE_DEVICES = ("cpu", "cuda")  # that compute in float64
+
+
+class Meter:
+    """Measures tensors by number.
+
+    Parameters
+    ----------
+    stats, hashed, zeros
+        What to take.
+    deferred
+        Wait for nothing, also on a CPU.
+
+    """
+
+    def __init__(self, *, stats: bool, hashed: bool, zeros: bool, deferred: bool = False) -> None:
+        self._stats = stats
+        self._hashed = hashed
+        self._zeros = zeros
+        self._deferred = deferred
+        self._done: dict[int, Measured] = {}
+        self._hashes: list[tuple[int, torch.Tensor]] = []
+        self._later: dict[torch.dtype, list[tuple[int, int, list[torch.Tensor]]]] = {}
+
+    def measure(self, number: int, values: torch.Tensor) -> None:
+        """Measure a plain tensor."""
+        count = values.numel()
+        if self._hashed:
+            self._hashes.append((number, bit_hash(values)))
+        if not self._stats:
+            self._done[number] = Measured(count)
+            return
+        try:
+            if self._deferred or values.device.type != "cpu":
+                self._measure_later(number, values)
+            else:
+                self._done[number] = self._measure_now(values, count)
+        except (UsageError, RuntimeError, NotImplementedError):  # a dtype of which torch can take no extremes
+            self._done[number] = Measured(count)
+
+    def _measure_now(self, values: torch.Tensor, count: int) -> Measured:
+        dtype = values.dtype
+        if not dtype.is_floating_point or count == 0:
+            return self._exactly(values)
+        if dtype.itemsize == 1:
+            values = values.float()
+        if dtype in _HALVES:
+            # In float32 as they are read: their own range and precision are too narrow for sums.
+            low, high = (extreme.item() for extreme in values.aminmax())
+            total = values.sum(dtype=torch.float32).item()
+            l2 = torch.linalg.vector_norm(values, dtype=torch.float32).item()
+        else:
+            low, high = values.amin().item(), values.amax().item()
+            total = values.sum().item()
+            l2 = torch.linalg.vector_norm(values).item()
+        largest = max(-low, high)
+        if not _SMALL < largest < _LARGE and largest != 0.0:
+            return self._exactly(values)  # NaN and Inf, too
+        zeros = count - int(values.count_nonzero()) if self._zeros else None
+        return Measured(count, 0, 0, 0, zeros, low, high, total / count, l2)
+
+    def _exactly(self, values: torch.Tensor) -> Measured:
+        s = stats_of(values)
+        zeros = s.zeros if self._zeros else None
+        none = s.count == s.nan + s.pos_inf + s.neg_inf
+        low, high, mean = (None, None, None) if none else (float(s.min), float(s.max), s.mean)
+        return Measured(s.count, s.nan, s.pos_inf, s.neg_inf, zeros, low, high, mean, s.l2)
+
+    # -- without waiting -----------------------------------------------------------------------------------------
+
+    def _measure_later(self, number: int, values: torch.Tensor) -> None:
+        count = values.numel()
+        if count == 0:
+            self._done[number] = Measured(0, 0, 0, 0, 0 if self._zeros else None, None, None, None, 0.0)
+            return
+        if values.is_complex():
+            values = torch.view_as_real(values)
+        if values.dtype.itemsize == 1:
+            values = values.float()
+        wide = torch.float64 if values.device.type in _WIDE_DEVICES else torch.float32
+        if not values.is_floating_point():
+            values = values.to(wide)
+        low, high = values.aminmax()
+        accumulated = torch.float32 if values.dtype in _HALVES else wide
+        numbers = [
+            values.isnan().sum(),
+            values.isposinf().sum(),
+            values.isneginf().sum(),
+            (values == 0).sum() if self._zeros else None,
+            low,
+            high,
+            values.sum(dtype=accumulated),
+            torch.linalg.vector_norm(values, dtype=accumulated),
+        ]
+        found = [x.to(wide) for x in numbers if x is not None]
+        self._later.setdefault(wide, []).append((number, count, found))
+
+    def drain(self) -> Callable[[], dict[int, Measured]]:
+        """Return what yields the statistics since the last call; it may wait for the device, and runs on any thread."""
+        done, self._done = self._done, {}
+        hashes, self._hashes = self._hashes, []
+        later, self._later = self._later, {}
+        fetched = {
+            dtype: ([(number, count) for number, count, _ in found], _fetch([x for *_, xs in found for x in xs]))
+            for dtype, found in later.items()
+        }
+        digests = _fetch([digest for _, digest in hashes])
+
+        def read() -> dict[int, Measured]:
+            for places, fetch in fetched.values():
+                numbers = fetch()
+                width = len(numbers) // len(places)
+                for i, (number, count) in enumerate(places):
+                    done[number] = self._read_later(count, numbers[i * width : (i + 1) * width])
+            for (number, _), digest in zip(hashes, digests(), strict=True):
+                done[number] = done[number]._replace(hash=int(digest))
+            return done
+
+        return read
+
+    def _read_later(self, count: int, numbers: list[float]) -> Measured:
+        nan, pos_inf, neg_inf = (int(x) for x in numbers[:3])
+        zeros = int(numbers[3]) if self._zeros else None
+        low, high, total, l2 = numbers[-4:]
+        if nan + pos_inf + neg_inf:  # of the finite ones nothing is known then
+            return Measured(count, nan, pos_inf, neg_inf, zeros)
+        return Measured(count, 0, 0, 0, zeros, low, high, total / count, l2 if math.isfinite(l2) else None)
+
+
+def _fetch(scalars: list[torch.Tensor]) -> Callable[[], list[float]]:
+    """Begin to bring 0-d tensors of one dtype to the host, and return what waits for them."""
+    if not scalars:
+        return list
+    stacked = torch.stack([scalar.to(scalars[0].device) for scalar in scalars])
+    if stacked.device.type == "cpu":
+        return stacked.tolist
+    host, ready = to_host(stacked)
+
+    def wait() -> list[float]:
+        ready()
+        numbers: list[float] = host.tolist()
+        return numbers
+
+    return wait
+
+
+def to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+    """Begin to copy a device's tensor into pinned memory; return the copy and what waits until it is complete."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    event = torch.Event(tensor.device)
+    event.record()
+    return host, event.synchronize

@@ -1,0 +1,186 @@
+"""Records modules: what entered and left each call, the parameters it used, and the gradients that came back.
+
+The gradients are those of the tensors themselves, complete when they pass: of a tensor that several modules read (a residual
+stream) each of them shows the sum. What one operator alone contributed is in the operators' rows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from bitwitness.record.log import Entry, Fail, Log
+from bitwitness.site import Site
+from bitwitness.tap.frames import Stacks
+from bitwitness.tap.modules import ROOT, own_work
+from bitwitness.tap.root import ModuleHook
+
+
+def named_tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in a module's arguments or results with slot names: ``in0``, ``in.mask``, ``out.logits``, ``out0.1``."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, dict):  # a transformers output is one, too
+        for key, item in value.items():
+            yield from named_tensors(item, f"{name.rstrip('0123456789')}.{key}" if name[-1].isdigit() else f"{name}.{key}")
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            yield from named_tensors(item, f"{name}.{i}")
+
+
+def arguments_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in a call's arguments with their slots."""
+    for i, value in enumerate(args):
+        yield from named_tensors(value, f"in{i}")
+    for key, value in kwargs.items():
+        yield from named_tensors(value, f"in.{key}")
+
+
+def results_of(result: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in a result with their slots."""
+    if isinstance(result, list | tuple):
+        for i, item in enumerate(result):
+            yield from named_tensors(item, f"out{i}")
+    elif isinstance(result, dict):
+        yield from named_tensors(result, "out")
+    else:
+        yield from named_tensors(result, "out0")
+
+
+class ModuleRecorder:
+    """Names parameters as modules begin and, where modules are recorded, adds their rows.
+
+    Parameters
+    ----------
+    root
+        The user's own module.
+    log
+        Takes the rows.
+    enabled
+        Record modules; else only names are given, which operators' rows need.
+    stacks
+        Numbers the lines that call modules.
+    fail
+        Told of an error; modules are not recorded any more then.
+
+    """
+
+    def __init__(self, root: nn.Module, log: Log, stacks: Stacks | None, fail: Fail, *, enabled: bool) -> None:
+        self._root = root
+        self._log = log
+        self._stacks = stacks
+        self._enabled = enabled
+        self._fail = fail
+        self._paths = {module: name or ROOT for name, module in root.named_modules()}
+        self._calls: Counter[str] = Counter()
+        self._open: list[tuple[nn.Module, int, list[Entry], int, int]] = []
+        self._hooks: list[ModuleHook] = []
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self.latest: dict[str, tuple[int, Site]] = {}
+        """The node and site of the latest backward of each module."""
+
+    def attach(self) -> None:
+        """Put hooks on all modules."""
+        if self._handles:
+            return
+        self._hooks = [ModuleHook(self._before), ModuleHook(self._after)]
+        for module in self._paths:
+            self._handles.append(module.register_forward_pre_hook(self._hooks[0], with_kwargs=True))
+            if self._enabled:
+                self._handles.append(module.register_forward_hook(self._hooks[1], with_kwargs=True))
+
+    def detach(self) -> None:
+        """Take the hooks away."""
+        for hook in self._hooks:
+            hook.let_go()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._open.clear()
+
+    def new_forward(self) -> None:
+        """Count calls from zero: a new forward of the root begins."""
+        self._calls.clear()
+        self._open.clear()
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            with own_work():
+                self._enter(module, args, kwargs)
+        except Exception as error:
+            self.detach()
+            self._fail("modules", error)
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        log, path = self._log, self._paths[module]
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                log.values.name(tensor, name if path == ROOT else f"{path}.{name}")
+        if module is self._root:
+            for slot, tensor in arguments_of(args, kwargs):
+                log.values.name(tensor, f"input {slot.removeprefix('in.')}")
+        if not self._enabled:
+            return
+        call = self._calls[path]
+        self._calls[path] += 1
+        op = type(module).__name__
+        backward = log.node()
+        entries = []
+        for slot, tensor in arguments_of(args, kwargs):
+            entry = log.see(Site(path, op, call, "forward", slot), tensor)
+            if entry is not None:
+                entries.append(entry)
+            self._follow(tensor, Site(path, op, call, "backward", f"grad_{slot}"), backward)
+        for name, tensor in module._parameters.items():
+            entry = None if tensor is None else log.see(Site(path, op, call, "forward", name), tensor)
+            if entry is not None:
+                entries.append(entry)
+        self._open.append((module, call, entries, -1 if self._stacks is None else self._stacks.current(), backward))
+
+    def _after(self, module: nn.Module, _args: Any, _kwargs: Any, result: Any) -> None:
+        try:
+            with own_work():
+                self._leave(module, result)
+        except Exception as error:
+            self.detach()
+            self._fail("modules", error)
+
+    def _leave(self, module: nn.Module, result: Any) -> None:
+        while self._open and self._open[-1][0] is not module:
+            self._open.pop()  # a forward that raised
+        if not self._open:
+            return
+        _, call, entries, stack, backward = self._open.pop()
+        log, path, op = self._log, self._paths[module], type(module).__name__
+        node = log.node()
+        for entry in entries:
+            log.add(entry, node, "module", stack=stack)
+        for slot, tensor in results_of(result):
+            entry_ = log.see(Site(path, op, call, "forward", slot), tensor)
+            if entry_ is not None:
+                log.add(entry_, node, "module", stack=stack)
+            self._follow(tensor, Site(path, op, call, "backward", f"grad_{slot}"), backward)
+
+    def _follow(self, tensor: torch.Tensor, site: Site, node: int) -> None:
+        """Record the gradient of a tensor when it passes."""
+        if not tensor.requires_grad or not torch.is_grad_enabled() or not self._log.selection.wants(site):
+            return
+        alive = self._hooks[0]
+
+        def seen(grad: torch.Tensor) -> None:
+            if alive.inert:
+                return
+            try:
+                with own_work(), torch.no_grad():
+                    self._log.record(site, grad, node, "module")
+                    if site.slot.startswith("grad_out"):
+                        self.latest[site.module] = node, site
+            except Exception as error:
+                self.detach()
+                self._fail("module gradients", error)
+
+        tensor.register_hook(seen)

@@ -1,0 +1,171 @@
+"""Records operators: their true inputs and outputs, forward, backward and recomputed; collectives, too."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from bitwitness.record.log import Entry, Fail, Log
+from bitwitness.site import Site
+from bitwitness.tap.frames import Stacks
+from bitwitness.tap.modules import OWN, ModuleTracker
+from bitwitness.tap.operators import OpCall, OperatorTap, tensors_in
+from bitwitness.tap.trace import computes, moves_between_ranks
+
+_SCRATCH = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_attention", "_fused_sdp")
+_RUNNING = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+_RUNNING_ARGS = slice(3, 5)
+"""Where those have the running mean and variance, which their kernels write without torch counting it."""
+
+
+def recorded(func: torch._ops.OpOverload) -> bool:
+    """Tell whether an operator is recorded: what computes, and what moves values between ranks; no views."""
+    if moves_between_ranks(func):
+        return True
+    returns = func._schema.returns
+    if not returns:  # changes its arguments
+        return any(argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments)
+    return computes(func)
+
+
+class OperatorRecorder:
+    """Adds the rows of each operator that runs while its tap is on.
+
+    Parameters
+    ----------
+    log
+        Takes the rows.
+    tracker
+        Names the modules of the recorded root.
+    inside
+        Tells whether what runs now belongs to the recorded root.
+    stacks
+        Numbers the lines that call operators; None to leave them out.
+    fail
+        Told of an error; operators are not recorded any more then.
+
+    """
+
+    def __init__(self, log: Log, tracker: ModuleTracker, stacks: Stacks | None, fail: Fail) -> None:
+        self._log = log
+        self._tracker = tracker
+        self._stacks = stacks
+        self._fail = fail
+        self._inputs: list[Entry] = []
+        self._written: list[tuple[int, torch.Tensor]] = []
+        self._wanted: dict[torch._ops.OpOverload, tuple[bool, ...]] = {}
+        self._broken = False
+
+    def tap(self) -> OperatorTap:
+        """Return the dispatch mode that records while it is on."""
+        return OperatorTap(self._tracker, self._after, recorded, before=self._before)
+
+    # -- before it runs: in-place operators overwrite their inputs -------------------------------------------------
+
+    def _before(self, call: OpCall) -> None:
+        if self._broken or call.module == OWN or not self._tracker.at_home:
+            return
+        try:
+            self._inputs = []
+            outs = _is_out(call.func)
+            position = 0
+            for i, value in enumerate((*call.args, *call.kwargs.values())):
+                tensors = tensors_in(value)
+                if i < len(outs) and outs[i]:
+                    continue  # memory for a result
+                for tensor in tensors:
+                    self._see_input(call, tensor, position)
+                    position += 1
+        except Exception as error:
+            self._give_up(error)
+
+    def _see_input(self, call: OpCall, tensor: torch.Tensor, position: int) -> None:
+        entry = self._log.see(_site(call, f"in{position}"), tensor)
+        if entry is not None:
+            self._inputs.append(entry)
+
+    def _after(self, call: OpCall) -> None:
+        if self._broken or call.module == OWN or not self._tracker.at_home:
+            return
+        try:
+            self._add(call)
+        except Exception as error:
+            self._give_up(error)
+
+    def _add(self, call: OpCall) -> None:
+        log, func = self._log, call.func
+        node = log.node()
+        moved = moves_between_ranks(func)
+        kind = "collective" if moved else "op"
+        stack = -1 if self._stacks is None or call.phase != "forward" else self._stacks.current()
+        args: str | None = arguments_text(func, call.args, call.kwargs)
+        for entry in self._inputs:
+            log.add(entry, node, kind, args=args, stack=stack)
+            args = None
+        changed = _running(call)
+        log.values.changed(changed)
+        outputs = call.outputs
+        if moved and "c10d" == func.namespace:
+            outputs = ()  # they may still be on their way
+        scratch = func.overloadpacket.__name__.startswith(_SCRATCH)
+        shown = [(f"out{i}", t) for i, t in enumerate(outputs) if not (scratch and (i > 1 or not t.is_floating_point()))]
+        for slot, tensor in [*shown, *((f"running{i}", t) for i, t in enumerate(changed))]:
+            log.values.made(tensor, node)
+            result = log.see(_site(call, slot), tensor)
+            if result is not None:
+                log.add(result, node, kind, args=args, stack=stack)
+                args = None
+
+    def _give_up(self, error: Exception) -> None:
+        self._broken = True
+        self._fail("operators", error)
+
+
+def _site(call: OpCall, slot: str) -> Site:
+    moved = moves_between_ranks(call.func)
+    return Site(call.module, call.op, call.call, "comm" if moved else call.phase, slot)
+
+
+def _is_out(func: torch._ops.OpOverload) -> tuple[bool, ...]:
+    return tuple(bool(argument.is_out) for argument in func._schema.arguments)
+
+
+def _running(call: OpCall) -> tuple[torch.Tensor, ...]:
+    """Return the running statistics that a batch norm updates."""
+    if not call.op.removeprefix("_").startswith(_RUNNING) or call.phase != "forward" or len(call.args) < 6:
+        return ()
+    training = call.args[5]
+    return tensors_in(list(call.args[_RUNNING_ARGS])) if training is True else ()
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------
+
+
+def arguments_text(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return an operator and its arguments as JSON, tensors as ``{"$": position}``: enough to run it again on recorded values."""
+    counter = [0]
+    body = {
+        "f": str(func),
+        "a": [_plain(value, counter) for value in args],
+        "k": {name: _plain(value, counter) for name, value in kwargs.items()},
+    }
+    return json.dumps(body, separators=(",", ":"))
+
+
+def _plain(value: Any, counter: list[int]) -> Any:
+    if isinstance(value, torch.Tensor):
+        counter[0] += 1
+        return {"$": counter[0] - 1}
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if value - value == 0 else {"float": repr(value)}  # JSON has no infinities
+    if isinstance(value, list | tuple):
+        return [_plain(item, counter) for item in value]
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value)[6:]}
+    if isinstance(value, torch.device):
+        return {"device": value.type}
+    return {"other": str(value) if isinstance(value, torch.layout | torch.memory_format) else type(value).__name__}

@@ -1,0 +1,174 @@
+"""Records what lasts: parameters, gradients before and after their reduction, what the optimizer read and wrote, buffers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from bitwitness.record.log import Fail, Log
+from bitwitness.site import Site
+from bitwitness.tap.modules import own_work
+
+_NOT_SETTINGS = ("params", "param_names")
+
+
+class StateRecorder:
+    """Adds the rows of one root's parameters, gradients, buffers and optimizers.
+
+    Parameters
+    ----------
+    root
+        The user's own module.
+    log
+        Takes the rows.
+    optimizer_state
+        Record exponential averages and the like, too.
+    fail
+        Told of an error in a gradient's hook.
+
+    """
+
+    def __init__(self, root: nn.Module, log: Log, fail: Fail, *, optimizer_state: bool) -> None:
+        self._root = root
+        self._log = log
+        self._fail = fail
+        self._with_state = optimizer_state
+        self._buffers: dict[str, int] = {}
+        self._began: dict[Optimizer, dict[nn.Parameter, int]] = {}
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def attach_local(self) -> None:
+        """Record gradients as backward makes them, before DistributedDataParallel reduces them."""
+        for name, parameter in self._root.named_parameters():
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._local_hook(name)))
+
+    def detach(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _local_hook(self, name: str) -> _LocalHook:
+        return _LocalHook(self, name)
+
+    def local(self, name: str, parameter: torch.Tensor) -> None:
+        """Record one local gradient."""
+        try:
+            if parameter.grad is not None:
+                with own_work(), torch.no_grad():
+                    module, _, leaf = name.rpartition(".")
+                    self._log.record(
+                        Site(module or ".", leaf, 0, "grad", "local"), parameter.grad, self._log.node(), "gradient"
+                    )
+        except Exception as error:
+            self.detach()
+            self._fail("local gradients", error)
+
+    def begin_step(self) -> None:
+        """Record parameters and buffers as the step finds them."""
+        log = self._log
+        for name, parameter in self._root.named_parameters():
+            module, _, leaf = name.rpartition(".")
+            log.values.name(parameter, name)
+            log.record(Site(module or ".", leaf, 0, "param", "value"), parameter, log.node(), "parameter")
+        for name, buffer in self._root.named_buffers():
+            module, _, leaf = name.rpartition(".")
+            log.values.name(buffer, name)
+            log.record(Site(module or ".", leaf, 0, "param", "value"), buffer, log.node(), "buffer")
+
+    def gradients(self) -> None:
+        """Record the gradients as they are now: complete and reduced."""
+        for name, parameter in self._root.named_parameters():
+            if parameter.grad is not None:
+                module, _, leaf = name.rpartition(".")
+                site = Site(module or ".", leaf, 0, "grad", "reduced")
+                self._log.record(site, parameter.grad, self._log.node(), "gradient")
+
+    def before_optimizer(self, optimizer: Optimizer) -> None:
+        """Record what an optimizer is about to read: gradients (clipped by now), parameters, its state."""
+        nodes: dict[nn.Parameter, int] = {}
+        for name, parameter, settings in self._held(optimizer):
+            node = nodes[parameter] = self._log.node()
+            site = _optimizer_site(name, optimizer)
+            inputs = {"grad": parameter.grad, "param": parameter}
+            if self._with_state:
+                inputs |= {f"state.{key}": value for key, value in _state(optimizer, parameter)}
+            for slot, tensor in inputs.items():
+                if tensor is not None:
+                    self._log.record(site(slot), tensor, node, "optimizer", args=settings)
+        self._began[optimizer] = nodes
+
+    def after_optimizer(self, optimizer: Optimizer) -> None:
+        """Record what it made of the parameters."""
+        nodes = self._began.pop(optimizer, {})
+        self._log.values.changed(nodes)  # some optimizers write through .data, which no version counts
+        for name, parameter, _ in self._held(optimizer):
+            if parameter in nodes:
+                site = _optimizer_site(name, optimizer)
+                self._log.values.made(parameter, nodes[parameter])
+                self._log.record(site("out"), parameter, nodes[parameter], "optimizer")
+                for key, value in _state(optimizer, parameter) if self._with_state else ():
+                    self._log.record(site(f"out.{key}"), value, nodes[parameter], "optimizer")
+
+    def _held(self, optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter, str]]:
+        """Yield the root's parameters that an optimizer holds: name, parameter, its group's settings as JSON."""
+        names = {parameter: name for name, parameter in self._root.named_parameters()}
+        for number, group in enumerate(optimizer.param_groups):
+            settings = json.dumps({"f": type(optimizer).__name__, "k": {"group": number, **_settings(group)}})
+            for parameter in group["params"]:
+                if parameter in names:
+                    yield names[parameter], parameter, settings
+
+
+class _LocalHook:
+    """A parameter's hook; copied with the model it does nothing."""
+
+    def __init__(self, owner: StateRecorder | None, name: str) -> None:
+        self._owner = owner
+        self._name = name
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        if self._owner is not None:
+            self._owner.local(self._name, parameter)
+
+    def __deepcopy__(self, _memo: dict[int, object]) -> _LocalHook:
+        return _LocalHook(None, self._name)
+
+    def __reduce__(self) -> tuple[type[_LocalHook], tuple[None, str]]:
+        return _LocalHook, (None, self._name)
+
+
+def _optimizer_site(name: str, optimizer: Optimizer) -> _Sites:
+    return _Sites(name, type(optimizer).__name__)
+
+
+class _Sites:
+    """The sites of one parameter's update: the parameter's path stands for the module."""
+
+    def __init__(self, name: str, op: str) -> None:
+        self._name = name
+        self._op = op
+
+    def __call__(self, slot: str) -> Site:
+        return Site(self._name, self._op, 0, "optim", slot)
+
+
+def _state(optimizer: Optimizer, parameter: nn.Parameter) -> Iterable[tuple[str, torch.Tensor]]:
+    state = optimizer.state.get(parameter, {})
+    return [(key, value) for key, value in state.items() if isinstance(value, torch.Tensor)]
+
+
+def _settings(group: dict[str, object]) -> dict[str, object]:
+    def plain(value: object) -> object:
+        if isinstance(value, torch.Tensor):  # a learning rate in a tensor
+            return value.item() if value.numel() == 1 and value.device.type == "cpu" else str(value.dtype)
+        if isinstance(value, list | tuple):
+            return [plain(item) for item in value]
+        return value if isinstance(value, bool | int | float | str | None) else type(value).__name__
+
+    return {key: plain(value) for key, value in group.items() if key not in _NOT_SETTINGS}

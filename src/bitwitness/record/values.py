@@ -1,0 +1,157 @@
+"""The values of a recording: each content is measured and kept once, however many operators read it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from bitwitness.record.meter import Meter, to_host
+from bitwitness.site import Site
+from bitwitness.store.recording import RecordingWriter
+from bitwitness.tap.identity import Identities, plain, spans_memory
+
+
+class Noted(NamedTuple):
+    """What is known of a tensor that was seen: what the rows of a recording say of it."""
+
+    number: int
+    dtype: str
+    shape: tuple[int, ...]
+    placement: str | None
+    producer: int
+    name: str | None
+    tensor: str | None
+
+
+@dataclass(slots=True)
+class Keeper:
+    """Hands tensors to the writer, each under the site where it was first seen.
+
+    ``largest``: elements of a tensor beyond which only every n-th is kept; 0 for no limit.
+    """
+
+    writer: RecordingWriter
+    largest: int
+    waits: bool
+    step: int = 0
+    _keys: set[str] | None = None
+
+    def begin_step(self, step: int) -> None:
+        """Begin with fresh names."""
+        self.step, self._keys = step, set()
+
+    def keep(self, number: int, values: torch.Tensor, site: str) -> str:
+        """Keep the values as they lie in memory (or in their order, where there are gaps); return ``file|key``."""
+        self._keys = set() if self._keys is None else self._keys
+        key = site if site not in self._keys else f"{site}~{number}"
+        self._keys.add(key)
+        flat = _memory(values)
+        every = 1 if not self.largest else max(1, -(-flat.numel() // self.largest))
+        flat = flat[::every]
+        if flat.device.type == "cpu":
+            return self.writer.tensor(self.step, key, flat.clone()) + _sampled(every)
+        host, ready = to_host(flat.contiguous())
+        if self.waits:
+            ready()
+        return self.writer.tensor(self.step, key, host, ready) + _sampled(every)
+
+
+def _memory(values: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's elements, one dimension, as they lie in memory if that is without gaps."""
+    if not values.is_contiguous() and spans_memory(values.shape, values.stride()):
+        return values.as_strided((values.numel(),), (1,))
+    return values.reshape(-1)
+
+
+def _sampled(every: int) -> str:
+    return f"|every={every}" if every > 1 else ""
+
+
+class Values:
+    """Numbers contents, and has new ones measured and kept.
+
+    Parameters
+    ----------
+    meter
+        Measures.
+    keeper
+        Keeps the values themselves; None for statistics only.
+    ordered
+        Count views with another order of elements as another content (for hashes).
+
+    """
+
+    def __init__(self, meter: Meter, keeper: Keeper | None, *, ordered: bool) -> None:
+        self._meter = meter
+        self._keeper = keeper
+        self._identities = Identities(ordered=ordered)
+        self._next = 0
+        self._known: dict[Hashable, tuple[int, str | None]] = {}
+        self._makers: dict[int, int] = {}
+        self._names: dict[int, str] = {}
+        self._changes: dict[int, int] = {}
+
+    def note(self, tensor: torch.Tensor, site: Site) -> Noted:
+        """Return what is known of a tensor, measuring it if it is new; ``site``: where it is seen."""
+        values = plain(tensor)
+        storage = self._identities.storage(values)
+        key = self._identities.key(values), self._changes.get(storage, 0)
+        known = self._known.get(key)
+        if known is None:
+            number, self._next = self._next, self._next + 1
+            self._meter.measure(number, values)
+            kept = None if self._keeper is None else self._keeper.keep(number, values, site.short)
+            known = self._known[key] = number, kept
+        number, kept = known
+        return Noted(
+            number,
+            str(values.dtype)[6:],
+            tuple(values.shape),
+            placement_of(tensor),
+            self._makers.get(storage, -1),
+            self._names.get(storage),
+            kept if kept is None or values.is_contiguous() else kept + _layout(values),
+        )
+
+    def made(self, tensor: torch.Tensor, node: int) -> None:
+        """Say that a node wrote a tensor; what was known of its memory may be outdated."""
+        storage = self._identities.storage(plain(tensor))
+        self._makers[storage] = node
+
+    def changed(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Say that tensors may have changed without torch counting it as a new version."""
+        for tensor in tensors:
+            storage = self._identities.storage(plain(tensor))
+            self._changes[storage] = self._changes.get(storage, 0) + 1
+
+    def name(self, tensor: torch.Tensor, name: str) -> None:
+        """Give what lies in a tensor's memory a name: a parameter's, a buffer's, an input's."""
+        self._names.setdefault(self._identities.storage(plain(tensor)), name)
+
+    def new_step(self) -> None:
+        """Forget what was seen: memory is used anew."""
+        self._identities.forget()
+        self._known.clear()
+        self._makers.clear()
+        self._names.clear()
+        self._changes.clear()
+
+
+def _layout(values: torch.Tensor) -> str:
+    if not spans_memory(values.shape, values.stride()):
+        return ""
+    return f"|strides={','.join(map(str, values.stride()))}"
+
+
+def placement_of(tensor: torch.Tensor) -> str | None:
+    """Return how a DTensor is spread: placements, global shape, mesh; None for a plain tensor."""
+    if not hasattr(type(tensor), "to_local"):
+        return None
+    mesh = tensor.device_mesh  # type: ignore[attr-defined]
+    names = mesh.mesh_dim_names or [f"dim{i}" for i in range(mesh.ndim)]
+    where = ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
+    placements = ", ".join(str(p) for p in tensor.placements)  # type: ignore[attr-defined]
+    return f"{placements} of {list(tensor.shape)} on mesh({where}) at {list(mesh.get_coordinate() or [])}"

@@ -1,0 +1,262 @@
+"""Writes a recording while the training goes on: a thread of its own takes rows and tensors from a bounded queue.
+
+    RUN/rank00000/stats-000001.parquet          rows (`bitwitness.store.rows`), some seconds of training a file
+    RUN/rank00000/stacks-000001.parquet         call stacks by number
+    RUN/rank00000/tensors/step00000010-000001.safetensors
+
+Every file gets its name when it is whole, so that what a killed process leaves is readable; at most the last flush is lost.
+A disk that fills up ends the recording with a note, and not the training.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from bitwitness.store.rows import STACKS, Measured, to_table
+from bitwitness.store.tensorfile import ENTRY_BYTES, TensorFile
+
+_ROWS_KEPT = 50_000
+_SECONDS_KEPT = 10.0
+_QUEUE_BYTES = 512 << 20
+_FILE_BYTES = 16 << 30
+_FIRST_RESERVE = 64 << 10  # bytes: some 300 tensors
+_MORE_RESERVE = 8
+
+Job = tuple[int, Callable[[], None]]
+
+
+class _Names:
+    """Decides in which file a tensor goes: a new one for each step, and where a header or a file is full."""
+
+    def __init__(self) -> None:
+        self._step = -1
+        self._number = 0
+        self._used = 0
+        self._size = 0
+        self._reserve = _FIRST_RESERVE
+
+    def place(self, step: int, key: str, nbytes: int) -> tuple[str, int]:
+        """Return the file's name, and the room for its header in bytes."""
+        entry = len(key.encode()) + ENTRY_BYTES
+        if step != self._step:
+            self._step, self._number = step, 0
+            self._begin()
+        elif self._used + entry > self._reserve:
+            self._reserve *= _MORE_RESERVE  # later steps have as many tensors, and begin with this
+            self._begin()
+        elif self._size + nbytes > _FILE_BYTES:
+            self._begin()
+        self._used += entry
+        self._size += nbytes
+        return f"step{step:08d}-{self._number:06d}.safetensors", max(self._reserve, entry + 16)
+
+    def _begin(self) -> None:
+        self._number += 1
+        self._used, self._size = 2, 0
+
+
+class RecordingWriter:
+    """Writes one rank's rows and tensors.
+
+    Parameters
+    ----------
+    folder
+        The rank's folder in the run folder; made where it is missing.
+    rank
+        Whose rows they are.
+    failed
+        Told once, from the writer's thread, why writing ended.
+
+    Attributes
+    ----------
+    broken
+        Why nothing is written any more, or None.
+
+    """
+
+    def __init__(self, folder: Path, rank: int, failed: Callable[[str], None] = lambda _: None) -> None:
+        self._folder = folder
+        self._rank = rank
+        self._failed = failed
+        self.broken: str | None = None
+        self.bytes_written = 0
+        self.files_written = 0
+        self._jobs: deque[Job] = deque()
+        self._waiting = 0
+        self._change = threading.Condition()
+        self._ending = False
+        self._tables: list[pa.Table] = []
+        self._rows = 0
+        self._since = time.monotonic()
+        self._parts = {"stats": 0, "stacks": 0}
+        self._stacks: list[tuple[int, str]] = []
+        self._file: TensorFile | None = None
+        self._names = _Names()
+        self._thread = threading.Thread(target=self._work, name="bitwitness-recording", daemon=True)
+        self._thread.start()
+
+    # -- called by the training ----------------------------------------------------------------------------------
+
+    def rows(
+        self, rows: Sequence[tuple[Any, ...]], values: Callable[[], dict[int, Measured]], stacks: Sequence[tuple[int, str]]
+    ) -> None:
+        """Hand over rows with what yields their values' statistics (called on the writer's thread), and new stacks."""
+        self._put(0, lambda: self._take_rows(rows, values, stacks))
+
+    def tensor(self, step: int, key: str, tensor: torch.Tensor, ready: Callable[[], None] = lambda: None) -> str:
+        """Hand over a contiguous CPU tensor that nobody else writes to; return where it will lie: ``file|key``.
+
+        ``ready`` waits until it is filled.
+        """
+        file, reserve = self._names.place(step, key, tensor.nbytes)
+
+        def write() -> None:
+            ready()
+            self._take_tensor(file, reserve, key, tensor)
+
+        self._put(tensor.nbytes, write)
+        return f"{file}|{key}"
+
+    def step_ended(self) -> None:
+        """Close the step's tensor file, and write rows that have waited long."""
+        self._put(0, self._end_step)
+
+    def flush(self) -> None:
+        """Have everything so far written, and wait for it."""
+        done = threading.Event()
+        self._put(0, self._write_all)
+        self._put(0, done.set)
+        while not done.wait(0.1):
+            if not self._thread.is_alive():
+                return
+
+    def close(self) -> None:
+        """Write what is left, and end the thread."""
+        with self._change:
+            self._ending = True
+            self._change.notify_all()
+        self._thread.join()
+
+    def _put(self, size: int, job: Callable[[], None]) -> None:
+        with self._change:
+            if self._ending:
+                return
+            # A tensor larger than the queue waits until it is alone.
+            while self._waiting and self._waiting + size > _QUEUE_BYTES and self._thread.is_alive():
+                self._change.wait(0.1)
+            self._waiting += size
+            self._jobs.append((size, job))
+            self._change.notify_all()
+
+    # -- the thread ----------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while True:
+            with self._change:
+                while not self._jobs and not self._ending:
+                    self._change.wait()
+                if not self._jobs:
+                    break
+                size, job = self._jobs.popleft()
+            self._run(job)
+            with self._change:
+                self._waiting -= size
+                self._change.notify_all()
+        self._run(self._write_all)
+
+    def _run(self, job: Callable[[], None]) -> None:
+        wakes = getattr(job, "__self__", None)
+        if self.broken is not None and not isinstance(wakes, threading.Event):
+            return
+        try:
+            job()
+        except OSError as error:
+            self._break(f"{error.strerror or error} ({error.filename or self._folder})")
+        except Exception as error:  # the recording must not end the training, whatever is wrong with it
+            self._break(f"{type(error).__name__}: {error}")
+
+    def _break(self, problem: str) -> None:
+        self.broken = problem
+        if self._file is not None:
+            self._file.abandon()
+            self._file = None
+        self._tables.clear()
+        with suppress(Exception):
+            self._failed(problem)
+
+    def _take_rows(
+        self, rows: Sequence[tuple[Any, ...]], values: Callable[[], dict[int, Measured]], stacks: Sequence[tuple[int, str]]
+    ) -> None:
+        self._stacks += stacks
+        if rows:
+            self._tables.append(to_table(self._rank, rows, values()))
+            self._rows += len(rows)
+        if self._rows >= _ROWS_KEPT:
+            self._write_rows()
+
+    def _take_tensor(self, file: str, reserve: int, key: str, tensor: torch.Tensor) -> None:
+        if self._file is not None and self._file.path.name != file:
+            self._end_file()
+        if self._file is None:
+            folder = self._folder / "tensors"
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._file = TensorFile(folder / file, reserve)
+        self._file.add(key, tensor)
+        self.bytes_written += tensor.nbytes
+
+    def _end_file(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+            self.files_written += 1
+
+    def _end_step(self) -> None:
+        self._end_file()
+        if self._rows and time.monotonic() - self._since >= _SECONDS_KEPT:
+            self._write_rows()
+
+    def _write_all(self) -> None:
+        self._end_file()
+        self._write_rows()
+
+    def _write_rows(self) -> None:
+        self._since = time.monotonic()
+        if self._stacks:
+            numbers, texts = zip(*self._stacks, strict=True)
+            self._write("stacks", pa.Table.from_arrays([pa.array(numbers, pa.int32()), pa.array(texts)], schema=STACKS))
+            self._stacks.clear()
+        if self._tables:
+            table = pa.concat_tables(self._tables).unify_dictionaries()
+            self._tables.clear()
+            self._rows = 0
+            self._write("stats", table)
+
+    def _write(self, what: str, table: pa.Table) -> None:
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        while True:
+            self._parts[what] += 1
+            path = self._folder / f"{what}-{self._parts[what]:06d}.parquet"
+            if not path.exists():
+                break
+        part = path.with_name(path.name + ".part")
+        try:
+            with open(part, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+                pq.write_table(table, file, compression="zstd", compression_level=1)
+            part.replace(path)
+        except OSError:
+            with suppress(OSError):
+                part.unlink()
+            raise
+        self.bytes_written += path.stat().st_size
+        self.files_written += 1

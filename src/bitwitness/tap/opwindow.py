@@ -1,0 +1,55 @@
+"""An operator tap that stays on from one hook to another, and is taken out of torch's stack wherever it stands then.
+
+A recording wants the operators between a root's forward and its backward, too, where the script computes its loss; so the
+tap is entered at one hook and left at another, and what the script enters meanwhile may still be open.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+
+from bitwitness.tap.operators import OperatorTap
+
+
+class OperatorWindow:
+    """Opens and closes a tap; compiled code runs eagerly while it is open, so that its operators are seen."""
+
+    def __init__(self, tap: OperatorTap) -> None:
+        self._tap = tap
+        self._eager: ExitStack | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether operators are shown now."""
+        return self._eager is not None
+
+    def open(self) -> None:
+        """Show operators from now on."""
+        if self._eager is not None:
+            return
+        self._eager = ExitStack()
+        self._tap.__enter__()
+
+    def close(self) -> None:
+        """Show them no more; other modes stay as they are."""
+        if self._eager is None:
+            return
+        above = []
+        while self._tap in _get_current_dispatch_mode_stack() and (top := _pop_mode()) is not self._tap:
+            above.append(top)
+        _push_mode(self._tap)
+        self._tap.__exit__(None, None, None)
+        for mode in reversed(above):
+            _push_mode(mode)
+        self._eager.close()
+        self._eager = None
+
+
+def run_eagerly(stack: ExitStack) -> None:
+    """Have compiled code run eagerly until the stack is closed; the compiled code is kept."""
+    if "torch._dynamo" in sys.modules:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
