@@ -30,9 +30,10 @@ def add_parser(verbs: Any) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Compare; return 0 if nothing differs, else 1."""
-    from bitwitness.compare.environment import differences, explained, read_run, unknown
+    from bitwitness.compare.environment import differences, explained, unknown
+    from bitwitness.store.reader import read_description
 
-    a, b = read_run(Path(args.a)), read_run(Path(args.b))
+    a, b = read_description(Path(args.a)), read_description(Path(args.b))
     found = differences(a, b)
     silent = sorted({*unknown(a), *unknown(b)})
     if args.json:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-from bitwitness.errors import UsageError
 
 _EXPLAINED = {
     "weights": "the runs begin with different weights; every number after that may differ",
@@ -39,29 +35,6 @@ class Difference:
     def to_dict(self) -> dict[str, Any]:
         """Return it ready for JSON."""
         return {"part": self.part, "name": self.name, "a": self.first, "b": self.second}
-
-
-def read_run(path: Path) -> dict[str, Any]:
-    """Return a run folder's ``run.json``.
-
-    Raises
-    ------
-    UsageError
-        If there is none, or it is damaged.
-
-    """
-    file = path if path.name == "run.json" else path / "run.json"
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(
-            f"cannot read {file}: {error.strerror}; expected a run folder (what --out or out= names)"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{file} is damaged: {error}; expected the run.json that bitwitness writes") from error
-    if not isinstance(found, dict):
-        raise UsageError(f"{file} holds no object; expected the run.json that bitwitness writes")
-    return found
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:

@@ -100,6 +100,7 @@ class Log:
                 noted.dtype,
                 noted.shape,
                 noted.placement,
+                noted.layout,
                 noted.number,
                 noted.producer,
                 noted.name,

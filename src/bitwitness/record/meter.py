@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from bitwitness.errors import UsageError
-from bitwitness.stats import bit_hash, stats_of
+from bitwitness.stats import HashBatch, stats_of
 from bitwitness.store.rows import Measured
 
 _SMALL = 1e-15  # squares of float32 numbers below this lose digits
@@ -35,18 +35,19 @@ class Meter:
 
     def __init__(self, *, stats: bool, hashed: bool, zeros: bool, deferred: bool = False) -> None:
         self._stats = stats
-        self._hashed = hashed
+        self.hashes = hashed
         self._zeros = zeros
         self._deferred = deferred
         self._done: dict[int, Measured] = {}
-        self._hashes: list[tuple[int, torch.Tensor]] = []
+        self._hashes, self._hashed_numbers = HashBatch(), list[int]()
         self._later: dict[torch.dtype, list[tuple[int, int, list[torch.Tensor]]]] = {}
 
     def measure(self, number: int, values: torch.Tensor) -> None:
         """Measure a plain tensor."""
         count = values.numel()
-        if self._hashed:
-            self._hashes.append((number, bit_hash(values)))
+        if self.hashes:
+            self._hashes.add(values)
+            self._hashed_numbers.append(number)
         if not self._stats:
             self._done[number] = Measured(count)
             return
@@ -118,13 +119,14 @@ class Meter:
     def drain(self) -> Callable[[], dict[int, Measured]]:
         """Return what yields the statistics since the last call; it may wait for the device, and runs on any thread."""
         done, self._done = self._done, {}
-        hashes, self._hashes = self._hashes, []
+        hashes, self._hashes = self._hashes, HashBatch()
+        numbers_hashed, self._hashed_numbers = self._hashed_numbers, []
         later, self._later = self._later, {}
         fetched = {
             dtype: ([(number, count) for number, count, _ in found], _fetch([x for *_, xs in found for x in xs]))
             for dtype, found in later.items()
         }
-        digests = _fetch([digest for _, digest in hashes])
+        digests = _fetch(hashes.finish())
 
         def read() -> dict[int, Measured]:
             for places, fetch in fetched.values():
@@ -132,7 +134,7 @@ class Meter:
                 width = len(numbers) // len(places)
                 for i, (number, count) in enumerate(places):
                     done[number] = self._read_later(count, numbers[i * width : (i + 1) * width])
-            for (number, _), digest in zip(hashes, digests(), strict=True):
+            for number, digest in zip(numbers_hashed, digests(), strict=True):
                 done[number] = done[number]._replace(hash=int(digest))
             return done
 

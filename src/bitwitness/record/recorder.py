@@ -148,7 +148,7 @@ class Recorder:
         tensors = config.content == "tensors"
         self._keeper = Keeper(self._writing, config.max_elements, waits=not config.async_dump) if tensors else None
         self._meter = meter
-        self._values = Values(meter, self._keeper, ordered=config.content == "hash")
+        self._values = Values(meter, self._keeper)
         self._log = Log(self.clock, self._values, Selection(config.sites, config.phases))
         self._stacks = Stacks() if config.stacks else None
         self._tracker = ModuleTracker()

@@ -11,7 +11,10 @@ import torch
 from bitwitness.record.meter import Meter, to_host
 from bitwitness.site import Site
 from bitwitness.store.recording import RecordingWriter
-from bitwitness.tap.identity import Identities, plain, spans_memory
+from bitwitness.tap.identity import Identities, in_memory_order, layout_of, plain, unseen
+
+
+_DTYPES: dict[torch.dtype, str] = {}
 
 
 class Noted(NamedTuple):
@@ -24,6 +27,7 @@ class Noted(NamedTuple):
     producer: int
     name: str | None
     tensor: str | None
+    layout: str | None
 
 
 @dataclass(slots=True)
@@ -48,7 +52,7 @@ class Keeper:
         self._keys = set() if self._keys is None else self._keys
         key = site if site not in self._keys else f"{site}~{number}"
         self._keys.add(key)
-        flat = _memory(values)
+        flat = in_memory_order(values)
         every = 1 if not self.largest else max(1, -(-flat.numel() // self.largest))
         flat = flat[::every]
         if flat.device.type == "cpu":
@@ -57,13 +61,6 @@ class Keeper:
         if self.waits:
             ready()
         return self.writer.tensor(self.step, key, host, ready) + _sampled(every)
-
-
-def _memory(values: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's elements, one dimension, as they lie in memory if that is without gaps."""
-    if not values.is_contiguous() and spans_memory(values.shape, values.stride()):
-        return values.as_strided((values.numel(),), (1,))
-    return values.reshape(-1)
 
 
 def _sampled(every: int) -> str:
@@ -79,15 +76,13 @@ class Values:
         Measures.
     keeper
         Keeps the values themselves; None for statistics only.
-    ordered
-        Count views with another order of elements as another content (for hashes).
 
     """
 
-    def __init__(self, meter: Meter, keeper: Keeper | None, *, ordered: bool) -> None:
+    def __init__(self, meter: Meter, keeper: Keeper | None) -> None:
         self._meter = meter
         self._keeper = keeper
-        self._identities = Identities(ordered=ordered)
+        self._identities = Identities()
         self._next = 0
         self._known: dict[Hashable, tuple[int, str | None]] = {}
         self._makers: dict[int, int] = {}
@@ -97,23 +92,25 @@ class Values:
     def note(self, tensor: torch.Tensor, site: Site) -> Noted:
         """Return what is known of a tensor, measuring it if it is new; ``site``: where it is seen."""
         values = plain(tensor)
-        storage = self._identities.storage(values)
-        key = self._identities.key(values), self._changes.get(storage, 0)
+        storage, content = self._identities.key(values)
+        key = content, self._changes.get(storage, 0)
         known = self._known.get(key)
         if known is None:
             number, self._next = self._next, self._next + 1
-            self._meter.measure(number, values)
-            kept = None if self._keeper is None else self._keeper.keep(number, values, site.short)
+            with unseen(), torch.no_grad():
+                self._meter.measure(number, in_memory_order(values) if self._meter.hashes else values)
+                kept = None if self._keeper is None else self._keeper.keep(number, values, site.short)
             known = self._known[key] = number, kept
         number, kept = known
         return Noted(
             number,
-            str(values.dtype)[6:],
+            _DTYPES.get(values.dtype) or _DTYPES.setdefault(values.dtype, str(values.dtype)[6:]),
             tuple(values.shape),
             placement_of(tensor),
             self._makers.get(storage, -1),
             self._names.get(storage),
-            kept if kept is None or values.is_contiguous() else kept + _layout(values),
+            kept,
+            layout_of(values),
         )
 
     def made(self, tensor: torch.Tensor, node: int) -> None:
@@ -138,12 +135,6 @@ class Values:
         self._makers.clear()
         self._names.clear()
         self._changes.clear()
-
-
-def _layout(values: torch.Tensor) -> str:
-    if not spans_memory(values.shape, values.stride()):
-        return ""
-    return f"|strides={','.join(map(str, values.stride()))}"
 
 
 def placement_of(tensor: torch.Tensor) -> str | None:

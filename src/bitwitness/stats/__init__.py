@@ -1,8 +1,8 @@
 """What a tensor's numbers look like: full statistics, cheap features of all gradients, a hash of the bits."""
 
-from bitwitness.stats.digest import bit_hash
+from bitwitness.stats.digest import HashBatch, bit_hash
 from bitwitness.stats.features import Features, features_of
 from bitwitness.stats.summary import Stats, exact_l2, stats_of
 from bitwitness.stats.total import norms_of, total_of
 
-__all__ = ["Features", "Stats", "bit_hash", "exact_l2", "features_of", "norms_of", "stats_of", "total_of"]
+__all__ = ["Features", "HashBatch", "Stats", "bit_hash", "exact_l2", "features_of", "norms_of", "stats_of", "total_of"]

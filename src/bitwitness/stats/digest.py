@@ -125,6 +125,37 @@ def fold(flat: Tensor) -> Fold:
     return Fold(rows, row_sums, column_sums, data[rows * ROW_BYTES :])
 
 
+class HashBatch:
+    """Hashes many tensors as `bit_hash` does, at a fraction of the price for each.
+
+    A tensor is read when it is added, so that it may change after; what is left to do is done for all at once.
+    """
+
+    def __init__(self) -> None:
+        self._flats: list[Tensor] = []
+        self._folds: dict[int, Fold] = {}
+
+    def __len__(self) -> int:
+        return len(self._flats)
+
+    @torch.no_grad()
+    def add(self, values: Tensor) -> None:
+        """Read a plain, strided tensor; raises `UsageError` as `bit_hash` does."""
+        flat = flat_bits(local_parts(values)[0])
+        if is_large(flat):
+            folded = fold(flat)
+            self._folds[len(self._flats)] = Fold(folded.count, folded.rows, folded.columns, folded.tail.clone())
+            flat = flat.new_empty(1).expand(2 * ROW_BYTES)  # it only has to look large from here on
+        else:
+            flat = flat.clone()
+        self._flats.append(flat)
+
+    @torch.no_grad()
+    def finish(self) -> list[Tensor]:
+        """Return the hashes in the order of adding: int64, 0-d, on the tensors' devices."""
+        return hashes_of(self._flats, self._folds)
+
+
 def hashes_of(flats: Sequence[Tensor], folds: Mapping[int, Fold] | None = None) -> list[Tensor]:
     """Return `bit_hash` of each tensor, given by its `flat_bits`; no device is waited for.
 

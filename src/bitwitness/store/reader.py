@@ -39,3 +39,26 @@ def read_events(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], lis
         else:
             problems.append(f"{file}:{number}: not an event, left out")
     return events, problems
+
+
+def read_description(path: Path) -> dict[str, Any]:
+    """Return a run folder's ``run.json``.
+
+    Raises
+    ------
+    UsageError
+        If there is none, or it is damaged.
+
+    """
+    file = path if path.name == "run.json" else path / "run.json"
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(
+            f"cannot read {file}: {error.strerror}; expected a run folder (what --out or out= names)"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{file} is damaged: {error}; expected the run.json that bitwitness writes") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"{file} holds no object; expected the run.json that bitwitness writes")
+    return found

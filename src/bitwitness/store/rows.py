@@ -10,8 +10,9 @@ kind            ``op``, ``module``, ``parameter``, ``gradient``, ``optimizer``, 
 phase, module,  the row's `bitwitness.site.Site`
 op, call, slot
 dtype, shape    of the local tensor; ``placement`` tells how a DTensor is spread, and over which mesh
+layout          strides of a tensor that lies in memory in another order than its own (a transpose); else null
 count … zeros   statistics as `bitwitness.stats.Stats` defines them: extremes, mean and L2 norm are of the finite values
-hash            64-bit hash of the bits in logical order
+hash            64-bit hash of the bits, of a tensor with a layout in the order of its memory
 value           number of the value: rows with the same number show the same bits of the same tensor
 producer        the node that made the value; -1 if that was not recorded
 name            parameter, buffer or user's name, where the value has one
@@ -48,6 +49,7 @@ SCHEMA = pa.schema(
         ("dtype", _TEXT),
         ("shape", pa.list_(pa.int64())),
         ("placement", _TEXT),
+        ("layout", _TEXT),
         ("value", pa.int64()),
         ("producer", pa.int64()),
         ("name", _TEXT),
@@ -86,6 +88,7 @@ class Row(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     placement: str | None
+    layout: str | None
     value: int
     producer: int
     name: str | None

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
+
+from bitwitness.errors import UsageError
 
 _NAMES = {
     torch.float64: "F64",
@@ -92,3 +96,81 @@ class TensorFile:
             self._file.close()
         with suppress(OSError):
             self._part.unlink()
+
+
+# -- reading -----------------------------------------------------------------------------------------------------
+
+_LONGEST_HEADER = 256 << 20
+
+
+class TensorReader:
+    """Reads tensors of one safetensors file; nothing in it is trusted.
+
+    Parameters
+    ----------
+    path
+        The file.
+
+    Raises
+    ------
+    UsageError
+        If it is no such file, is cut short, or its header contradicts itself.
+
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._size = path.stat().st_size
+            with path.open("rb") as file:
+                first = file.read(8)
+                length = struct.unpack("<Q", first)[0] if len(first) == 8 else -1
+                if not 2 <= length <= min(_LONGEST_HEADER, self._size - 8):
+                    raise self._damaged("its header does not fit into the file")
+                text = file.read(length)
+        except OSError as error:
+            raise UsageError(f"cannot read {path}: {error.strerror}; expected a safetensors file") from error
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise self._damaged("its header is no JSON") from error
+        if not isinstance(found, dict):
+            raise self._damaged("its header is no object")
+        found.pop("__metadata__", None)
+        self._entries: dict[str, Any] = found
+        self._begin = 8 + length
+
+    def _damaged(self, why: str) -> UsageError:
+        return UsageError(f"{self._path} is damaged: {why}; expected a whole safetensors file")
+
+    def keys(self) -> list[str]:
+        """Return the tensors' names."""
+        return list(self._entries)
+
+    def describe(self, key: str) -> tuple[torch.dtype, tuple[int, ...], int, int]:
+        """Return a tensor's dtype, shape, and where its bytes begin and end in the file."""
+        entry = self._entries.get(key)
+        if not isinstance(entry, dict):
+            raise UsageError(f"{self._path} holds no tensor {key!r}; the recording is damaged or incomplete")
+        dtype, shape, offsets = DTYPES.get(entry.get("dtype", "")), entry.get("shape"), entry.get("data_offsets")
+        if dtype is None or not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2:  # type: ignore[arg-type]
+            raise self._damaged(f"the entry of {key!r} is {str(entry)[:200]}")
+        first, last = offsets  # type: ignore[misc]
+        wanted = math.prod(shape) * dtype.itemsize  # type: ignore[arg-type]
+        if last - first != wanted or self._begin + last > self._size:
+            raise self._damaged(f"{key!r} needs {wanted} bytes and has {last - first}, of {self._size} in the file")
+        return dtype, tuple(shape), self._begin + first, self._begin + last  # type: ignore[arg-type]
+
+    def read(self, key: str) -> torch.Tensor:
+        """Return a tensor as it lies there; mapped, not copied."""
+        dtype, shape, first, last = self.describe(key)
+        if first == last:
+            return torch.empty(shape, dtype=dtype)
+        data = np.memmap(self._path, dtype=np.uint8, mode="c", offset=first, shape=(last - first,))
+        if data.ctypes.data % dtype.itemsize:
+            data = data.copy()  # torch reads aligned numbers only
+        return torch.from_numpy(data).view(dtype).view(shape)
+
+
+def _sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value)

@@ -7,11 +7,14 @@ identity to another, so that a content is never taken for one that was freed.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from contextlib import AbstractContextManager
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bitwitness.stats.local import local_values
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def spans_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
@@ -25,17 +28,9 @@ def spans_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 class Identities:
-    """Tells contents apart.
+    """Tells contents apart; a view with its elements in another order (a transpose) is the same content."""
 
-    Parameters
-    ----------
-    ordered
-        Views with another order of the same elements are another content.
-
-    """
-
-    def __init__(self, *, ordered: bool) -> None:
-        self._ordered = ordered
+    def __init__(self) -> None:
         self._storages: dict[int, StorageWeakRef] = {}
 
     def storage(self, tensor: torch.Tensor) -> int:
@@ -46,14 +41,15 @@ class Identities:
             self._storages[number] = StorageWeakRef(storage)
         return number
 
-    def key(self, tensor: torch.Tensor) -> Hashable:
-        """Return what the content of a plain tensor is known by, until `forget`."""
+    def key(self, tensor: torch.Tensor) -> tuple[int, Hashable]:
+        """Return a plain tensor's storage, and what its content is known by, until `forget`."""
+        storage = self.storage(tensor)
         version = -1 if tensor.is_inference() else tensor._version
         offset, dtype = tensor.storage_offset(), tensor.dtype
         shape, strides = tensor.shape, tensor.stride()
-        if tensor.is_contiguous() or (not self._ordered and spans_memory(shape, strides)):
-            return self.storage(tensor), version, offset, tensor.numel(), dtype
-        return self.storage(tensor), version, offset, shape, strides, dtype
+        if tensor.is_contiguous() or spans_memory(shape, strides):
+            return storage, (storage, version, offset, tensor.numel(), dtype)
+        return storage, (storage, version, offset, shape, strides, dtype)
 
     def forget(self) -> None:
         """Forget all storages, and with them all keys."""
@@ -61,5 +57,31 @@ class Identities:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's local, dense values without its history: what is measured."""
-    return local_values(tensor.detach())
+    """Return a tensor's local, dense values: what is measured.
+
+    Not detached: beneath autograd, where dispatch modes run, that would give it another version counter.
+    """
+    if type(tensor) in _PLAIN and tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_neg()):
+        if not tensor.dtype.is_complex and not tensor.is_quantized:
+            return tensor
+    return local_values(tensor)
+
+
+def in_memory_order(values: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's elements as they lie in memory, one dimension; in their own order where there are gaps between them."""
+    if not values.is_contiguous() and spans_memory(values.shape, values.stride()):
+        return values.as_strided((values.numel(),), (1,), values.storage_offset())
+    return values.reshape(-1)
+
+
+def layout_of(values: torch.Tensor) -> str | None:
+    """Return the strides of a tensor that lies in memory in another order than its own; None for all others."""
+    if values.is_contiguous() or not spans_memory(values.shape, values.stride()):
+        return None
+    return ",".join(map(str, values.stride()))
+
+
+def unseen() -> AbstractContextManager[object]:
+    """Return a context in which no dispatch mode sees what runs."""
+    context: AbstractContextManager[object] = torch._C._DisableTorchDispatch()
+    return context

@@ -1,0 +1,185 @@
+"""Reads a recording of ours, step by step: no more of it is in memory than a file or two."""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import torch
+
+from bitwitness.errors import UsageError
+from bitwitness.store.reader import read_description
+from bitwitness.store.rows import SCHEMA, STACKS
+from bitwitness.store.tensorfile import TensorReader
+
+_RANK = re.compile(r"rank(\d{5,})")
+_PART = re.compile(r"stats-(\d+)\.parquet")
+_FILE = re.compile(r"[\w][\w.-]*\.safetensors")
+_MOST_ROWS = 50_000_000  # of one file; ours hold some 50,000
+_OPEN_FILES = 8
+
+
+def is_recording(path: Path) -> bool:
+    """Tell whether a folder is a recording of ours."""
+    return any(path.glob("rank*/stats-*.parquet")) or any(path.glob("rank*/stats-*.parquet.part"))
+
+
+class RunSource:
+    """A run folder that holds a recording; see `bitwitness.store.source.Source`.
+
+    Parameters
+    ----------
+    path
+        The folder.
+
+    Raises
+    ------
+    UsageError
+        If it holds no rows.
+
+    """
+
+    kind = "bitwitness"
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        self.problems: list[str] = []
+        self._folder = Path(path)
+        self.info: dict[str, Any] = {}
+        try:
+            self.info = read_description(self._folder)
+        except UsageError as error:
+            self.problems.append(str(error))
+        self._index: dict[int, dict[int, list[tuple[Path, int, int]]]] = {}
+        for folder in sorted(self._folder.glob("rank*")):
+            found = _RANK.fullmatch(folder.name)
+            if found and folder.is_dir() and (steps := self._index_rank(folder)):
+                self._index[int(found[1])] = steps
+        if not self._index:
+            raise UsageError(
+                f"{self.path} holds no recorded rows that can be read; expected rank*/stats-*.parquet, as bitwitness record "
+                "writes them" + "".join(f"; {problem}" for problem in self.problems[:3])
+            )
+        self._loaded: tuple[Path, pa.Table] | None = None
+        self._readers: dict[Path, TensorReader] = {}
+
+    def _index_rank(self, folder: Path) -> dict[int, list[tuple[Path, int, int]]]:
+        """Return where each step's rows are: files, first row, number of rows."""
+        index: dict[int, list[tuple[Path, int, int]]] = {}
+        parts = sorted((int(m[1]), p) for p in folder.iterdir() if (m := _PART.fullmatch(p.name)))
+        for _, path in parts:
+            try:
+                steps = self._steps_of(path)
+            except (OSError, pa.ArrowException, UsageError) as error:
+                self.problems.append(f"{path} was left out: {_first_line(error)}")
+                continue
+            runs = pc.run_end_encode(steps.combine_chunks() if steps.num_chunks != 1 else steps.chunk(0))
+            first = 0
+            for end, step in zip(runs.run_ends.to_pylist(), runs.values.to_pylist(), strict=True):
+                index.setdefault(int(step), []).append((path, first, end - first))
+                first = end
+        return index
+
+    def _steps_of(self, path: Path) -> pa.ChunkedArray:
+        file = pq.ParquetFile(path)
+        _check(file)
+        steps = file.read(columns=["step"]).column("step")
+        if steps.null_count:
+            raise UsageError("some of its rows have no step")
+        if not len(steps):
+            return pa.chunked_array([pa.array([], pa.int32())])
+        return steps
+
+    def ranks(self) -> list[int]:
+        """Return the ranks that recorded anything."""
+        return sorted(self._index)
+
+    def steps(self, rank: int) -> list[int]:
+        """Return a rank's recorded steps in ascending order."""
+        return sorted(self._index.get(rank, {}))
+
+    def table(self, rank: int, step: int) -> pa.Table:
+        """Return the rows of one step."""
+        pieces = []
+        for path, first, count in self._index.get(rank, {}).get(step, []):
+            if self._loaded is None or self._loaded[0] != path:
+                try:
+                    file = pq.ParquetFile(path)
+                    _check(file)
+                    self._loaded = path, file.read().select(SCHEMA.names).cast(SCHEMA)
+                except (OSError, pa.ArrowException, UsageError) as error:
+                    self.problems.append(f"{path} was left out: {_first_line(error)}")
+                    self._loaded = path, SCHEMA.empty_table()
+            pieces.append(self._loaded[1].slice(first, count))
+        table = pa.concat_tables(pieces) if pieces else SCHEMA.empty_table()
+        return table.unify_dictionaries().combine_chunks()
+
+    def stacks(self, rank: int) -> dict[int, str]:
+        """Return the call stacks by number."""
+        found: dict[int, str] = {}
+        for path in sorted((self._folder / f"rank{rank:05d}").glob("stacks-*.parquet")):
+            with suppress(OSError, pa.ArrowException):
+                table = pq.read_table(path).select(STACKS.names).cast(STACKS)
+                found |= dict(zip(table["stack"].to_pylist(), table["text"].to_pylist(), strict=True))
+        return found
+
+    def tensor(self, rank: int, reference: str, dtype: str, shape: tuple[int, ...], layout: str | None) -> torch.Tensor:
+        """Return a kept value; see `bitwitness.store.source.Source`."""
+        file, _, rest = reference.partition("|")
+        key, _, sampled = rest.rpartition("|every=") if re.search(r"\|every=\d+$", rest) else (rest, "", "")
+        if not _FILE.fullmatch(file):
+            raise UsageError(f"{self.path}: {reference!r} names no tensor file of this recording; the row is damaged")
+        path = self._folder / f"rank{rank:05d}" / "tensors" / file
+        if path not in self._readers:
+            if len(self._readers) >= _OPEN_FILES:
+                self._readers.pop(next(iter(self._readers)))
+            self._readers[path] = TensorReader(path)
+        return shaped(self._readers[path].read(key), dtype, shape, layout, sampled=bool(sampled), where=reference)
+
+
+def shaped(
+    stored: torch.Tensor, dtype: str, shape: tuple[int, ...], layout: str | None, *, sampled: bool, where: str
+) -> torch.Tensor:
+    """Return a stored value as its row says it looked; raise `UsageError` where the two do not fit."""
+    wanted = getattr(torch, dtype, None)
+    if not isinstance(wanted, torch.dtype):
+        raise UsageError(f"{where}: unknown dtype {dtype!r}; the row is damaged")
+    flat = stored.reshape(-1)
+    if flat.dtype != wanted:
+        if flat.dtype != torch.uint8 or flat.numel() % wanted.itemsize:
+            raise UsageError(f"{where}: the row says {dtype}, the file {flat.dtype}; one of them is damaged")
+        flat = flat.view(wanted)
+    if sampled:
+        return flat
+    count = 1
+    for size in shape:
+        count *= size
+    if count != flat.numel():
+        raise UsageError(f"{where}: the row says shape {list(shape)}, the file holds {flat.numel()} elements")
+    if layout is None:
+        return flat.view(shape)
+    strides = tuple(int(part) for part in layout.split(",") if part.isdigit())
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=False))
+    if len(strides) != len(shape) or reach > flat.numel():
+        raise UsageError(f"{where}: strides {layout!r} do not fit shape {list(shape)}; the row is damaged")
+    return flat.as_strided(shape, strides)
+
+
+def _check(file: pq.ParquetFile) -> None:
+    """Refuse a file that is not one of ours, before its data is read."""
+    rows = file.metadata.num_rows
+    if rows > _MOST_ROWS:
+        raise UsageError(f"it claims {rows} rows; a recording's file holds at most {_MOST_ROWS}")
+    missing = [name for name in SCHEMA.names if name not in file.schema_arrow.names]
+    if missing:
+        raise UsageError(f"it has no column {', '.join(missing)}; it was not written by this version of bitwitness")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
