@@ -16,6 +16,11 @@ from bitwitness.tap.trace import computes, moves_between_ranks
 
 _SCRATCH = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_attention", "_fused_sdp")
 _RUNNING = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+_OVERWRITES = frozenset({
+    "bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_", "normal_", "random_", "uniform_",
+    "zero_",
+})  # fmt: skip
+"""What lies in their first argument does not matter to them."""
 _RUNNING_ARGS = slice(3, 5)
 """Where those have the running mean and variance, which their kernels write without torch counting it."""
 
@@ -73,7 +78,8 @@ class OperatorRecorder:
             position = 0
             for i, value in enumerate((*call.args, *call.kwargs.values())):
                 tensors = tensors_in(value)
-                if i < len(outs) and outs[i]:
+                if (i < len(outs) and outs[i]) or (i == 0 and call.op in _OVERWRITES):
+                    position += len(tensors)
                     continue  # memory for a result
                 for tensor in tensors:
                     self._see_input(call, tensor, position)

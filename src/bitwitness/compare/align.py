@@ -1,0 +1,232 @@
+"""Which node of one run is which of the other: by module, operator and order, so that an extra one does not shift the rest.
+
+Inside each module (of one phase and micro-batch) the two lists of operators are aligned as two texts are: equal operators
+in the same order, those with the same predecessors and shapes rather than others. What lies between two matched ones and
+is left over on both sides is one group against another (a fused operator against its parts).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow.compute as pc
+
+from bitwitness.compare.frame import Frame, Node
+from bitwitness.compare.names import canonical
+
+_KEYS = ("kind", "phase", "module", "op", "call", "slot", "micro", "recomputed")
+_LONGEST = 400  # nodes of one module: beyond it lists are aligned by operators alone
+
+Place = tuple[str, str, str, int]
+
+
+@dataclass(slots=True)
+class Pair:
+    """Two nodes that are the same, and their rows: (row of A, row of B) by slot."""
+
+    a: Node
+    b: Node
+    inputs: list[tuple[int, int]] = field(default_factory=list)
+    outputs: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Group:
+    """Nodes of one run that together stand against nodes of the other, between the same neighbours."""
+
+    a: list[Node]
+    b: list[Node]
+
+
+@dataclass(slots=True)
+class Alignment:
+    """What matches what in one step of one rank.
+
+    ``same``: both tables have the same rows in the same order, so that pairs need not be listed.
+    """
+
+    same: bool
+    pairs: list[Pair] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+    only_a: list[Node] = field(default_factory=list)
+    only_b: list[Node] = field(default_factory=list)
+
+
+def same_structure(a: Frame, b: Frame) -> bool:
+    """Tell whether two steps have the same rows, by all that a site says."""
+    if a.size != b.size:
+        return False
+    for key in _KEYS:
+        first, second = a.table.column(key), b.table.column(key)
+        if not pc.all(pc.equal(_decoded(first), _decoded(second))).as_py():
+            return a.size == 0
+    return bool(np.array_equal(_ranked(a.node), _ranked(b.node)))
+
+
+def _decoded(column: object) -> object:
+    chunks = column.combine_chunks()  # type: ignore[attr-defined]
+    return pc.fill_null(chunks.dictionary_decode() if hasattr(chunks, "dictionary_decode") else chunks, "") \
+        if hasattr(chunks, "dictionary_decode") else chunks
+
+
+def _ranked(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return numbers by the order in which they appear first."""
+    _, first, inverse = np.unique(numbers, return_index=True, return_inverse=True)
+    order = np.empty(len(first), dtype=np.int64)
+    order[np.argsort(first)] = np.arange(len(first))
+    ranked: npt.NDArray[np.int64] = order[inverse]
+    return ranked
+
+
+def align(a: Frame, b: Frame, modules: Mapping[str, str] | None = None) -> Alignment:
+    """Match two steps; ``modules`` maps module paths of A to those of B."""
+    if not modules and same_structure(a, b):
+        pairs = [Pair(x, y, _zipped(x.inputs, y.inputs), _zipped(x.outputs, y.outputs)) for x, y in zip(a.nodes, b.nodes, strict=True)]
+        return Alignment(same=True, pairs=pairs)
+    return _aligned(a, b, modules or {})
+
+
+def _zipped(a: list[int], b: list[int]) -> list[tuple[int, int]]:
+    return list(zip(a, b, strict=False))
+
+
+def _aligned(a: Frame, b: Frame, modules: Mapping[str, str]) -> Alignment:
+    found = Alignment(same=False)
+    lists_a = _by_place(a, modules)
+    lists_b = _by_place(b, {})
+    tokens_a, tokens_b = _Tokens(a, modules), _Tokens(b, {})
+    for place in lists_a.keys() | lists_b.keys():
+        ours, theirs = lists_a.get(place, []), lists_b.get(place, [])
+        matches = _matches(ours, theirs, tokens_a, tokens_b)
+        _take(found, a, b, ours, theirs, matches)
+    found.pairs.sort(key=lambda pair: pair.a.rows[-1])
+    for only in (found.only_a, found.only_b):
+        only.sort(key=lambda node: node.rows[-1])
+    found.groups.sort(key=lambda group: group.a[-1].rows[-1])
+    return found
+
+
+def _by_place(frame: Frame, modules: Mapping[str, str]) -> dict[Place, list[Node]]:
+    lists: dict[Place, list[Node]] = {}
+    for node in frame.nodes:
+        module = modules.get(node.module, node.module)
+        kind = "state" if node.kind in ("parameter", "gradient", "buffer", "optimizer") else node.kind
+        lists.setdefault((kind, node.phase, module, node.micro), []).append(node)
+    return lists
+
+
+class _Tokens:
+    """What a node is told by, beside its operator: the operators that made its inputs, and its first result's shape."""
+
+    def __init__(self, frame: Frame, modules: Mapping[str, str]) -> None:
+        self._frame = frame
+        self._modules = modules
+        self._by_number = {node.number: node for node in frame.nodes}
+
+    def op(self, node: Node) -> str:
+        if node.kind == "module":
+            return ""  # known by its path; the class may have been replaced
+        return canonical(node.op) if node.kind in ("op", "collective") else node.op
+
+    def likeness(self, node: Node, other: Node, others: _Tokens) -> float:
+        """Return how like two nodes of one operator are, from 0 to 2."""
+        shape, other_shape = self._shape(node), others._shape(other)
+        made, other_made = self._makers(node), others._makers(other)
+        common = sum(x == y for x, y in zip(made, other_made, strict=False))
+        most = max(len(made), len(other_made))
+        return float(shape == other_shape) + (common / most if most else 1.0)
+
+    def _shape(self, node: Node) -> tuple[int, ...]:
+        return self._frame.shapes[node.outputs[0]] if node.outputs else ()
+
+    def _makers(self, node: Node) -> list[str]:
+        makers = []
+        for row in node.inputs:
+            made = self._by_number.get(int(self._frame.producer[row]))
+            name = self._frame.text("name", row)
+            makers.append(name if made is None else f"{self._modules.get(made.module, made.module)}/{canonical(made.op)}")
+        return makers
+
+
+def _matches(ours: list[Node], theirs: list[Node], a: _Tokens, b: _Tokens) -> list[tuple[int, int]]:
+    """Return the matched positions of two lists, ascending."""
+    ops_a, ops_b = [a.op(node) for node in ours], [b.op(node) for node in theirs]
+    if ops_a == ops_b:
+        return [(i, i) for i in range(len(ours))]
+    if max(len(ours), len(theirs)) > _LONGEST:
+        blocks = difflib.SequenceMatcher(None, ops_a, ops_b, autojunk=False).get_matching_blocks()
+        return [(block.a + i, block.b + i) for block in blocks for i in range(block.size)]
+    return _best(ours, theirs, ops_a, ops_b, a, b)
+
+
+def _best(
+    ours: list[Node], theirs: list[Node], ops_a: list[str], ops_b: list[str], a: _Tokens, b: _Tokens
+) -> list[tuple[int, int]]:
+    """Align by the method of Needleman and Wunsch (1970): a match scores 3 and up to 2 for likeness, a gap nothing."""
+    rows, columns = len(ours), len(theirs)
+    score = np.zeros((rows + 1, columns + 1))
+    gain: dict[tuple[int, int], float] = {}
+    for i in range(rows - 1, -1, -1):
+        for j in range(columns - 1, -1, -1):
+            best = max(score[i + 1, j], score[i, j + 1])
+            if ops_a[i] == ops_b[j]:
+                gain[i, j] = 3.0 + a.likeness(ours[i], theirs[j], b)
+                best = max(best, score[i + 1, j + 1] + gain[i, j])
+            score[i, j] = best
+    matches, i, j = [], 0, 0
+    while i < rows and j < columns:
+        if (i, j) in gain and score[i, j] == score[i + 1, j + 1] + gain[i, j]:
+            matches.append((i, j))
+            i, j = i + 1, j + 1
+        elif score[i, j] == score[i + 1, j]:
+            i += 1
+        else:
+            j += 1
+    return matches
+
+
+def _take(
+    found: Alignment, a: Frame, b: Frame, ours: list[Node], theirs: list[Node], matches: list[tuple[int, int]]
+) -> None:
+    """Add a place's pairs, and what lies between them on both sides or on one."""
+    last_i = last_j = 0
+    for i, j in [*matches, (len(ours), len(theirs))]:
+        left_a, left_b = ours[last_i:i], theirs[last_j:j]
+        if left_a and left_b and left_a[0].kind == "op":
+            found.groups.append(Group(left_a, left_b))
+        else:
+            found.only_a += left_a
+            found.only_b += left_b
+        if i < len(ours):
+            found.pairs.append(_pair(a, b, ours[i], theirs[j]))
+        last_i, last_j = i + 1, j + 1
+
+
+def _pair(a: Frame, b: Frame, x: Node, y: Node) -> Pair:
+    pair = Pair(x, y, _by_slot(a, b, x.inputs, y.inputs), _by_slot(a, b, x.outputs, y.outputs))
+    if x.op != y.op and len(pair.inputs) > 1:  # another tool's name for it, which may take its inputs in another order
+        pair.inputs = _by_shape(a, b, x.inputs, y.inputs)
+    return pair
+
+
+def _by_slot(a: Frame, b: Frame, rows_a: list[int], rows_b: list[int]) -> list[tuple[int, int]]:
+    slots = {b.text("slot", row): row for row in rows_b}
+    pairs = [(row, slots[slot]) for row in rows_a if (slot := a.text("slot", row)) in slots]
+    return pairs or (_zipped(rows_a, rows_b) if len(rows_a) == len(rows_b) == 1 else [])
+
+
+def _by_shape(a: Frame, b: Frame, rows_a: list[int], rows_b: list[int]) -> list[tuple[int, int]]:
+    """Match inputs by their number of elements, and among equals by their norms."""
+    left, pairs = list(rows_b), []
+    for row in rows_a:
+        fitting = [other for other in left if b.count[other] == a.count[row]]
+        if fitting:
+            norm = a.numbers["l2"][row]
+            best = min(fitting, key=lambda other: abs(b.numbers["l2"][other] - norm))
+            pairs.append((row, best))
+            left.remove(best)
+    return pairs

@@ -1,0 +1,149 @@
+"""How much an operator's result may differ between two healthy runs: its own rounding, and what its inputs bring along.
+
+Rounding errors of sums grow like the square root of the number of terms (Higham and Mary, "A new approach to probabilistic
+rounding error analysis", 2019), and count relative to the terms, not to the result: a sum that cancels keeps the errors of
+what it was summed from. Both are estimated from statistics; where the values themselves are kept, `compare.recompute`
+measures instead.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from bitwitness.compare.align import Pair
+from bitwitness.compare.frame import Frame
+from bitwitness.compare.names import canonical
+from bitwitness.numerics import unit_roundoff
+
+_SUM = 4.0
+_ROUNDED = 8.0  # of the result's own unit roundoff: extremes of many elements differ by more than one alone
+_CARRIED = 8.0
+_CARRIED_GENERIC = 100.0
+_GENERIC = 16.0
+_CONTRACTIONS = ("linear", "matmul", "baddbmm", "addbmm", "addmv", "mv", "dot", "einsum")
+_SUMS = ("sum", "mean")
+_NORMS = ("layer_norm", "batch_norm", "group_norm", "var_mean")
+_SAMPLING_STEPS = 4.0  # times the learning rate: what an optimizer that looks at signs may turn over
+
+
+def roundoff(dtype: str) -> float:
+    """Return a dtype's unit roundoff by its name; 0 for one that does not round."""
+    found = getattr(torch, dtype, None)
+    return unit_roundoff(found) if isinstance(found, torch.dtype) and (found.is_floating_point or found.is_complex) else 0.0
+
+
+def rms(frame: Frame, row: int) -> float:
+    """Return a row's root mean square; 0 if it is not known."""
+    value = float(frame.numbers["l2"][row]) / math.sqrt(max(int(frame.count[row]), 1))
+    return value if math.isfinite(value) else 0.0
+
+
+def allowed(a: Frame, b: Frame, pair: Pair, out: int, carried: Sequence[float]) -> float:
+    """Return the relative change of a node's result that rounding, and the changes of its inputs, explain.
+
+    Parameters
+    ----------
+    out
+        Which of the pair's results.
+    carried
+        The change of each of the pair's inputs, noise included.
+
+    """
+    row_a, row_b = pair.outputs[out]
+    if any(math.isinf(c) for c in carried):
+        return math.inf
+    own = max(roundoff(a.text("dtype", row_a)), roundoff(b.text("dtype", row_b)))
+    if pair.a.kind == "optimizer":
+        return _update(a, pair, carried, own)
+    wide = max((roundoff(a.text("dtype", row)) for row, _ in pair.inputs), default=own)
+    accumulated = min(own or wide, 2.0**-24) or 2.0**-24
+    size, change, op = max(rms(a, row_a), rms(b, row_b)), max(carried, default=0.0), canonical(pair.a.op)
+    if pair.a.kind == "op" and (op in _CONTRACTIONS or op == "conv"):
+        terms, scale = _contraction(a, pair)
+        cancelled = max(1.0, scale / size) if size else 1.0
+        return _ROUNDED * own + cancelled * (_SUM * accumulated * math.sqrt(terms) + _CARRIED * sum(carried))
+    if _is_sum(a, pair, row_a, op):
+        factor = _sum(a, pair, row_a, op, size)
+        return _ROUNDED * own + factor * (change + accumulated)
+    return _ROUNDED * own + _generic(a, pair, op, size) * (_GENERIC * accumulated + _CARRIED_GENERIC * change)
+
+
+def _is_sum(frame: Frame, pair: Pair, row: int, op: str) -> bool:
+    """Tell whether a result is a sum over its first input: a bias's or a norm's gradient is one, too."""
+    if not pair.inputs or pair.a.kind != "op":
+        return False
+    return op in _SUMS or ("backward" in op and 2 * frame.count[row] <= frame.count[pair.inputs[0][0]])
+
+
+def _contraction(frame: Frame, pair: Pair) -> tuple[float, float]:
+    """Return the number of terms of each sum, and the size of the result if they did not cancel."""
+    floats = [row for row, _ in pair.inputs if roundoff(frame.text("dtype", row))]
+    matrices = [row for row in floats if len(frame.shapes[row]) > 1] or floats
+    if len(matrices) < 2:
+        return 1.0, 0.0
+    x, y = matrices[-2:] if len(matrices) == 2 or canonical(pair.a.op) != "conv" else matrices[:2]
+    elements = float(frame.count[x]) * float(frame.count[y])
+    out = max(float(frame.count[pair.outputs[0][0]]), 1.0)
+    shape = frame.shapes[x]
+    terms = float(shape[-1]) if canonical(pair.a.op) in _CONTRACTIONS and shape else math.sqrt(elements / out)
+    return max(terms, 1.0), math.sqrt(max(terms, 1.0)) * rms(frame, x) * rms(frame, y)
+
+
+def _sum(frame: Frame, pair: Pair, out: int, op: str, size: float) -> float:
+    """Return the factor by which a sum's relative error exceeds its terms'."""
+    row = pair.inputs[0][0]
+    terms = max(float(frame.count[row]) / max(float(frame.count[out]), 1.0), 1.0)
+    total = size * (terms if op == "mean" else 1.0)
+    term = rms(frame, row)
+    if "backward" in op and len(pair.inputs) > 1:
+        term *= max(1.0, rms(frame, pair.inputs[1][0]))
+    cancelled = max(1.0, math.sqrt(terms) * term / total) if total else math.inf
+    return _CARRIED * cancelled * math.sqrt(terms)
+
+
+def _generic(frame: Frame, pair: Pair, op: str, size: float) -> float:
+    """Return the factor for an operator of which nothing special is known: rows of its first input are summed, perhaps."""
+    if not pair.inputs:
+        return 1.0
+    row = pair.inputs[0][0]
+    shape = frame.shapes[row]
+    factor = math.sqrt(max(shape[-1] if shape else 1, 1))
+    if op in ("add", "sub") and size:
+        factor = max(1.0, *(rms(frame, r) / size for r, _ in pair.inputs))
+    if op in _NORMS:  # the mean is taken away: what it was large against the spread is lost
+        spread = rms(frame, row) ** 2 - float(frame.numbers["mean"][row]) ** 2
+        factor *= rms(frame, row) / math.sqrt(spread) if spread > 0 else 1.0
+    return factor
+
+
+def _update(frame: Frame, pair: Pair, carried: Sequence[float], own: float) -> float:
+    """Return what an optimizer's step may turn gradients' noise into: Adam steps by the learning rate, however small they are."""
+    change = dict(zip((frame.text("slot", row) for row, _ in pair.inputs), carried, strict=True))
+    row = pair.outputs[0][0]
+    size, rate = rms(frame, row), _learning_rate(frame, pair)
+    step = min(1.0, 1000.0 * max((c for slot, c in change.items() if slot != "param"), default=0.0))
+    gradient = max((rms(frame, r) for r, _ in pair.inputs if frame.text("slot", r) == "grad"), default=0.0)
+    turned = step * _SAMPLING_STEPS * rate * max(1.0, gradient)
+    return _ROUNDED * own + 3.0 * change.get("param", 0.0) + (turned / size if size else math.inf)
+
+
+def _learning_rate(frame: Frame, pair: Pair) -> float:
+    settings = arguments(frame.text("args", pair.a.rows[0])).get("k", {})
+    rate = settings.get("lr", 1e-3)
+    return float(rate) if isinstance(rate, int | float) else 1e-3
+
+
+@lru_cache(maxsize=4096)
+def arguments(text: str) -> dict[str, Any]:
+    """Return an args column as an object; empty if it holds none, or a damaged one."""
+    try:
+        found = json.loads(text) if text else {}
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

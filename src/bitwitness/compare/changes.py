@@ -1,0 +1,86 @@
+"""How far two recorded values are apart, judged by their statistics and hashes: many pairs at once."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from bitwitness.compare.frame import UNKNOWN, Floats, Frame, Ints
+
+ORDER_DIFFERS = 1.0
+"""The change where the same bits lie in another order."""
+BITS_DIFFER = 1e-30
+"""The change where hashes differ and statistics do not."""
+
+
+def changes(a: Frame, b: Frame, rows_a: Ints, rows_b: Ints) -> Floats:
+    """Return the relative change of each pair of rows.
+
+    The largest of: difference of the means and of the L2 norms (of each element's share of it), against the root mean
+    square; difference of minima and of maxima against the largest magnitude. 0 where nothing is known to differ, infinity
+    where sizes or numbers of NaN and Inf do.
+    """
+    if not len(rows_a):
+        return np.zeros(0)
+    count = np.maximum(np.maximum(a.count[rows_a], b.count[rows_b]), 1).astype(np.float64)
+    rms = np.fmax(a.numbers["l2"][rows_a], b.numbers["l2"][rows_b]) / np.sqrt(count)
+    top = np.fmax(_largest(a, rows_a), _largest(b, rows_b))
+    parts = [
+        _relative(_gap(a, b, rows_a, rows_b, "l2") / np.sqrt(count), rms),
+        _relative(_gap(a, b, rows_a, rows_b, "mean"), rms),
+        _relative(_gap(a, b, rows_a, rows_b, "min"), top),
+        _relative(_gap(a, b, rows_a, rows_b, "max"), top),
+    ]
+    found: Floats = np.maximum.reduce(parts)
+    found = _with_hashes(a, b, rows_a, rows_b, found)
+    found[_counts_differ(a, b, rows_a, rows_b)] = np.inf
+    integers = ~(_floating(a)[rows_a] & _floating(b)[rows_b])
+    found[integers & (found > 0)] = np.maximum(found[integers & (found > 0)], 1.0)  # integers are not rounded
+    return found
+
+
+def _largest(frame: Frame, rows: Ints) -> Floats:
+    top: Floats = np.fmax(np.abs(frame.numbers["min"][rows]), np.abs(frame.numbers["max"][rows]))
+    return top
+
+
+def _gap(a: Frame, b: Frame, rows_a: Ints, rows_b: Ints, name: str) -> Floats:
+    first, second = a.numbers[name][rows_a], b.numbers[name][rows_b]
+    with np.errstate(invalid="ignore", over="ignore"):
+        gap: Floats = np.abs(first - second)
+    gap[np.isnan(first) | np.isnan(second)] = 0.0
+    return gap
+
+
+def _relative(gap: Floats, scale: Floats) -> Floats:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found: Floats = np.where(gap == 0, 0.0, gap / scale)
+    return np.nan_to_num(found, nan=np.inf, posinf=np.inf)
+
+
+def _with_hashes(a: Frame, b: Frame, rows_a: Ints, rows_b: Ints, found: Floats) -> Floats:
+    known = a.hashed[rows_a] & b.hashed[rows_b]
+    if not known.any():
+        return found
+    equal = a.hash[rows_a] == b.hash[rows_b]
+    layouts_a, layouts_b = a.texts["layout"], b.texts["layout"]
+    same_order = np.array(
+        [layouts_a.at(i) == layouts_b.at(j) for i, j in zip(rows_a.tolist(), rows_b.tolist(), strict=True)], dtype=bool
+    )
+    found = np.where(known & equal & same_order, 0.0, found)
+    found = np.where(known & ~equal & same_order & (found == 0), BITS_DIFFER, found)
+    return np.where(known & equal & ~same_order, ORDER_DIFFERS, found)
+
+
+def _counts_differ(a: Frame, b: Frame, rows_a: Ints, rows_b: Ints) -> npt.NDArray[np.bool_]:
+    differ = a.count[rows_a] != b.count[rows_b]
+    for name in ("nan", "pos_inf", "neg_inf"):
+        first, second = a.counts[name][rows_a], b.counts[name][rows_b]
+        differ |= (first != second) & (first != UNKNOWN) & (second != UNKNOWN)
+    return differ
+
+
+def _floating(frame: Frame) -> npt.NDArray[np.bool_]:
+    text = frame.texts["dtype"]
+    floats = np.array([word.startswith(("float", "bfloat", "complex")) for word in text.words] or [True], dtype=bool)
+    return np.where(text.codes >= 0, floats[np.maximum(text.codes, 0)], True)

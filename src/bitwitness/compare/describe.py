@@ -1,0 +1,60 @@
+"""Words for differences: which argument of an operator, by its name."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+_UNIMPORTANT = ("group", "names", "maximize", "foreach", "fused", "capturable", "differentiable", "initial_lr", "memory_format")
+_PLACES = ("device", "layout", "pin_memory", "non_blocking")
+
+
+def argument_differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """Return ``name: value against value`` for each argument that differs and that numbers may depend on."""
+    first, second = _named(a), _named(b)
+    found = []
+    for name in [*first, *(name for name in second if name not in first)]:
+        x, y = first.get(name, "(default)"), second.get(name, "(default)")
+        if x != y and name not in _UNIMPORTANT and name not in _PLACES and not _is_tensor(x, y):
+            found.append(f"{name} {_shown(x)} against {_shown(y)}")
+    return found
+
+
+def _named(call: dict[str, Any]) -> dict[str, Any]:
+    names, defaults = _schema(str(call.get("f", "")))
+    values = call.get("a")
+    positional = values if isinstance(values, list) else []
+    keywords = call.get("k")
+    named = {names[i] if i < len(names) else f"argument {i}": value for i, value in enumerate(positional)}
+    named |= keywords if isinstance(keywords, dict) else {}
+    return defaults | named
+
+
+@lru_cache(maxsize=1024)
+def _schema(function: str) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Return an operator's argument names and defaults, where torch knows it: looked up, never run."""
+    namespace, _, rest = function.partition(".")
+    name, _, overload = rest.partition(".")
+    if not (namespace == "aten" and name.isidentifier() and (overload.isidentifier() or not overload)):
+        return (), {}
+    try:
+        schema = getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")._schema
+    except (AttributeError, RuntimeError):
+        return (), {}
+    plain = (bool, int, float, str)
+    defaults = {a.name: a.default_value for a in schema.arguments if isinstance(a.default_value, plain)}
+    return tuple(a.name for a in schema.arguments), defaults
+
+
+def _is_tensor(x: Any, y: Any) -> bool:
+    return all(isinstance(value, dict) and "$" in value for value in (x, y))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        if "$" in value:
+            return "a tensor"
+        return str(next(iter(value.values()), value))
+    return str(value)

@@ -1,0 +1,173 @@
+"""One step of one rank as columns: what alignment and comparison work on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+_TEXTS = ("kind", "phase", "module", "op", "slot", "dtype", "placement", "layout", "name", "args", "tensor")
+_COUNTS = ("nan", "pos_inf", "neg_inf", "zeros")
+_NUMBERS = ("min", "max", "mean", "l2")
+UNKNOWN = -1
+"""Stands for a count that was not taken."""
+
+
+@dataclass(slots=True)
+class Text:
+    """A column of strings: codes into ``words``; -1 where there is none."""
+
+    codes: Ints
+    words: list[str]
+
+    def __getitem__(self, row: int) -> str | None:
+        code = self.codes[row]
+        return None if code < 0 else self.words[code]
+
+    def at(self, row: int) -> str:
+        """Return a row's string; empty if there is none."""
+        code = self.codes[row]
+        return "" if code < 0 else self.words[code]
+
+    def equals(self, word: str) -> npt.NDArray[np.bool_]:
+        """Tell which rows hold a word."""
+        return self.codes == (self.words.index(word) if word in self.words else -2)
+
+
+@dataclass(slots=True)
+class Node:
+    """One operator call, module call, parameter and so on: the rows that belong to it, in order."""
+
+    number: int
+    rows: list[int]
+    kind: str
+    phase: str
+    module: str
+    op: str
+    call: int
+    micro: int
+    recomputed: bool
+    inputs: list[int] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
+
+    @property
+    def site(self) -> str:
+        """The site of its first result."""
+        return f"{self.module}/{self.op}#{self.call}:{self.phase}"
+
+
+class Frame:
+    """A table of `bitwitness.store.rows.SCHEMA` as arrays.
+
+    Parameters
+    ----------
+    table
+        The rows of one step of one rank.
+
+    """
+
+    def __init__(self, table: pa.Table) -> None:
+        self.table = table
+        self.size = table.num_rows
+        self.texts = {name: _text(table.column(name)) for name in _TEXTS}
+        self.counts = {name: _ints(table.column(name), UNKNOWN) for name in _COUNTS}
+        self.numbers = {name: _floats(table.column(name)) for name in _NUMBERS}
+        self.count = _ints(table.column("count"), 0)
+        self.hash = _ints(table.column("hash"), 0)
+        self.hashed = np.asarray(table.column("hash").is_valid().combine_chunks())
+        self.node = _ints(table.column("node"), -1)
+        self.value = _ints(table.column("value"), -1)
+        self.producer = _ints(table.column("producer"), -1)
+        self.call = _ints(table.column("call"), 0)
+        self.micro = _ints(table.column("micro"), 0)
+        self.stack = _ints(table.column("stack"), -1)
+        self.recomputed = np.asarray(table.column("recomputed").fill_null(False).combine_chunks())
+        self._shapes: list[tuple[int, ...]] | None = None
+        self._nodes: list[Node] | None = None
+
+    def text(self, name: str, row: int) -> str:
+        """Return a row's string in a column; empty if there is none."""
+        return self.texts[name].at(row)
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Each row's shape."""
+        if self._shapes is None:
+            self._shapes = [tuple(shape or ()) for shape in self.table.column("shape").to_pylist()]
+        return self._shapes
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The nodes in the order in which they were complete."""
+        if self._nodes is None:
+            self._nodes = _nodes(self)
+        return self._nodes
+
+    def stats(self, row: int) -> dict[str, Any]:
+        """Return a row's statistics, None where they are not known."""
+        found: dict[str, Any] = {"count": int(self.count[row])}
+        found |= {name: None if self.counts[name][row] == UNKNOWN else int(self.counts[name][row]) for name in _COUNTS}
+        for name in _NUMBERS:
+            number = float(self.numbers[name][row])
+            found[name] = None if np.isnan(number) else number
+        found["hash"] = f"{int(self.hash[row]) & (1 << 64) - 1:016x}" if self.hashed[row] else None
+        return found
+
+
+def _text(column: pa.ChunkedArray) -> Text:
+    array = column.combine_chunks()
+    if isinstance(array, pa.ChunkedArray):
+        array = array.chunk(0) if array.num_chunks else pa.DictionaryArray.from_arrays(pa.array([], pa.int32()), pa.array([], pa.string()))
+    codes = np.asarray(array.indices.fill_null(-1), dtype=np.int64)
+    return Text(codes, [word if word is not None else "" for word in array.dictionary.to_pylist()])
+
+
+def _ints(column: pa.ChunkedArray, missing: int) -> Ints:
+    return np.asarray(column.fill_null(missing).combine_chunks(), dtype=np.int64)
+
+
+def _floats(column: pa.ChunkedArray) -> Floats:
+    return np.asarray(column.fill_null(float("nan")).combine_chunks(), dtype=np.float64)
+
+
+def _nodes(frame: Frame) -> list[Node]:
+    """Group the rows; a node is as late as its last row."""
+    rows: dict[int, list[int]] = {}
+    for row, number in enumerate(frame.node.tolist()):
+        rows.setdefault(number, []).append(row)
+    found = [_node(frame, number, members) for number, members in rows.items()]
+    found.sort(key=lambda node: node.rows[-1])
+    return found
+
+
+def _node(frame: Frame, number: int, rows: list[int]) -> Node:
+    first = rows[0]
+    kind, phase = frame.text("kind", first), frame.text("phase", first)
+    node = Node(
+        number,
+        rows,
+        kind,
+        phase,
+        frame.text("module", first),
+        frame.text("op", first),
+        int(frame.call[first]),
+        int(frame.micro[first]),
+        bool(frame.recomputed[first]),
+    )
+    for row in rows:
+        (node.outputs if _is_output(kind, phase, frame.text("slot", row)) else node.inputs).append(row)
+    return node
+
+
+def _is_output(kind: str, phase: str, slot: str) -> bool:
+    if kind == "module" and phase == "backward":
+        return slot.startswith("grad_in")
+    if kind in ("op", "module", "optimizer", "collective"):
+        return slot.startswith(("out", "running"))
+    return True

@@ -1,0 +1,179 @@
+"""Compares two recordings, step by step and rank by rank; no more than one step of each is in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bitwitness.compare.align import Alignment, align
+from bitwitness.compare.frame import Frame, Node
+from bitwitness.compare.verdict import History, Judge, Suspect, group_agrees
+from bitwitness.errors import UsageError
+from bitwitness.store.source import Source
+
+_LISTED = 200  # insertions and suspects that are kept
+RowSink = Callable[[int, int, Judge, Alignment], None]
+"""Takes rank, step and what is known of one step, to write its rows somewhere."""
+
+
+@dataclass(slots=True)
+class Report:
+    """What a comparison found.
+
+    Attributes
+    ----------
+    first
+        The first operator that made an error; None if none did.
+    parting
+        The first in the order of execution whose inputs agree and whose results do not.
+    suspects
+        All that made one, those that exceed what rounding explains most first.
+    only_a, only_b
+        Operators that one run alone has.
+    groups
+        Groups of operators that stand against others, with the same result.
+    rows, differing
+        Compared values, and those of them that differ at all.
+    noise
+        The largest relative change that rounding explained.
+    problems
+        What could not be read or compared.
+
+    """
+
+    first: Suspect | None = None
+    parting: Suspect | None = None
+    suspects: list[Suspect] = field(default_factory=list)
+    only_a: list[str] = field(default_factory=list)
+    only_b: list[str] = field(default_factory=list)
+    groups: list[tuple[list[str], list[str]]] = field(default_factory=list)
+    rows: int = 0
+    differing: int = 0
+    steps: int = 0
+    noise: float = 0.0
+    problems: list[str] = field(default_factory=list)
+    modules: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def conclusion(self) -> str:
+        """One sentence for all."""
+        if self.first is not None:
+            return f"the runs part at {self.first.site} (rank {self.first.rank}, step {self.first.step}): {self.first.text}"
+        if not self.rows:
+            return "nothing could be compared"
+        if not self.differing:
+            return "no difference: everything that was compared is equal"
+        return f"reordering-level differences only: no operator differs by more than rounding explains (largest {self.noise:.2g})"
+
+
+@dataclass(slots=True)
+class Settings:
+    """How to compare: module paths of A by those of B, and which ranks and steps (None for all both have)."""
+
+    modules: Mapping[str, str] = field(default_factory=dict)
+    ranks: Sequence[int] | None = None
+    steps: Sequence[int] | None = None
+
+
+def compare(
+    a: Source,
+    b: Source,
+    settings: Settings | None = None,
+    *,
+    sinks: Sequence[RowSink] = (),
+    progress: Callable[[int, int], None] = lambda _done, _all: None,
+    refine: Callable[[Judge, Suspect], Suspect | None] = lambda _judge, suspect: suspect,
+) -> Report:
+    """Compare two recordings.
+
+    Parameters
+    ----------
+    sinks
+        Are shown each compared step.
+    progress
+        Told of (steps done, steps in all).
+    refine
+        Looks at a suspect more closely, with the values themselves; returns None if it is none.
+
+    Raises
+    ------
+    UsageError
+        If the two have no rank or no step in common.
+
+    """
+    settings = settings or Settings()
+    places = _places(a, b, settings)
+    report = Report(modules=dict(settings.modules))
+    histories: dict[int, History] = {}
+    for done, (step, rank) in enumerate(places):
+        progress(done, len(places))
+        frame_a, frame_b = Frame(a.table(rank, step)), Frame(b.table(rank, step))
+        alignment = align(frame_a, frame_b, settings.modules)
+        judge = Judge(frame_a, frame_b, alignment, rank, step, histories.setdefault(rank, History()))
+        for suspect in judge.suspects():
+            kept = refine(judge, suspect)
+            if kept is not None:
+                report.suspects.append(kept)
+        _count(report, judge, alignment, frame_a, frame_b)
+        for sink in sinks:
+            sink(rank, step, judge, alignment)
+    progress(len(places), len(places))
+    report.noise = max((history.noise for history in histories.values()), default=0.0)
+    report.problems += [*a.problems, *b.problems]
+    _conclude(report)
+    return report
+
+
+def _places(a: Source, b: Source, settings: Settings) -> list[tuple[int, int]]:
+    ranks = [r for r in a.ranks() if r in b.ranks() and (settings.ranks is None or r in settings.ranks)]
+    if not ranks:
+        raise UsageError(f"{a.path} has ranks {a.ranks()}, {b.path} has ranks {b.ranks()}; expected one in common")
+    places = [
+        (step, rank)
+        for rank in ranks
+        for step in sorted(set(a.steps(rank)) & set(b.steps(rank)))
+        if settings.steps is None or step in settings.steps
+    ]
+    if not places:
+        raise UsageError(
+            f"{a.path} has steps {_shortened(a.steps(ranks[0]))}, {b.path} has steps {_shortened(b.steps(ranks[0]))}; "
+            "expected one in common (and among those asked for)"
+        )
+    return sorted(places)
+
+
+def _shortened(numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:5]))
+    return f"{shown}, … {numbers[-1]}" if len(numbers) > 5 else shown or "(none)"
+
+
+def _count(report: Report, judge: Judge, alignment: Alignment, a: Frame, b: Frame) -> None:
+    report.rows += len(judge.change_of)
+    report.differing += sum(change > 0 for change in judge.change_of.values())
+    report.steps += 1
+    lone_a, lone_b = list(alignment.only_a), list(alignment.only_b)
+    for group in alignment.groups:
+        if group_agrees(a, b, group):
+            report.groups.append(([node.site for node in group.a], [node.site for node in group.b]))
+        else:
+            lone_a += group.a
+            lone_b += group.b
+    _list(report.only_a, lone_a)
+    _list(report.only_b, lone_b)
+
+
+def _list(sites: list[str], nodes: list[Node]) -> None:
+    for node in nodes:
+        if node.site not in sites and len(sites) < _LISTED:
+            sites.append(node.site)
+
+
+def _conclude(report: Report) -> None:
+    """Choose the first; rank the rest."""
+    suspects = sorted(report.suspects, key=lambda suspect: (suspect.order, suspect.rank))
+    report.first = suspects[0] if suspects else None
+    report.parting = next((s for s in suspects if s.clean), None)
+    first = suspects[:1]
+    rest = sorted(suspects[1:], key=lambda suspect: -suspect.score)
+    report.suspects = [*first, *rest][:_LISTED]

@@ -1,0 +1,390 @@
+"""Which operators made the difference: error that was made here told from error that was handed on.
+
+Nodes are looked at in the order of execution. A node is a *suspect* if one of these holds, and its results differ by more
+than rounding explains:
+
+``computed``   inputs agree as far as their changes matter, and the result does not
+``argument``   it was called with other arguments (an epsilon, a scale, a learning rate)
+``dtype``      it computed in another precision
+``source``     it read something that differs and that no recorded operator made: a weight, a buffer, the batch, a view
+``missing``    only one of the runs has it, and what follows differs
+``random``     it draws random numbers, and drew others
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from bitwitness.compare.align import Alignment, Group, Pair
+from bitwitness.compare.allowance import allowed, arguments, roundoff
+from bitwitness.compare.changes import BITS_DIFFER, changes
+from bitwitness.compare.describe import argument_differences
+from bitwitness.compare.frame import Frame, Node
+from bitwitness.compare.names import is_random
+
+_STILL = 1e-6  # by which statistics of equal numbers may differ, taken by another number of threads
+_VIEWED = 100.0
+_FOLLOWED = 4.0
+_UNMATCHED = ("op", "collective")
+_CASTS = ("_to_copy", "to", "type_as")
+_ILL_CONDITIONED = 1000.0  # unit roundoffs: a result for which so much is explained says nothing about the others
+
+
+@dataclass(slots=True)
+class Suspect:
+    """An operator that made a difference.
+
+    ``score``: how many times more its results differ than rounding explains; ``change``: by how much, relatively.
+    ``side``: ``a`` or ``b`` where only that run has the operator, else empty. ``clean``: all its inputs agree.
+    """
+
+    site: str
+    rank: int
+    step: int
+    reason: str
+    text: str
+    score: float
+    change: float
+    explained: float
+    order: tuple[int, int]
+    side: str = ""
+    clean: bool = True
+    stack: int = -1
+    micro: int = 0
+    pair: Pair | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it ready for JSON."""
+        return {
+            "site": self.site,
+            "rank": self.rank,
+            "step": self.step,
+            "micro": self.micro,
+            "reason": self.reason,
+            "text": self.text,
+            "score": self.score,
+            "change": self.change,
+            "explained": self.explained,
+            "only_in": self.side or None,
+            "inputs_agree": self.clean,
+        }
+
+
+@dataclass(slots=True)
+class History:
+    """What is known of one rank's earlier steps.
+
+    ``named``: the latest change of each parameter and buffer, by name; ``noise``: the largest change so far that rounding
+    explained; ``parted``: something differed by more.
+    """
+
+    named: dict[str, float] = field(default_factory=dict)
+    noise: float = 0.0
+    parted: bool = False
+    first_step: int | None = None
+
+
+class Judge:
+    """Goes through one step of one rank; `suspects` yields what it finds, in order.
+
+    Parameters
+    ----------
+    a, b
+        The two steps.
+    alignment
+        What matches what.
+    rank, step
+        Where they are from.
+    history
+        Of this rank; it is carried on.
+
+    """
+
+    def __init__(self, a: Frame, b: Frame, alignment: Alignment, rank: int, step: int, history: History) -> None:
+        self.a = a
+        self.b = b
+        self._alignment = alignment
+        self._rank = rank
+        self._step = step
+        self._history = history
+        if history.first_step is None:
+            history.first_step = step
+        self._made_a = {pair.a.number: pair for pair in alignment.pairs if pair.a.outputs}
+        self._made_b = {pair.b.number: pair for pair in alignment.pairs if pair.b.outputs}
+        self._lone_a = {node.number: node for node in _lone(alignment, first=True)}
+        self._lone_b = {node.number: node for node in _lone(alignment, first=False)}
+        self._out: dict[int, float] = {}
+        self._real: set[int] = set()
+        self._told: set[str] = set()
+        self._written: dict[str, float] = {}
+        self._late = history.parted
+        self.change_of: dict[int, float] = {}
+        """The change of each row of A that has a counterpart."""
+        self._measure()
+
+    def _measure(self) -> None:
+        rows = [rows for pair in self._alignment.pairs for rows in (*pair.inputs, *pair.outputs)]
+        if not rows:
+            return
+        left, right = (np.array(side, dtype=np.int64) for side in zip(*rows, strict=True))
+        found = changes(self.a, self.b, left, right)
+        self.change_of = dict(zip(left.tolist(), found.tolist(), strict=True))
+
+    def suspects(self) -> Iterator[Suspect]:
+        """Yield the suspects in the order of execution."""
+        state = [pair for pair in self._alignment.pairs if pair.a.kind in ("parameter", "buffer")]
+        begun = {self.a.text("name", row): self.change_of[row] for pair in state for row, _ in pair.outputs}
+        for pair in self._alignment.pairs:
+            if pair.a.kind in ("parameter", "buffer"):
+                continue  # what reads them is looked at
+            suspect = self._look(pair)
+            self._remember(pair)
+            if suspect is not None and not (pair.a.kind == "module" and self._told_inside(pair.a.module)):
+                self._history.parted = True
+                self._told.add((suspect.site.partition("/")[0]))
+                yield suspect
+        self._history.named = begun | self._written
+
+    def _seen_inside(self, pair: Pair) -> bool:
+        """Tell whether a module's result was made by an operator that is recorded itself."""
+        return all(int(self.a.producer[row]) in self._out for row, _ in pair.outputs)
+
+    def _told_inside(self, path: str) -> bool:
+        """Tell whether something inside a module was named already: the module's own difference is that."""
+        return path == "." and bool(self._told) or any(told == path or told.startswith(path + ".") for told in self._told)
+
+    # -- one node ------------------------------------------------------------------------------------------------
+
+    def _look(self, pair: Pair) -> Suspect | None:
+        carried = [self.change_of[row] for row, _ in pair.inputs]
+        results = [self.change_of[row] for row, _ in pair.outputs]
+        largest = max(results, default=0.0)
+        self._out[pair.a.number] = largest
+        if largest == 0.0:
+            return None
+        source = self._source(pair, carried)
+        explained, worst = self._worst(pair, carried, results)
+        over = worst > explained
+        if not pair.inputs:
+            return self._without_inputs(pair, worst)
+        differing = any(self._is_real(pair.a, row) for row, _ in pair.inputs)
+        if over or (differing and worst > 0):
+            self._real.add(pair.a.number)
+        elif explained <= min(0.05, _ILL_CONDITIONED * self._roundoff(pair)):
+            self._history.noise = max(self._history.noise, worst)
+        if pair.a.kind == "module" and self._seen_inside(pair):
+            return None
+        if source is not None and worst > 0:
+            self._real.add(pair.a.number)
+            return self._suspect(pair, *source, worst, explained, clean=False)
+        reason = self._own_reason(pair, worst, explained, over=over)
+        if reason is None:
+            return None
+        return self._suspect(pair, *reason, worst, explained, clean=not differing)
+
+    def _worst(self, pair: Pair, carried: list[float], results: list[float]) -> tuple[float, float]:
+        """Return what is explained and what is seen, of the result that exceeds it most."""
+        background = self._history.noise
+        noisy = [c if c == 0.0 else max(c, background if c <= background else c) for c in carried]
+        best = (math.inf, 0.0)
+        for i, change in enumerate(results):
+            explained = allowed(self.a, self.b, pair, i, noisy)
+            ratio = change / explained if explained else math.inf
+            if i == 0 or ratio > best[1] / best[0]:
+                best = (explained, change)
+        return best
+
+    def _own_reason(self, pair: Pair, worst: float, explained: float, *, over: bool) -> tuple[str, str] | None:
+        if text := self._dtypes(pair):
+            return "dtype", text
+        carried = max((self.change_of[row] for row, _ in pair.inputs), default=0.0)
+        own = self._roundoff(pair)
+        first, second = self.a.text("args", pair.a.rows[0]), self.b.text("args", pair.b.rows[0])
+        if first != second and worst > max(_STILL * 0.01, _FOLLOWED * carried * (carried < _STILL)):
+            differing = argument_differences(arguments(first), arguments(second))
+            if differing and (over or worst > own):
+                return "argument", f"called with other arguments: {'; '.join(differing)}"
+        if not over or any(self._is_real(pair.a, row) for row, _ in pair.inputs):
+            return None  # statistics say too little of how far apart differing inputs are
+        if is_random(pair.a.op):
+            return "random", "it draws random numbers, and drew others: another seed or another number of draws before"
+        if worst == BITS_DIFFER:
+            return None
+        return "computed", "its inputs agree and its result does not"
+
+    def _roundoff(self, pair: Pair) -> float:
+        row_a, row_b = pair.outputs[0]
+        return max(roundoff(self.a.text("dtype", row_a)), roundoff(self.b.text("dtype", row_b)))
+
+    def _dtypes(self, pair: Pair) -> str:
+        """Tell of another dtype of the result or of an input that was cast for it."""
+        for row_a, row_b in (*pair.outputs[:1], *pair.inputs):
+            first, second = self.a.text("dtype", row_a), self.b.text("dtype", row_b)
+            if first != second and self._cast_here(pair, row_a, row_b):
+                return f"computed in {first} against {second}"
+        return ""
+
+    def _cast_here(self, pair: Pair, row_a: int, row_b: int) -> bool:
+        """Tell whether another dtype begins here: it was not handed on by a matched operator."""
+        if (row_a, row_b) in pair.outputs:
+            return all(
+                self.a.text("dtype", i) == self.b.text("dtype", j) or self._cast_here(pair, i, j) for i, j in pair.inputs
+            )
+        makers = self._lone_a.get(int(self.a.producer[row_a])), self._lone_b.get(int(self.b.producer[row_b]))
+        return any(maker is not None and maker.op in _CASTS for maker in makers)
+
+    def _without_inputs(self, pair: Pair, worst: float) -> Suspect | None:
+        """Judge a value that stands alone: a gradient, a saved point."""
+        row = pair.outputs[0][0]
+        if pair.a.kind == "op":
+            self._real.add(pair.a.number)
+            reason = self._own_reason(pair, worst, _STILL, over=worst > _STILL)
+            return None if reason is None else self._suspect(pair, *reason, worst, _STILL, clean=True)
+        if self._handed_on(row, pair.outputs[0][1]) or self._history.parted or worst <= _STILL + _VIEWED * self._history.noise:
+            return None
+        self._real.add(pair.a.number)
+        if pair.a.kind not in ("gradient", "collective"):
+            return None
+        return self._suspect(pair, "source", "it differs, and no recorded operator made it", worst, _STILL, clean=True)
+
+    # -- where an input's difference comes from --------------------------------------------------------------------
+
+    def _is_real(self, node: Node, row: int) -> bool:
+        """Tell whether an input differs by more than noise."""
+        change = self.change_of[row]
+        if change == 0.0:
+            return False
+        if self._late:
+            return True  # the runs parted in an earlier step: statistics tell nothing of how far
+        producer = int(self.a.producer[row])
+        if producer in self._out and producer != node.number:
+            return producer in self._real
+        return change > _STILL + _VIEWED * self._history.noise
+
+    def _handed_on(self, row_a: int, row_b: int) -> bool:
+        producer = int(self.a.producer[row_a])
+        return self._out.get(producer, 0.0) > 0 or producer in self._lone_a or int(self.b.producer[row_b]) in self._lone_b
+
+    def _source(self, pair: Pair, carried: list[float]) -> tuple[str, str] | None:
+        """Return why an input differs, if no matched operator made the difference."""
+        if pair.a.kind == "optimizer":
+            return None
+        for (row_a, row_b), change in zip(pair.inputs, carried, strict=True):
+            if change == 0.0:
+                continue
+            made_a, made_b = int(self.a.producer[row_a]), int(self.b.producer[row_b])
+            lone = self._lone_a.get(made_a) or self._lone_b.get(made_b)
+            if lone is not None:
+                found = self._from_lone(pair, row_a, row_b, change, lone, made_a)
+            elif made_a in self._out:
+                found = self._from_view(pair, row_a, change, self._out[made_a])
+            else:
+                found = self._from_outside(pair, row_a, row_b, change)
+            if found is not None:
+                return found
+        return None
+
+    def _from_lone(
+        self, pair: Pair, row_a: int, row_b: int, change: float, lone: Node, made_a: int
+    ) -> tuple[str, str] | None:
+        if lone.op in _CASTS and self.a.text("dtype", row_a) != self.b.text("dtype", row_b):
+            return None  # told as the dtype of what reads it
+        own = max(roundoff(self.a.text("dtype", row_a)), roundoff(self.b.text("dtype", row_b)))
+        if change <= _VIEWED * (self._history.noise + own) or self._real_before(lone, first=made_a in self._lone_a):
+            return None
+        side = "a" if made_a in self._lone_a else "b"
+        return f"missing:{side}:{lone.number}", (
+            f"only run {side.upper()} has it, and its result matters to {pair.a.site}.{self.a.text('slot', row_a)}"
+        )
+
+    def _real_before(self, lone: Node, *, first: bool) -> bool:
+        """Tell whether what a lone operator read differed already."""
+        frame, made = (self.a, self._made_a) if first else (self.b, self._made_b)
+        for row in lone.inputs:
+            pair = made.get(int(frame.producer[row]))
+            if pair is not None and pair.a.number in self._real:
+                return True
+        return False
+
+    def _from_view(self, pair: Pair, row: int, change: float, made: float) -> tuple[str, str] | None:
+        own = roundoff(self.a.text("dtype", row))
+        if change <= _VIEWED * (max(made, self._history.noise) + own) or pair.a.kind == "module":
+            return None
+        return "source", (
+            f"{self.a.text('slot', row)} differs although what it is taken from agrees: another view (a transpose, a slice)"
+        )
+
+    def _from_outside(self, pair: Pair, row_a: int, row_b: int, change: float) -> tuple[str, str] | None:
+        name = self.a.text("name", row_a) or self.b.text("name", row_b)
+        slot = self.a.text("slot", row_a)
+        known = self._written.get(name, self._history.named.get(name))
+        if known is not None and change <= _FOLLOWED * known + _STILL:
+            return None
+        if not name and (self._history.parted or pair.a.kind == "module" or pair.a.phase == "backward"):
+            return None  # it may be what a function that was not recorded made of differing values
+        if change <= _STILL + _VIEWED * self._history.noise:
+            return None
+        if not name:
+            return "source", f"{slot} differs, and no recorded operator made it"
+        return "source", f"{name if name.startswith('input ') else 'its ' + name} differs: {self._numbers(row_a, row_b)}"
+
+    def _numbers(self, row_a: int, row_b: int) -> str:
+        first, second = self.a.numbers["l2"][row_a], self.b.numbers["l2"][row_b]
+        if first == second or math.isnan(first):
+            return "other bits"
+        return f"L2 norm {first:.9g} against {second:.9g}"
+
+    # -- keeping -------------------------------------------------------------------------------------------------
+
+    def _remember(self, pair: Pair) -> None:
+        """Keep how far apart a parameter or buffer is that was just written: the next step reads it."""
+        for row, _ in pair.outputs:
+            name = self.a.text("name", row)
+            if name:
+                self._written[name] = self.change_of[row]
+
+    def _suspect(self, pair: Pair, reason: str, text: str, worst: float, explained: float, *, clean: bool) -> Suspect:
+        node, frame, side = pair.a, self.a, ""
+        if reason.startswith("missing:"):
+            reason, side, number = reason.split(":")
+            node = (self._lone_a if side == "a" else self._lone_b)[int(number)]
+            frame = self.a if side == "a" else self.b
+        slot = frame.text("slot", node.outputs[0]) if node.outputs else "out0"
+        return Suspect(
+            site=f"{node.site}.{slot}",
+            rank=self._rank,
+            step=self._step,
+            reason=reason,
+            text=text,
+            score=worst / explained if explained else math.inf,
+            change=worst,
+            explained=explained,
+            order=(self._step, pair.a.rows[-1]),
+            side=side,
+            clean=clean,
+            stack=int(frame.stack[node.rows[0]]),
+            micro=node.micro,
+            pair=None if side else pair,
+        )
+
+
+def _lone(alignment: Alignment, *, first: bool) -> Iterator[Node]:
+    yield from alignment.only_a if first else alignment.only_b
+    for group in alignment.groups:
+        yield from group.a if first else group.b
+
+
+def group_agrees(a: Frame, b: Frame, group: Group) -> bool:
+    """Tell whether two groups come to the same result: a fused operator and its parts."""
+    rows_a, rows_b = group.a[-1].outputs, group.b[-1].outputs
+    pairs = [(i, j) for i, j in zip(rows_a, rows_b, strict=False) if a.count[i] == b.count[j]]
+    if not pairs:
+        return False
+    left, right = (np.array(side, dtype=np.int64) for side in zip(*pairs, strict=True))
+    coarse = max(roundoff(a.text("dtype", pairs[0][0])), roundoff(b.text("dtype", pairs[0][1])), 2.0**-24)
+    return bool(changes(a, b, left, right)[0] <= 1000.0 * coarse)
