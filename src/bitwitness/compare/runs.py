@@ -8,12 +8,13 @@ from typing import Any
 
 from bitwitness.compare.align import Alignment, align
 from bitwitness.compare.frame import Frame, Node
+from bitwitness.compare.values import KeptValues, Side
 from bitwitness.compare.verdict import History, Judge, Suspect, group_agrees
 from bitwitness.errors import UsageError
 from bitwitness.store.source import Source
 
 _LISTED = 200  # insertions and suspects that are kept
-RowSink = Callable[[int, int, Judge, Alignment], None]
+RowSink = Callable[[int, int, Judge, Alignment, KeptValues | None], None]
 """Takes rank, step and what is known of one step, to write its rows somewhere."""
 
 
@@ -83,7 +84,6 @@ def compare(
     *,
     sinks: Sequence[RowSink] = (),
     progress: Callable[[int, int], None] = lambda _done, _all: None,
-    refine: Callable[[Judge, Suspect], Suspect | None] = lambda _judge, suspect: suspect,
 ) -> Report:
     """Compare two recordings.
 
@@ -93,8 +93,6 @@ def compare(
         Are shown each compared step.
     progress
         Told of (steps done, steps in all).
-    refine
-        Looks at a suspect more closely, with the values themselves; returns None if it is none.
 
     Raises
     ------
@@ -110,19 +108,31 @@ def compare(
         progress(done, len(places))
         frame_a, frame_b = Frame(a.table(rank, step)), Frame(b.table(rank, step))
         alignment = align(frame_a, frame_b, settings.modules)
-        judge = Judge(frame_a, frame_b, alignment, rank, step, histories.setdefault(rank, History()))
+        values = _values(Side(a, frame_a, rank), Side(b, frame_b, rank), alignment)
+        exact = None if values is None else values.changes
+        judge = Judge(frame_a, frame_b, alignment, rank, step, histories.setdefault(rank, History()), exact)
         for suspect in judge.suspects():
-            kept = refine(judge, suspect)
+            kept = suspect if values is None else values.refine(judge, suspect)
             if kept is not None:
                 report.suspects.append(kept)
+        report.problems += [] if values is None else values.problems
         _count(report, judge, alignment, frame_a, frame_b)
         for sink in sinks:
-            sink(rank, step, judge, alignment)
+            sink(rank, step, judge, alignment, values)
     progress(len(places), len(places))
     report.noise = max((history.noise for history in histories.values()), default=0.0)
     report.problems += [*a.problems, *b.problems]
     _conclude(report)
     return report
+
+
+def _values(a: Side, b: Side, alignment: Alignment) -> KeptValues | None:
+    """Compare the values themselves, where both runs kept them."""
+    values = KeptValues(a, b)
+    if not values.any:
+        return None
+    values.compare(rows for pair in alignment.pairs for rows in (*pair.inputs, *pair.outputs))
+    return values
 
 
 def _places(a: Source, b: Source, settings: Settings) -> list[tuple[int, int]]:

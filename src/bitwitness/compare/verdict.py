@@ -14,20 +14,21 @@ than rounding explains:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from bitwitness.compare.align import Alignment, Group, Pair
-from bitwitness.compare.allowance import allowed, arguments, roundoff
+from bitwitness.compare.allowance import allowed, arguments, rms, roundoff
 from bitwitness.compare.changes import BITS_DIFFER, changes
 from bitwitness.compare.describe import argument_differences
 from bitwitness.compare.frame import Frame, Node
 from bitwitness.compare.names import is_random
 
 _STILL = 1e-6  # by which statistics of equal numbers may differ, taken by another number of threads
+_GRADIENT = 1e-3  # by which a gradient of which nothing else is known may differ
 _VIEWED = 100.0
 _FOLLOWED = 4.0
 _UNMATCHED = ("op", "collective")
@@ -89,6 +90,10 @@ class History:
     first_step: int | None = None
 
 
+Exact = Callable[[dict[tuple[int, int], float]], dict[tuple[int, int], float]]
+"""Returns the changes of pairs of rows by the values themselves, where they were kept, given those by statistics."""
+
+
 class Judge:
     """Goes through one step of one rank; `suspects` yields what it finds, in order.
 
@@ -102,10 +107,14 @@ class Judge:
         Where they are from.
     history
         Of this rank; it is carried on.
+    exact
+        Compares the values themselves, where they were kept.
 
     """
 
-    def __init__(self, a: Frame, b: Frame, alignment: Alignment, rank: int, step: int, history: History) -> None:
+    def __init__(
+        self, a: Frame, b: Frame, alignment: Alignment, rank: int, step: int, history: History, exact: Exact | None = None
+    ) -> None:
         self.a = a
         self.b = b
         self._alignment = alignment
@@ -123,17 +132,21 @@ class Judge:
         self._told: set[str] = set()
         self._written: dict[str, float] = {}
         self._late = history.parted
+        self._usual: float | None = None
         self.change_of: dict[int, float] = {}
         """The change of each row of A that has a counterpart."""
-        self._measure()
+        self._exact = exact is not None
+        self._measure(exact)
 
-    def _measure(self) -> None:
+    def _measure(self, exact: Exact | None) -> None:
         rows = [rows for pair in self._alignment.pairs for rows in (*pair.inputs, *pair.outputs)]
         if not rows:
             return
         left, right = (np.array(side, dtype=np.int64) for side in zip(*rows, strict=True))
-        found = changes(self.a, self.b, left, right)
-        self.change_of = dict(zip(left.tolist(), found.tolist(), strict=True))
+        found = changes(self.a, self.b, left, right).tolist()
+        if exact is not None:
+            found = list(exact(dict(zip(rows, found, strict=True))).values())
+        self.change_of = dict(zip(left.tolist(), found, strict=True))
 
     def suspects(self) -> Iterator[Suspect]:
         """Yield the suspects in the order of execution."""
@@ -157,6 +170,12 @@ class Judge:
     def _told_inside(self, path: str) -> bool:
         """Tell whether something inside a module was named already: the module's own difference is that."""
         return path == "." and bool(self._told) or any(told == path or told.startswith(path + ".") for told in self._told)
+
+    def is_noise(self, pair: Pair, row: int) -> bool:
+        """Tell whether a row's change is what rounding explains; ask after `suspects` ran through."""
+        if row in {out for out, _ in pair.outputs}:
+            return pair.a.number in self._out and pair.a.number not in self._real
+        return not self._is_real(pair.a, row)
 
     # -- one node ------------------------------------------------------------------------------------------------
 
@@ -209,7 +228,7 @@ class Judge:
             differing = argument_differences(arguments(first), arguments(second))
             if differing and (over or worst > own):
                 return "argument", f"called with other arguments: {'; '.join(differing)}"
-        if not over or any(self._is_real(pair.a, row) for row, _ in pair.inputs):
+        if not over or (not self._exact and any(self._is_real(pair.a, row) for row, _ in pair.inputs)):
             return None  # statistics say too little of how far apart differing inputs are
         if is_random(pair.a.op):
             return "random", "it draws random numbers, and drew others: another seed or another number of draws before"
@@ -247,10 +266,17 @@ class Judge:
             return None if reason is None else self._suspect(pair, *reason, worst, _STILL, clean=True)
         if self._handed_on(row, pair.outputs[0][1]) or self._history.parted or worst <= _STILL + _VIEWED * self._history.noise:
             return None
-        self._real.add(pair.a.number)
-        if pair.a.kind not in ("gradient", "collective"):
+        if pair.a.kind not in ("gradient", "collective") or worst <= _GRADIENT or self._is_cancelled(row):
             return None
+        self._real.add(pair.a.number)
         return self._suspect(pair, "source", "it differs, and no recorded operator made it", worst, _STILL, clean=True)
+
+    def _is_cancelled(self, row: int) -> bool:
+        """Tell whether a gradient is so much smaller than others that it may be rounding errors alone (a key's bias has none)."""
+        if self._usual is None:
+            sizes = [rms(self.a, p.outputs[0][0]) for p in self._alignment.pairs if p.a.kind == "gradient"]
+            self._usual = float(np.median(sizes)) if sizes else 0.0
+        return rms(self.a, row) < 1e-3 * self._usual
 
     # -- where an input's difference comes from --------------------------------------------------------------------
 
@@ -331,6 +357,8 @@ class Judge:
             return None
         if not name:
             return "source", f"{slot} differs, and no recorded operator made it"
+        if known == 0.0:
+            return "source", f"{slot} differs although {name}, which it is taken from, agrees: another view (a transpose, a slice)"
         return "source", f"{name if name.startswith('input ') else 'its ' + name} differs: {self._numbers(row_a, row_b)}"
 
     def _numbers(self, row_a: int, row_b: int) -> str:

@@ -1,0 +1,192 @@
+"""The table of a comparison, a row for each value that was compared: on paper as CSV, JSON Lines or a spreadsheet."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from bitwitness.compare.align import Alignment, Pair
+from bitwitness.compare.values import KeptValues
+from bitwitness.compare.verdict import Judge
+from bitwitness.errors import UsageError
+from bitwitness.finding import to_jsonable
+
+COLUMNS = (
+    "rank", "step", "micro", "kind", "site", "site_b", "dtype_a", "dtype_b", "shape_a", "shape_b", "result", "change",
+    "cosine", "euclidean", "max_abs_error", "max_rel_error", "one_thousandth", "five_thousandths", "ulp",
+    "max_a", "max_b", "max_diff", "min_a", "min_b", "min_diff", "mean_a", "mean_b", "mean_diff", "l2_a", "l2_b", "l2_diff",
+    "l2_rel", "nan_a", "nan_b", "hash_a", "hash_b",
+)  # fmt: skip
+_SHEET_ROWS = 1_048_575
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+
+Cells = dict[str, Any]
+
+
+def rows_of(rank: int, step: int, judge: Judge, alignment: Alignment, values: KeptValues | None) -> Iterator[Cells]:
+    """Yield a step's rows in the order of execution, those that one run alone has included."""
+    for pair in alignment.pairs:
+        for row_a, row_b in (*pair.inputs, *pair.outputs):
+            yield _cells(rank, step, judge, pair, row_a, row_b, values)
+    for side, nodes in (("A", alignment.only_a), ("B", alignment.only_b)):
+        for node in nodes:
+            yield {"rank": rank, "step": step, "micro": node.micro, "kind": node.kind, "site": node.site, "result": f"only in {side}"}
+    for group in alignment.groups:
+        for side, nodes in (("A", group.a), ("B", group.b)):
+            for node in nodes:
+                yield {"rank": rank, "step": step, "micro": node.micro, "kind": node.kind, "site": node.site, "result": f"group in {side}"}
+
+
+def _cells(
+    rank: int, step: int, judge: Judge, pair: Pair, row_a: int, row_b: int, values: KeptValues | None
+) -> Cells:
+    a, b = judge.a, judge.b
+    change = judge.change_of[row_a]
+    site = f"{pair.a.site}.{a.text('slot', row_a)}"
+    site_b = f"{pair.b.site}.{b.text('slot', row_b)}"
+    cells: Cells = {
+        "rank": rank,
+        "step": step,
+        "micro": pair.a.micro,
+        "kind": pair.a.kind,
+        "site": site,
+        "site_b": site_b if site_b != site else None,
+        "dtype_a": a.text("dtype", row_a),
+        "dtype_b": b.text("dtype", row_b),
+        "shape_a": str(list(a.shapes[row_a])),
+        "shape_b": str(list(b.shapes[row_b])),
+        "result": "equal" if change == 0 else "rounding" if judge.is_noise(pair, row_a) else "differs",
+        "change": change,
+    }
+    first, second = a.stats(row_a), b.stats(row_b)
+    for name in ("max", "min", "mean", "l2"):
+        x, y = first[name], second[name]
+        cells |= {f"{name}_a": x, f"{name}_b": y, f"{name}_diff": None if x is None or y is None else x - y}
+    l2 = cells["l2_diff"]
+    cells["l2_rel"] = None if l2 is None or not second["l2"] else abs(l2) / second["l2"]
+    cells |= {"nan_a": first["nan"], "nan_b": second["nan"], "hash_a": first["hash"], "hash_b": second["hash"]}
+    metrics = None if values is None else values.metrics(row_a, row_b)
+    if metrics is not None:
+        cells |= {
+            "cosine": metrics.cosine,
+            "euclidean": metrics.rmse * math.sqrt(int(a.count[row_a])),
+            "max_abs_error": metrics.max_abs,
+            "max_rel_error": metrics.max_rel,
+            "one_thousandth": metrics.share_within_1e_3,
+            "five_thousandths": metrics.share_within_5e_3,
+            "ulp": metrics.ulp_max,
+        }
+    return cells
+
+
+class Paper(Protocol):
+    """Where rows are written."""
+
+    def add(self, cells: Cells) -> None:
+        """Write a row."""
+
+    def close(self) -> None:
+        """Finish; only now the file bears its name."""
+
+
+def harmless(text: str) -> str:
+    """Return a text that no spreadsheet takes for a formula and no terminal for a command."""
+    shown = "".join(c if c.isprintable() else "�" for c in text)
+    return f"'{shown}" if shown.startswith(_FORMULA) else shown
+
+
+class CsvPaper:
+    """A CSV file; raises `UsageError` if it cannot be written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._part = path, path.with_name(path.name + ".part")
+        self._file = _open(self._part)
+        self._writer = csv.writer(self._file)
+        self._writer.writerow(COLUMNS)
+
+    def add(self, cells: Cells) -> None:
+        """Write a row."""
+        self._writer.writerow([_plain(cells.get(name)) for name in COLUMNS])
+
+    def close(self) -> None:
+        """Give the file its name."""
+        self._file.close()
+        self._part.replace(self._path)
+
+
+def _plain(value: Any) -> Any:
+    return harmless(value) if isinstance(value, str) else "" if value is None else value
+
+
+class JsonPaper:
+    """A JSON object whose ``table`` is written row by row; its other fields come last."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._part = path, path.with_name(path.name + ".part")
+        self._file = _open(self._part)
+        self._file.write('{"table": [')
+        self._first = True
+        self.fields: dict[str, Any] = {}
+
+    def add(self, cells: Cells) -> None:
+        """Write a row; what is not known is left out."""
+        known = {name: to_jsonable(value) for name, value in cells.items() if value is not None}
+        self._file.write(("" if self._first else ",") + "\n" + json.dumps(known, allow_nan=False))
+        self._first = False
+
+    def close(self) -> None:
+        """Write the other fields."""
+        rest = json.dumps(to_jsonable(self.fields), indent=1, allow_nan=False)
+        self._file.write("\n]," + rest[1:] + "\n")
+        self._file.close()
+        self._part.replace(self._path)
+
+
+class XlsxPaper:
+    """A spreadsheet, in as many sheets as the rows need; needs XlsxWriter."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import xlsxwriter
+        except ImportError as error:
+            raise UsageError("--xlsx needs XlsxWriter: pip install 'bitwitness[xlsx]'; or use --csv") from error
+        self._path, self._part = path, path.with_name(path.name + ".part")
+        _open(self._part).close()  # now, and not after the whole comparison
+        options = {"constant_memory": True, "strings_to_formulas": False, "strings_to_urls": False}
+        self._book = xlsxwriter.Workbook(str(self._part), options)
+        self._row = _SHEET_ROWS
+
+    def add(self, cells: Cells) -> None:
+        """Write a row."""
+        if self._row >= _SHEET_ROWS:
+            self._sheet = self._book.add_worksheet()
+            self._sheet.freeze_panes(1, 0)
+            self._row = 0
+            self._write(COLUMNS)
+        self._write([cells.get(name) for name in COLUMNS])
+
+    def _write(self, values: Any) -> None:
+        for column, value in enumerate(values):
+            if isinstance(value, str):
+                self._sheet.write_string(self._row, column, harmless(value))
+            elif isinstance(value, int | float) and math.isfinite(value):
+                self._sheet.write_number(self._row, column, value)
+            elif value is not None:
+                self._sheet.write_string(self._row, column, str(value))
+        self._row += 1
+
+    def close(self) -> None:
+        """Write the file."""
+        self._book.close()
+        self._part.replace(self._path)
+
+
+def _open(path: Path) -> TextIO:
+    try:
+        return path.open("w", encoding="utf-8", newline="")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}; name a file in a folder that exists") from error

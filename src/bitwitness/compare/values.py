@@ -1,0 +1,154 @@
+"""The kept tensors of one step of two runs: compared once each, on all cores, and asked again where a suspect is looked at."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import torch
+
+from bitwitness.compare.align import Pair
+from bitwitness.compare.frame import Frame
+from bitwitness.compare.recompute import Error, recompute
+from bitwitness.compare.tensors import same_bits, tensor_metrics
+from bitwitness.compare.verdict import Judge, Suspect
+from bitwitness.errors import UsageError
+from bitwitness.numerics import ErrorMetrics
+from bitwitness.store.source import Source
+
+EQUAL = ErrorMetrics(1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 1.0, 1.0, 0, 0)
+_SURE = 4.0  # times what rounding allows: from here on an error was made here
+_INNOCENT = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One run's step: where its rows are and who can read their tensors."""
+
+    source: Source
+    frame: Frame
+    rank: int
+
+    def has(self, row: int) -> bool:
+        """Tell whether a row's value was kept."""
+        return bool(self.frame.texts["tensor"].codes[row] >= 0)
+
+    def load(self, row: int) -> torch.Tensor:
+        """Return a row's kept value; raises `UsageError` if it cannot be read."""
+        frame = self.frame
+        return self.source.tensor(
+            self.rank, frame.text("tensor", row), frame.text("dtype", row), frame.shapes[row], frame.texts["layout"][row]
+        )
+
+
+class KeptValues:
+    """Compares the kept values of two steps.
+
+    Attributes
+    ----------
+    problems
+        What could not be read, one sentence each.
+
+    """
+
+    def __init__(self, a: Side, b: Side) -> None:
+        self._a = a
+        self._b = b
+        self._metrics: dict[tuple[int, int, str, str], ErrorMetrics | None] = {}
+        self.problems: list[str] = []
+
+    @property
+    def any(self) -> bool:
+        """Whether both runs kept values."""
+        return all(bool((side.frame.texts["tensor"].codes >= 0).any()) for side in (self._a, self._b))
+
+    def compare(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Compare rows, each distinct pair of values once."""
+        wanted = {self._key(i, j): (i, j) for i, j in pairs if self._a.has(i) and self._b.has(j)}
+        todo = [(key, rows) for key, rows in wanted.items() if key not in self._metrics]
+        with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+            for (key, _), found in zip(todo, pool.map(self._one, [rows for _, rows in todo]), strict=True):
+                self._metrics[key] = found
+
+    def metrics(self, row_a: int, row_b: int) -> ErrorMetrics | None:
+        """Return how far two rows' values are apart; None if that is not known."""
+        return self._metrics.get(self._key(row_a, row_b))
+
+    def changes(self, found: dict[tuple[int, int], float]) -> dict[tuple[int, int], float]:
+        """Return the relative changes of pairs of rows: by their values where both were kept, else as they are."""
+        exact = {}
+        for rows, change in found.items():
+            metrics = self.metrics(*rows)
+            exact[rows] = change if metrics is None else _change(metrics, self._a.frame, rows[0])
+        return exact
+
+    def _key(self, row_a: int, row_b: int) -> tuple[int, int, str, str]:
+        layouts = (side.frame.text("layout", row) for side, row in ((self._a, row_a), (self._b, row_b)))
+        first, second = layouts
+        return int(self._a.frame.value[row_a]), int(self._b.frame.value[row_b]), first, second
+
+    def _one(self, rows: tuple[int, int]) -> ErrorMetrics | None:
+        try:
+            a, b = self._a.load(rows[0]), self._b.load(rows[1])
+            return EQUAL if same_bits(a, b) else tensor_metrics(a, b)
+        except (UsageError, OSError, RuntimeError, ValueError) as error:
+            self.problems.append(f"{self._a.frame.text('module', rows[0])}: not compared: {error}")
+            return None
+
+    # -- a closer look -------------------------------------------------------------------------------------------
+
+    def refine(self, judge: Judge, suspect: Suspect) -> Suspect | None:
+        """Recompute a suspect in float64 from each run's own inputs; None if neither run made an error."""
+        pair = suspect.pair
+        if suspect.reason != "computed" or pair is None:
+            return suspect
+        if pair.a.kind != "op":
+            return suspect if suspect.clean else None
+        errors = {"A": self._error(self._a, pair, first=True), "B": self._error(self._b, pair, first=False)}
+        known = {side: error for side, error in errors.items() if error is not None}
+        if len(known) < 2:
+            return suspect if suspect.clean else None
+        guilty = {side: error for side, error in known.items() if error.ratio > _SURE}
+        if not guilty:
+            return None if all(error.ratio <= _SURE for error in known.values()) else suspect
+        side, worst = max(guilty.items(), key=lambda item: item[1].ratio)
+        text = (
+            f"run {side} computed it wrongly: {worst.value:.9g} at element {worst.at}, where float64 gives {worst.expected:.9g} "
+            f"from the same inputs ({_times(worst.ratio)} what rounding allows)"
+        )
+        if len(guilty) == 1:
+            text += f"; run {'B' if side == 'A' else 'A'} is within rounding"
+        return replace(suspect, text=text, score=worst.ratio)
+
+    def _error(self, side: Side, pair: Pair, *, first: bool) -> Error | None:
+        node = pair.a if first else pair.b
+        frame = side.frame
+        if any(not side.has(row) for row in node.rows):
+            return None
+        try:
+            inputs = [side.load(row) for row in node.inputs]
+            errors = [
+                recompute(frame.text("args", node.rows[0]), inputs, side.load(row), int(frame.text("slot", row)[3:]))
+                for row in node.outputs
+                if frame.text("slot", row)[3:].isdigit()
+            ]
+        except UsageError as error:
+            self.problems.append(str(error))
+            return None
+        known = [error for error in errors if error is not None]
+        return max(known, key=lambda error: error.ratio) if known else None
+
+
+def _change(metrics: ErrorMetrics, frame: Frame, row: int) -> float:
+    if metrics.nan_mismatch or metrics.inf_mismatch:
+        return math.inf
+    top = max(abs(float(frame.numbers["min"][row])), abs(float(frame.numbers["max"][row])), 0.0)
+    local = metrics.max_abs / top if top and math.isfinite(top) else 0.0
+    return max(metrics.l2_relative, local)
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.3g} times" if math.isfinite(ratio) else "infinitely more than"
