@@ -71,3 +71,41 @@ def write(
         (place / "dump_tensor_data").mkdir(exist_ok=True)
         torch.save(tensor, place / "dump_tensor_data" / name)
     return place
+
+
+X = torch.arange(12.0).reshape(3, 4) - 5
+W = torch.ones(2, 4)
+Y = X @ W.T
+LINEAR = "Module.blocks.0.fc.Linear"
+BLOCK = "Module.blocks.0.Block"
+
+
+def step_of_a_model() -> tuple[dict[str, Any], dict[str, Any]]:
+    x, w, y = described(X), described(W), described(Y)
+    data = {
+        "Functional.linear.0.forward": call([x, w], [y]),
+        f"{LINEAR}.forward.0": call([x], [y], parameters={"weight": w}),
+        "Tensor.__matmul__.0.forward": call([y, described(Y.T)], [described(Y @ Y.T)]),
+        "Functional.dropout.0.forward": call([y, scalar(0.1), scalar(True)], [y], {"inplace": scalar(False)}),
+        "Tensor.__matmul__.1.forward": call([y, described(Y.T)], [described(Y @ Y.T)]),
+        f"{BLOCK}.forward.0": call([[x, [y]]], [y, {"loss": y, "parts": [None, y]}], {"mask": x}, parameters={}),
+        "Functional.mse_loss.0.forward": call([y, y], [described(torch.tensor(-2.5))]),
+        "Distributed.all_reduce.0.forward": call(
+            [y], [], {"op": {"type": "torch.distributed.ReduceOp", "value": "SUM"}}
+        ),
+        "Aten.mm.default.0.forward": call([x, described(W.T)], [y]),
+        "Tensor.__matmul__.1.backward": back([described(Y @ Y.T)], [y, None]),
+        f"{LINEAR}.parameters_grad.0": {"weight": [w]},
+        f"{LINEAR}.backward.0": back([y], [x]),
+    }
+    parents = {
+        "Functional.linear.0.forward": f"{LINEAR}.forward.0",
+        f"{LINEAR}.forward.0": f"{BLOCK}.forward.0",
+        "Tensor.__matmul__.0.forward": f"{BLOCK}.forward.0",
+        "Tensor.__matmul__.1.forward": f"{BLOCK}.forward.0",
+        "Tensor.__matmul__.1.backward": f"{BLOCK}.backward.0",
+        "Functional.dropout.0.forward": f"{BLOCK}.forward.0",
+        "Functional.mse_loss.0.forward": None,
+        "Aten.mm.default.0.forward": "optimizer",
+    }
+    return data, parents

@@ -241,6 +241,10 @@ def _load_tensor(folder: Path, name: str, dtype: str, shape: tuple[int, ...]) ->
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         raise UsageError(f"{path} holds {type(tensor).__name__}; expected one plain, dense tensor")
     tensor = tensor.detach()
+    if tensor.nbytes > path.stat().st_size:  # one element spread over a shape that no memory holds
+        raise UsageError(
+            f"{path} claims {tensor.nbytes} bytes and has fewer; expected a tensor that was saved as a whole"
+        )
     if tuple(tensor.shape) != tuple(shape):
         raise UsageError(
             f"{path}: the row says shape {list(shape)}, the file {list(tensor.shape)}; one of them is damaged"
