@@ -1,1 +1,1 @@
-"""Ascend dump and overflow files, read without the vendor's toolkit. Imports no torch."""
+"""Ascend dump and overflow files, read without the vendor's toolkit. Only `source` imports torch."""

@@ -76,7 +76,7 @@ def place_of(folder: Path) -> Place:
     inner = parts[when + 1 :] if when is not None else parts[-3:]
     numbers = [part for part in inner[-2:] if part.isascii() and part.isdigit()]
     if len(inner) < 2 or len(numbers) < 2:
-        alone = int(inner[-1]) if inner and inner[-1].isdigit() else -1
+        alone = int(inner[-1]) if inner and inner[-1].isascii() and inner[-1].isdigit() else -1
         return Place(parts[when] if when is not None else "", iteration=alone)
     between = inner[:-2]
     return Place(

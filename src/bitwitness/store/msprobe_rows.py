@@ -1,0 +1,121 @@
+"""The rows of one step of a dump of msprobe; what makes no sense in it is told and left out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pyarrow as pa
+
+from bitwitness.store.msprobe_entry import (
+    Call,
+    Malformed,
+    arguments_text,
+    clean,
+    in_site,
+    parse_name,
+    read_value,
+    short,
+    tensors_in,
+    values_of,
+)
+from bitwitness.store.rows import Measured, Row, to_table
+
+_MOST_ROWS = 1 << 32  # of a step, so that steps' numbers do not meet
+_LARGEST_INT32 = (1 << 31) - 1
+
+
+class StepReader:
+    """Turns the entries of one ``dump.json`` into rows.
+
+    Parameters
+    ----------
+    step
+        Its number: rows of different steps get numbers that do not meet.
+    parents
+        What ``construct.json`` holds: a name's parent, or a list of its parent and the micro-batch.
+    stacks
+        The number of each name's call stack.
+
+    """
+
+    def __init__(self, step: int, parents: Mapping[str, Any], stacks: Mapping[str, int]) -> None:
+        self._step = step
+        self._parents = parents
+        self._stacks = stacks
+        self._calls: Counter[tuple[int, Call]] = Counter()
+        self._rows: list[Row] = []
+        self._values: dict[int, Measured] = {}
+        self._base = step * _MOST_ROWS
+        self.problems: list[str] = []
+        """What was left out, one sentence each."""
+
+    def table(self, rank: int, data: Mapping[str, Any]) -> pa.Table:
+        """Return the rows of all entries."""
+        for node, (name, entry) in enumerate(data.items()):
+            try:
+                self._add(self._base + node, name, entry)
+            except Malformed as error:
+                self.problems.append(f"{short(name)}: {error}")
+        return to_table(rank, self._rows, self._values)
+
+    def _add(self, node: int, name: str, entry: Any) -> None:
+        """Add the rows of one entry."""
+        if not isinstance(entry, dict):
+            raise Malformed(f"{short(entry)}; expected an object of arguments and results")
+        parent, micro = self._parent(name)
+        call = parse_name(name, parent)
+        stack = self._stacks.get(name, -1)
+        if call.kind != "gradient":
+            args = arguments_text(call.op, entry) if call.phase != "backward" else None
+            self._add_values(self._row(node, micro, call, args=args, stack=stack), values_of(call, entry))
+            return
+        for leaf, found in entry.items():
+            row = self._row(node, micro, call._replace(op=in_site(leaf)), args=None, stack=stack)
+            full = leaf if call.module == "." else f"{call.module}.{leaf}"
+            values = found if isinstance(found, list) else [found]  # one gradient a parameter, in a list of one
+            self._add_values(row._replace(name=clean(full)), tensors_in(values[0] if values else None, "reduced"))
+
+    def _parent(self, name: str) -> tuple[str, int]:
+        """Return the name of the module in which an entry ran, and the micro-batch."""
+        parent, micro = self._parents.get(name), 0
+        if isinstance(parent, list) and len(parent) == 2:
+            parent, micro = parent
+        if type(micro) is not int or not 0 <= micro <= _LARGEST_INT32:
+            micro = 0
+        return (parent if isinstance(parent, str) else ""), micro
+
+    def _row(self, node: int, micro: int, call: Call, *, args: str | None, stack: int) -> Row:
+        """Return what an entry's rows have in common; counts the call."""
+        number = self._calls[micro, call]
+        self._calls[micro, call] += 1
+        return Row(
+            self._step, micro, 0, node, call.kind, call.phase, call.module, call.op, number, "", "", (), None, None, 0, -1,
+            None, args, stack, None, recomputed=False,
+        )  # fmt: skip
+
+    def _add_values(self, row: Row, found: Iterator[tuple[str, Mapping[str, Any]]]) -> None:
+        """Add a row for each tensor; one that makes no sense is told, and the others are read."""
+        args = row.args
+        for slot, described in found:
+            try:
+                value = read_value(slot.replace("@", "_"), described)
+            except Malformed as error:
+                self.problems.append(f"{row.module}/{row.op} {slot[:80]}: {error}")
+                continue
+            number = self._base + len(self._rows)
+            kept = None if value.file is None else f"{self._step}|{value.file}"
+            self._values[number] = value.measured
+            self._rows.append(
+                row._replace(
+                    seq=number,
+                    slot=value.slot,
+                    dtype=value.dtype,
+                    shape=value.shape,
+                    value=number,
+                    args=args,
+                    tensor=kept,
+                )
+            )
+            args = None  # once a node
