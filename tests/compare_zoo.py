@@ -266,32 +266,41 @@ class InBfloat16(nn.Linear):
         return F.linear(x.to(low), self.weight.to(low), bias).to(x.dtype)
 
 
+def _epsilon(_model: nn.Module, part: Any) -> None:
+    part.ln2.eps *= 100
+
+
+def _mask(_model: nn.Module, part: Any) -> None:
+    part.attn.transposed = True
+
+
+def _scale(_model: nn.Module, part: Any) -> None:
+    part.attn.scale *= 1.25
+
+
+def _bf16(_model: nn.Module, part: Any) -> None:
+    part.fc2.__class__ = InBfloat16
+
+
+def _gelu(_model: nn.Module, part: Any) -> None:
+    part.act = nn.GELU(approximate="tanh")
+
+
+def _residual(_model: nn.Module, part: Any) -> None:
+    part.residual = False
+
+
 @torch.no_grad()
 def plant(name: str, model: nn.Module, block: str) -> dict[str, Any]:
     """Plant a difference; return settings for the training loop."""
-    part: Any = model.get_submodule(block)
-    if name == "epsilon":
-        part.ln2.eps *= 100
-    elif name == "mask":
-        part.attn.transposed = True
-    elif name == "scale":
-        part.attn.scale *= 1.25
-    elif name == "seed":
-        return {"seed": 5}
-    elif name == "bf16":
-        part.fc2.__class__ = InBfloat16
-    elif name == "gelu":
-        part.act = nn.GELU(approximate="tanh")
-    elif name == "buffer":
-        _stale(model, part)
-    elif name == "residual":
-        part.residual = False
-    elif name == "rate":
-        return {"rate": (block, 3.0)}
-    elif name == "swap":
-        _swap(model, block)
-    else:
-        raise AssertionError(name)
+    in_loop = {"seed": {"seed": 5}, "rate": {"rate": (block, 3.0)}}
+    if name in in_loop:
+        return in_loop[name]
+    in_model = {
+        "epsilon": _epsilon, "mask": _mask, "scale": _scale, "bf16": _bf16, "gelu": _gelu, "buffer": _stale,
+        "residual": _residual, "swap": _swap,
+    }  # fmt: skip
+    in_model[name](model, model.get_submodule(block))
     return {}
 
 
@@ -306,16 +315,17 @@ def _old_mean(norm: Any, _args: Any) -> None:
     norm.running_mean.fill_(0.25)
 
 
-def _swap(model: nn.Module, block: str) -> None:
+def _swap(model: nn.Module, part: Any) -> None:
     other = model.get_submodule("blocks.2")
-    ours = model.get_submodule(block)
-    a, b = (next(p for p in m.parameters() if p.dim() > 1) for m in (ours, other))
+    a, b = (next(p for p in m.parameters() if p.dim() > 1) for m in (part, other))
     kept = a.clone()
     a.copy_(b)
     b.copy_(kept)
 
 
-def record(out: Path, case: Case, difference: str | None = None, *, steps: int = 2, threads: int = 1, **settings: Any) -> Path:
+def record(
+    out: Path, case: Case, difference: str | None = None, *, steps: int = 2, threads: int = 1, **settings: Any
+) -> Path:
     """Train a little, recording; return the run folder."""
     torch.manual_seed(0)
     model = case.make()

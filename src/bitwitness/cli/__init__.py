@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from bitwitness.cli import ascend, demo, diff_env, doctor, run
+from bitwitness.cli import ascend, compare, demo, diff_env, doctor, record, run
 from bitwitness.errors import EXIT_USAGE, UsageError
 
 __version__ = "0.1.0"
@@ -23,7 +23,7 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"bitwitness {__version__}")
     verbs = top.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for verb in (run, demo, diff_env, ascend, doctor):
+    for verb in (run, record, compare, diff_env, ascend, demo, doctor):
         verb.add_parser(verbs)
     return top
 

@@ -63,14 +63,17 @@ def same_structure(a: Frame, b: Frame) -> bool:
     for key in _KEYS:
         first, second = a.table.column(key), b.table.column(key)
         if not pc.all(pc.equal(_decoded(first), _decoded(second))).as_py():
-            return a.size == 0
+            return bool(a.size == 0)
     return bool(np.array_equal(_ranked(a.node), _ranked(b.node)))
 
 
 def _decoded(column: object) -> object:
     chunks = column.combine_chunks()  # type: ignore[attr-defined]
-    return pc.fill_null(chunks.dictionary_decode() if hasattr(chunks, "dictionary_decode") else chunks, "") \
-        if hasattr(chunks, "dictionary_decode") else chunks
+    return (
+        pc.fill_null(chunks.dictionary_decode() if hasattr(chunks, "dictionary_decode") else chunks, "")
+        if hasattr(chunks, "dictionary_decode")
+        else chunks
+    )
 
 
 def _ranked(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -85,7 +88,10 @@ def _ranked(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 def align(a: Frame, b: Frame, modules: Mapping[str, str] | None = None) -> Alignment:
     """Match two steps; ``modules`` maps module paths of A to those of B."""
     if not modules and same_structure(a, b):
-        pairs = [Pair(x, y, _zipped(x.inputs, y.inputs), _zipped(x.outputs, y.outputs)) for x, y in zip(a.nodes, b.nodes, strict=True)]
+        pairs = [
+            Pair(x, y, _zipped(x.inputs, y.inputs), _zipped(x.outputs, y.outputs))
+            for x, y in zip(a.nodes, b.nodes, strict=True)
+        ]
         return Alignment(same=True, pairs=pairs)
     return _aligned(a, b, modules or {})
 
@@ -148,7 +154,9 @@ class _Tokens:
         for row in node.inputs:
             made = self._by_number.get(int(self._frame.producer[row]))
             name = self._frame.text("name", row)
-            makers.append(name if made is None else f"{self._modules.get(made.module, made.module)}/{canonical(made.op)}")
+            makers.append(
+                name if made is None else f"{self._modules.get(made.module, made.module)}/{canonical(made.op)}"
+            )
         return makers
 
 

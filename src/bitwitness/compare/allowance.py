@@ -35,7 +35,11 @@ _SAMPLING_STEPS = 4.0  # times the learning rate: what an optimizer that looks a
 def roundoff(dtype: str) -> float:
     """Return a dtype's unit roundoff by its name; 0 for one that does not round."""
     found = getattr(torch, dtype, None)
-    return unit_roundoff(found) if isinstance(found, torch.dtype) and (found.is_floating_point or found.is_complex) else 0.0
+    return (
+        unit_roundoff(found)
+        if isinstance(found, torch.dtype) and (found.is_floating_point or found.is_complex)
+        else 0.0
+    )
 
 
 def rms(frame: Frame, row: int) -> float:
@@ -123,7 +127,7 @@ def _generic(frame: Frame, pair: Pair, op: str, size: float) -> float:
 
 
 def _update(frame: Frame, pair: Pair, carried: Sequence[float], own: float) -> float:
-    """Return what an optimizer's step may turn gradients' noise into: Adam steps by the learning rate, however small they are."""
+    """Return what an optimizer may make of gradients' noise: Adam steps by the learning rate, however small they are."""
     change = dict(zip((frame.text("slot", row) for row, _ in pair.inputs), carried, strict=True))
     row = pair.outputs[0][0]
     size, rate = rms(frame, row), _learning_rate(frame, pair)

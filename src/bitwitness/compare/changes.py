@@ -73,7 +73,7 @@ def _with_hashes(a: Frame, b: Frame, rows_a: Ints, rows_b: Ints, found: Floats) 
 
 
 def _counts_differ(a: Frame, b: Frame, rows_a: Ints, rows_b: Ints) -> npt.NDArray[np.bool_]:
-    differ = a.count[rows_a] != b.count[rows_b]
+    differ: npt.NDArray[np.bool_] = a.count[rows_a] != b.count[rows_b]
     for name in ("nan", "pos_inf", "neg_inf"):
         first, second = a.counts[name][rows_a], b.counts[name][rows_b]
         differ |= (first != second) & (first != UNKNOWN) & (second != UNKNOWN)
@@ -83,4 +83,5 @@ def _counts_differ(a: Frame, b: Frame, rows_a: Ints, rows_b: Ints) -> npt.NDArra
 def _floating(frame: Frame) -> npt.NDArray[np.bool_]:
     text = frame.texts["dtype"]
     floats = np.array([word.startswith(("float", "bfloat", "complex")) for word in text.words] or [True], dtype=bool)
-    return np.where(text.codes >= 0, floats[np.maximum(text.codes, 0)], True)
+    found: npt.NDArray[np.bool_] = (text.codes < 0) | floats[np.maximum(text.codes, 0)]
+    return found

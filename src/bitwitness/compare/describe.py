@@ -7,7 +7,17 @@ from typing import Any
 
 import torch
 
-_UNIMPORTANT = ("group", "names", "maximize", "foreach", "fused", "capturable", "differentiable", "initial_lr", "memory_format")
+_UNIMPORTANT = (
+    "group",
+    "names",
+    "maximize",
+    "foreach",
+    "fused",
+    "capturable",
+    "differentiable",
+    "initial_lr",
+    "memory_format",
+)
 _PLACES = ("device", "layout", "pin_memory", "non_blocking")
 
 

@@ -37,7 +37,8 @@ class Text:
 
     def equals(self, word: str) -> npt.NDArray[np.bool_]:
         """Tell which rows hold a word."""
-        return self.codes == (self.words.index(word) if word in self.words else -2)
+        found: npt.NDArray[np.bool_] = self.codes == (self.words.index(word) if word in self.words else -2)
+        return found
 
 
 @dataclass(slots=True)
@@ -87,7 +88,7 @@ class Frame:
         self.call = _ints(table.column("call"), 0)
         self.micro = _ints(table.column("micro"), 0)
         self.stack = _ints(table.column("stack"), -1)
-        self.recomputed = np.asarray(table.column("recomputed").fill_null(False).combine_chunks())
+        self.recomputed = np.asarray(table.column("recomputed").fill_null(pa.scalar(value=False)).combine_chunks())
         self._shapes: list[tuple[int, ...]] | None = None
         self._nodes: list[Node] | None = None
 
@@ -123,7 +124,11 @@ class Frame:
 def _text(column: pa.ChunkedArray) -> Text:
     array = column.combine_chunks()
     if isinstance(array, pa.ChunkedArray):
-        array = array.chunk(0) if array.num_chunks else pa.DictionaryArray.from_arrays(pa.array([], pa.int32()), pa.array([], pa.string()))
+        array = (
+            array.chunk(0)
+            if array.num_chunks
+            else pa.DictionaryArray.from_arrays(pa.array([], pa.int32()), pa.array([], pa.string()))
+        )
     codes = np.asarray(array.indices.fill_null(-1), dtype=np.int64)
     return Text(codes, [word if word is not None else "" for word in array.dictionary.to_pylist()])
 

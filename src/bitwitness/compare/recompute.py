@@ -53,7 +53,9 @@ def operator_of(text: str) -> Any | None:
         return None
     if schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
         return None
-    if any(str(argument.type) in ("str", "Optional[str]") and argument.name == "filename" for argument in schema.arguments):
+    if any(
+        str(argument.type) in ("str", "Optional[str]") and argument.name == "filename" for argument in schema.arguments
+    ):
         return None
     return func
 
@@ -136,7 +138,9 @@ def _bound(func: Any, text: str, inputs: Sequence[Tensor], exact: Tensor, result
         return 2 * own * size + _TERMS * accumulated * math.sqrt(terms) * magnitudes
     terms = max((t.shape[-1] for t in inputs if t.dim()), default=1)
     sums = max(inputs[0].numel() / max(result.numel(), 1), 1.0)
-    largest = max((float(t.double().abs().max()) for t in inputs[:1] if t.numel() and t.dtype.is_floating_point), default=0.0)
+    largest = max(
+        (float(t.double().abs().max()) for t in inputs[:1] if t.numel() and t.dtype.is_floating_point), default=0.0
+    )
     reduced = accumulated * sums * largest if sums > 1.5 else 0.0
     return 2 * own * size + _GENERIC * accumulated * math.sqrt(max(terms, sums)) * top + _TERMS * reduced
 

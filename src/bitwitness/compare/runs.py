@@ -11,6 +11,7 @@ from bitwitness.compare.frame import Frame, Node
 from bitwitness.compare.values import KeptValues, Side
 from bitwitness.compare.verdict import History, Judge, Suspect, group_agrees
 from bitwitness.errors import UsageError
+from bitwitness.finding import to_jsonable
 from bitwitness.store.source import Source
 
 _LISTED = 200  # insertions and suspects that are kept
@@ -65,7 +66,29 @@ class Report:
             return "nothing could be compared"
         if not self.differing:
             return "no difference: everything that was compared is equal"
-        return f"reordering-level differences only: no operator differs by more than rounding explains (largest {self.noise:.2g})"
+        return (
+            "reordering-level differences only: no operator differs by more than rounding explains "
+            f"(largest {self.noise:.2g})"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it ready for JSON, without the table."""
+        found = {
+            "conclusion": self.conclusion,
+            "first": None if self.first is None else self.first.to_dict(),
+            "first_with_agreeing_inputs": None if self.parting is None else self.parting.to_dict(),
+            "suspects": [suspect.to_dict() for suspect in self.suspects],
+            "only_in_a": self.only_a,
+            "only_in_b": self.only_b,
+            "equivalent": [{"a": a, "b": b} for a, b in self.groups],
+            "renamed": self.modules,
+            "values": self.rows,
+            "differing": self.differing,
+            "steps": self.steps,
+            "noise": self.noise,
+            "problems": self.problems,
+        }
+        return dict(to_jsonable(found))
 
 
 @dataclass(slots=True)
@@ -112,7 +135,7 @@ def compare(
         exact = None if values is None else values.changes
         judge = Judge(frame_a, frame_b, alignment, rank, step, histories.setdefault(rank, History()), exact)
         for suspect in judge.suspects():
-            kept = suspect if values is None else values.refine(judge, suspect)
+            kept = suspect if values is None else values.refine(suspect)
             if kept is not None:
                 report.suspects.append(kept)
         report.problems += [] if values is None else values.problems
@@ -123,6 +146,9 @@ def compare(
     report.noise = max((history.noise for history in histories.values()), default=0.0)
     report.problems += [*a.problems, *b.problems]
     _conclude(report)
+    if report.first is not None:
+        side = b if report.first.side == "b" else a
+        report.first.line = side.stacks(report.first.rank).get(report.first.stack, "").partition("\n")[0]
     return report
 
 

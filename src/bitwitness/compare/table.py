@@ -32,18 +32,16 @@ def rows_of(rank: int, step: int, judge: Judge, alignment: Alignment, values: Ke
     for pair in alignment.pairs:
         for row_a, row_b in (*pair.inputs, *pair.outputs):
             yield _cells(rank, step, judge, pair, row_a, row_b, values)
-    for side, nodes in (("A", alignment.only_a), ("B", alignment.only_b)):
-        for node in nodes:
-            yield {"rank": rank, "step": step, "micro": node.micro, "kind": node.kind, "site": node.site, "result": f"only in {side}"}
+    lone = [("only in A", alignment.only_a), ("only in B", alignment.only_b)]
     for group in alignment.groups:
-        for side, nodes in (("A", group.a), ("B", group.b)):
-            for node in nodes:
-                yield {"rank": rank, "step": step, "micro": node.micro, "kind": node.kind, "site": node.site, "result": f"group in {side}"}
+        lone += [("group in A", group.a), ("group in B", group.b)]
+    for result, nodes in lone:
+        for node in nodes:
+            place = {"rank": rank, "step": step, "micro": node.micro}
+            yield place | {"kind": node.kind, "site": node.site, "result": result}
 
 
-def _cells(
-    rank: int, step: int, judge: Judge, pair: Pair, row_a: int, row_b: int, values: KeptValues | None
-) -> Cells:
+def _cells(rank: int, step: int, judge: Judge, pair: Pair, row_a: int, row_b: int, values: KeptValues | None) -> Cells:
     a, b = judge.a, judge.b
     change = judge.change_of[row_a]
     site = f"{pair.a.site}.{a.text('slot', row_a)}"

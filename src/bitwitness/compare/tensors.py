@@ -134,7 +134,9 @@ def _ulp(a: Tensor, b: Tensor) -> int:
     return int(x.sub_(y).abs_().max())
 
 
-def _finite_only(sums: _Sums, raw_a: Tensor, raw_b: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _finite_only(
+    sums: _Sums, raw_a: Tensor, raw_b: Tensor, a: Tensor, b: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Count what is not finite on either side, and return the pairs that are on both."""
     finite = a.isfinite() & b.isfinite()
     nan_mismatch = a.isnan() != b.isnan()
@@ -147,10 +149,9 @@ def _finite_only(sums: _Sums, raw_a: Tensor, raw_b: Tensor, a: Tensor, b: Tensor
 
 def _finished(sums: _Sums) -> ErrorMetrics:
     norm_a, norm_b, norm_error = (math.sqrt(x) for x in (sums.squares_a, sums.squares_b, sums.squares_error))
+    cosine = 1.0 if norm_a == norm_b else 0.0
     if norm_a and norm_b:
         cosine = min(1.0, max(-1.0, sums.product / (norm_a * norm_b)))
-    else:
-        cosine = 1.0 if norm_a == norm_b else 0.0
     mismatched = sums.nan_mismatch + sums.inf_mismatch
     return ErrorMetrics(
         cosine=cosine,

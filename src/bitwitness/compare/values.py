@@ -14,7 +14,7 @@ from bitwitness.compare.align import Pair
 from bitwitness.compare.frame import Frame
 from bitwitness.compare.recompute import Error, recompute
 from bitwitness.compare.tensors import same_bits, tensor_metrics
-from bitwitness.compare.verdict import Judge, Suspect
+from bitwitness.compare.verdict import Suspect
 from bitwitness.errors import UsageError
 from bitwitness.numerics import ErrorMetrics
 from bitwitness.store.source import Source
@@ -40,7 +40,11 @@ class Side:
         """Return a row's kept value; raises `UsageError` if it cannot be read."""
         frame = self.frame
         return self.source.tensor(
-            self.rank, frame.text("tensor", row), frame.text("dtype", row), frame.shapes[row], frame.texts["layout"][row]
+            self.rank,
+            frame.text("tensor", row),
+            frame.text("dtype", row),
+            frame.shapes[row],
+            frame.texts["layout"][row],
         )
 
 
@@ -100,7 +104,7 @@ class KeptValues:
 
     # -- a closer look -------------------------------------------------------------------------------------------
 
-    def refine(self, judge: Judge, suspect: Suspect) -> Suspect | None:
+    def refine(self, suspect: Suspect) -> Suspect | None:
         """Recompute a suspect in float64 from each run's own inputs; None if neither run made an error."""
         pair = suspect.pair
         if suspect.reason != "computed" or pair is None:
@@ -116,8 +120,8 @@ class KeptValues:
             return None if all(error.ratio <= _SURE for error in known.values()) else suspect
         side, worst = max(guilty.items(), key=lambda item: item[1].ratio)
         text = (
-            f"run {side} computed it wrongly: {worst.value:.9g} at element {worst.at}, where float64 gives {worst.expected:.9g} "
-            f"from the same inputs ({_times(worst.ratio)} what rounding allows)"
+            f"run {side} computed it wrongly: {worst.value:.9g} at element {worst.at}, where float64 gives "
+            f"{worst.expected:.9g} from the same inputs ({_times(worst.ratio)} what rounding allows)"
         )
         if len(guilty) == 1:
             text += f"; run {'B' if side == 'A' else 'A'} is within rounding"

@@ -57,6 +57,7 @@ class Suspect:
     clean: bool = True
     stack: int = -1
     micro: int = 0
+    line: str = ""
     pair: Pair | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -72,6 +73,7 @@ class Suspect:
             "change": self.change,
             "explained": self.explained,
             "only_in": self.side or None,
+            "line": self.line or None,
             "inputs_agree": self.clean,
         }
 
@@ -113,7 +115,14 @@ class Judge:
     """
 
     def __init__(
-        self, a: Frame, b: Frame, alignment: Alignment, rank: int, step: int, history: History, exact: Exact | None = None
+        self,
+        a: Frame,
+        b: Frame,
+        alignment: Alignment,
+        rank: int,
+        step: int,
+        history: History,
+        exact: Exact | None = None,
     ) -> None:
         self.a = a
         self.b = b
@@ -130,6 +139,7 @@ class Judge:
         self._out: dict[int, float] = {}
         self._real: set[int] = set()
         self._told: set[str] = set()
+        self._real_modules: set[str] = set()
         self._written: dict[str, float] = {}
         self._late = history.parted
         self._usual: float | None = None
@@ -159,17 +169,22 @@ class Judge:
             self._remember(pair)
             if suspect is not None and not (pair.a.kind == "module" and self._told_inside(pair.a.module)):
                 self._history.parted = True
-                self._told.add((suspect.site.partition("/")[0]))
+                self._told.add(suspect.site.partition("/")[0])
                 yield suspect
         self._history.named = begun | self._written
 
     def _seen_inside(self, pair: Pair) -> bool:
         """Tell whether a module's result was made by an operator that is recorded itself."""
+        inside = f"{pair.a.module}." if pair.a.module != "." else ""
+        if any(path.startswith(inside) and path != pair.a.module for path in self._real_modules):
+            return True
         return all(int(self.a.producer[row]) in self._out for row, _ in pair.outputs)
 
     def _told_inside(self, path: str) -> bool:
         """Tell whether something inside a module was named already: the module's own difference is that."""
-        return path == "." and bool(self._told) or any(told == path or told.startswith(path + ".") for told in self._told)
+        return (path == "." and bool(self._told)) or any(
+            told == path or told.startswith(path + ".") for told in self._told
+        )
 
     def is_noise(self, pair: Pair, row: int) -> bool:
         """Tell whether a row's change is what rounding explains; ask after `suspects` ran through."""
@@ -194,6 +209,7 @@ class Judge:
         differing = any(self._is_real(pair.a, row) for row, _ in pair.inputs)
         if over or (differing and worst > 0):
             self._real.add(pair.a.number)
+            self._real_modules.add(pair.a.module)
         elif explained <= min(0.05, _ILL_CONDITIONED * self._roundoff(pair)):
             self._history.noise = max(self._history.noise, worst)
         if pair.a.kind == "module" and self._seen_inside(pair):
@@ -201,7 +217,7 @@ class Judge:
         if source is not None and worst > 0:
             self._real.add(pair.a.number)
             return self._suspect(pair, *source, worst, explained, clean=False)
-        reason = self._own_reason(pair, worst, explained, over=over)
+        reason = self._own_reason(pair, worst, over=over)
         if reason is None:
             return None
         return self._suspect(pair, *reason, worst, explained, clean=not differing)
@@ -209,7 +225,7 @@ class Judge:
     def _worst(self, pair: Pair, carried: list[float], results: list[float]) -> tuple[float, float]:
         """Return what is explained and what is seen, of the result that exceeds it most."""
         background = self._history.noise
-        noisy = [c if c == 0.0 else max(c, background if c <= background else c) for c in carried]
+        noisy = [c if c == 0.0 else max(c, background) for c in carried]
         best = (math.inf, 0.0)
         for i, change in enumerate(results):
             explained = allowed(self.a, self.b, pair, i, noisy)
@@ -218,7 +234,7 @@ class Judge:
                 best = (explained, change)
         return best
 
-    def _own_reason(self, pair: Pair, worst: float, explained: float, *, over: bool) -> tuple[str, str] | None:
+    def _own_reason(self, pair: Pair, worst: float, *, over: bool) -> tuple[str, str] | None:
         if text := self._dtypes(pair):
             return "dtype", text
         carried = max((self.change_of[row] for row, _ in pair.inputs), default=0.0)
@@ -252,7 +268,8 @@ class Judge:
         """Tell whether another dtype begins here: it was not handed on by a matched operator."""
         if (row_a, row_b) in pair.outputs:
             return all(
-                self.a.text("dtype", i) == self.b.text("dtype", j) or self._cast_here(pair, i, j) for i, j in pair.inputs
+                self.a.text("dtype", i) == self.b.text("dtype", j) or self._cast_here(pair, i, j)
+                for i, j in pair.inputs
             )
         makers = self._lone_a.get(int(self.a.producer[row_a])), self._lone_b.get(int(self.b.producer[row_b]))
         return any(maker is not None and maker.op in _CASTS for maker in makers)
@@ -262,9 +279,13 @@ class Judge:
         row = pair.outputs[0][0]
         if pair.a.kind == "op":
             self._real.add(pair.a.number)
-            reason = self._own_reason(pair, worst, _STILL, over=worst > _STILL)
+            reason = self._own_reason(pair, worst, over=worst > _STILL)
             return None if reason is None else self._suspect(pair, *reason, worst, _STILL, clean=True)
-        if self._handed_on(row, pair.outputs[0][1]) or self._history.parted or worst <= _STILL + _VIEWED * self._history.noise:
+        if (
+            self._handed_on(row, pair.outputs[0][1])
+            or self._history.parted
+            or worst <= _STILL + _VIEWED * self._history.noise
+        ):
             return None
         if pair.a.kind not in ("gradient", "collective") or worst <= _GRADIENT or self._is_cancelled(row):
             return None
@@ -272,7 +293,7 @@ class Judge:
         return self._suspect(pair, "source", "it differs, and no recorded operator made it", worst, _STILL, clean=True)
 
     def _is_cancelled(self, row: int) -> bool:
-        """Tell whether a gradient is so much smaller than others that it may be rounding errors alone (a key's bias has none)."""
+        """Tell whether a gradient is so small that it may be rounding errors alone (a key's bias has none)."""
         if self._usual is None:
             sizes = [rms(self.a, p.outputs[0][0]) for p in self._alignment.pairs if p.a.kind == "gradient"]
             self._usual = float(np.median(sizes)) if sizes else 0.0
@@ -294,7 +315,9 @@ class Judge:
 
     def _handed_on(self, row_a: int, row_b: int) -> bool:
         producer = int(self.a.producer[row_a])
-        return self._out.get(producer, 0.0) > 0 or producer in self._lone_a or int(self.b.producer[row_b]) in self._lone_b
+        return (
+            self._out.get(producer, 0.0) > 0 or producer in self._lone_a or int(self.b.producer[row_b]) in self._lone_b
+        )
 
     def _source(self, pair: Pair, carried: list[float]) -> tuple[str, str] | None:
         """Return why an input differs, if no matched operator made the difference."""
@@ -358,8 +381,14 @@ class Judge:
         if not name:
             return "source", f"{slot} differs, and no recorded operator made it"
         if known == 0.0:
-            return "source", f"{slot} differs although {name}, which it is taken from, agrees: another view (a transpose, a slice)"
-        return "source", f"{name if name.startswith('input ') else 'its ' + name} differs: {self._numbers(row_a, row_b)}"
+            return (
+                "source",
+                f"{slot} differs although {name} agrees, of which it is a view: another one (a transpose, a slice)",
+            )
+        return (
+            "source",
+            f"{name if name.startswith('input ') else 'its ' + name} differs: {self._numbers(row_a, row_b)}",
+        )
 
     def _numbers(self, row_a: int, row_b: int) -> str:
         first, second = self.a.numbers["l2"][row_a], self.b.numbers["l2"][row_b]

@@ -201,9 +201,13 @@ def _understood(found: Mapping[str, Any], where: str) -> MsprobeSettings:
 def _unheeded(found: Mapping[str, Any], section: Mapping[str, Any], where: str) -> tuple[str, ...]:
     unknown = [key for key in found if key not in _COMMON | _TASKS.keys() and not isinstance(found[key], dict)]
     unknown += [key for key in section if key not in _SECTION]
-    ignored = [key for key in ("scope", "tensor_list", "acl_config", "token_range") if section.get(key) or found.get(key)]
+    ignored = [
+        key for key in ("scope", "tensor_list", "acl_config", "token_range") if section.get(key) or found.get(key)
+    ]
     texts = [f"{where}: {key!r} is unknown and was ignored" for key in unknown]
-    texts += [f"{where}: {key!r} has no counterpart here and was ignored; select with list or --sites" for key in ignored]
+    texts += [
+        f"{where}: {key!r} has no counterpart here and was ignored; select with list or --sites" for key in ignored
+    ]
     return tuple(texts)
 
 

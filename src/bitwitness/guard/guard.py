@@ -228,9 +228,6 @@ class Guard:
             )
 
 
-
-
-
 def _as_list(optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
     if optimizer is None:
         return []

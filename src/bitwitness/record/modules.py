@@ -21,12 +21,14 @@ from bitwitness.tap.root import ModuleHook
 
 
 def named_tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in a module's arguments or results with slot names: ``in0``, ``in.mask``, ``out.logits``, ``out0.1``."""
+    """Yield the tensors in a module's arguments or results with slot names: ``in0``, ``in.mask``, ``out.logits``."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, dict):  # a transformers output is one, too
         for key, item in value.items():
-            yield from named_tensors(item, f"{name.rstrip('0123456789')}.{key}" if name[-1].isdigit() else f"{name}.{key}")
+            yield from named_tensors(
+                item, f"{name.rstrip('0123456789')}.{key}" if name[-1].isdigit() else f"{name}.{key}"
+            )
     elif isinstance(value, list | tuple):
         for i, item in enumerate(value):
             yield from named_tensors(item, f"{name}.{i}")
@@ -51,6 +53,23 @@ def results_of(result: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield from named_tensors(result, "out0")
 
 
+def _state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters and running statistics that a module itself reads, with their slots."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield name, parameter
+    for name, buffer in _running(module):
+        yield f"buffer.{name}", buffer
+
+
+def _running(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return the running statistics that a module's forward updates, without torch counting it as a change."""
+    if not module.training:
+        return []
+    found = [(name, module._buffers.get(name)) for name in ("running_mean", "running_var")]
+    return [(name, tensor) for name, tensor in found if tensor is not None]
+
+
 class ModuleRecorder:
     """Names parameters as modules begin and, where modules are recorded, adds their rows.
 
@@ -60,6 +79,8 @@ class ModuleRecorder:
         The user's own module.
     log
         Takes the rows.
+    operators
+        Operators are recorded, too: they show what becomes of running statistics.
     enabled
         Record modules; else only names are given, which operators' rows need.
     stacks
@@ -69,7 +90,10 @@ class ModuleRecorder:
 
     """
 
-    def __init__(self, root: nn.Module, log: Log, stacks: Stacks | None, fail: Fail, *, enabled: bool) -> None:
+    def __init__(
+        self, root: nn.Module, log: Log, stacks: Stacks | None, fail: Fail, *, enabled: bool, operators: bool
+    ) -> None:
+        self._operators = operators
         self._root = root
         self._log = log
         self._stacks = stacks
@@ -107,6 +131,11 @@ class ModuleRecorder:
         self._calls.clear()
         self._open.clear()
 
+    def join(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take up a call that began before the hooks were there."""
+        if self._handles:
+            self._before(module, args, kwargs)
+
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
             with own_work():
@@ -135,8 +164,8 @@ class ModuleRecorder:
             if entry is not None:
                 entries.append(entry)
             self._follow(tensor, Site(path, op, call, "backward", f"grad_{slot}"), backward)
-        for name, tensor in module._parameters.items():
-            entry = None if tensor is None else log.see(Site(path, op, call, "forward", name), tensor)
+        for name, tensor in _state(module):
+            entry = log.see(Site(path, op, call, "forward", name), tensor)
             if entry is not None:
                 entries.append(entry)
         self._open.append((module, call, entries, -1 if self._stacks is None else self._stacks.current(), backward))
@@ -164,6 +193,10 @@ class ModuleRecorder:
             if entry_ is not None:
                 log.add(entry_, node, "module", stack=stack)
             self._follow(tensor, Site(path, op, call, "backward", f"grad_{slot}"), backward)
+        running = [(name, tensor) for name, tensor in _running(module) if not self._operators]
+        log.values.changed(tensor for _, tensor in running)
+        for name, tensor in running:
+            log.record(Site(path, op, call, "forward", f"out.{name}"), tensor, node, "module")
 
     def _follow(self, tensor: torch.Tensor, site: Site, node: int) -> None:
         """Record the gradient of a tensor when it passes."""

@@ -31,7 +31,9 @@ def recorded(func: torch._ops.OpOverload) -> bool:
         return True
     returns = func._schema.returns
     if not returns:  # changes its arguments
-        return any(argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments)
+        return any(
+            argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments
+        )
     return computes(func)
 
 
@@ -113,10 +115,12 @@ class OperatorRecorder:
         changed = _running(call)
         log.values.changed(changed)
         outputs = call.outputs
-        if moved and "c10d" == func.namespace:
+        if moved and func.namespace == "c10d":
             outputs = ()  # they may still be on their way
         scratch = func.overloadpacket.__name__.startswith(_SCRATCH)
-        shown = [(f"out{i}", t) for i, t in enumerate(outputs) if not (scratch and (i > 1 or not t.is_floating_point()))]
+        shown = [
+            (f"out{i}", t) for i, t in enumerate(outputs) if not (scratch and (i > 1 or not t.is_floating_point()))
+        ]
         for slot, tensor in [*shown, *((f"running{i}", t) for i, t in enumerate(changed))]:
             log.values.made(tensor, node)
             result = log.see(_site(call, slot), tensor)
@@ -150,7 +154,7 @@ def _running(call: OpCall) -> tuple[torch.Tensor, ...]:
 
 
 def arguments_text(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return an operator and its arguments as JSON, tensors as ``{"$": position}``: enough to run it again on recorded values."""
+    """Return an operator and its arguments as JSON, tensors as ``{"$": position}``: enough to run it again."""
     counter = [0]
     body = {
         "f": str(func),

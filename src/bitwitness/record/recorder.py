@@ -143,7 +143,10 @@ class Recorder:
         self._writing = RecordingWriter(run.path / f"rank{ranks.rank:05d}", ranks.rank, self._ended)
         stats = config.content != "structure"
         meter = Meter(
-            stats=stats, hashed=config.content == "hash", zeros=config.zeros, deferred=config.async_dump or device.type != "cpu"
+            stats=stats,
+            hashed=config.content == "hash",
+            zeros=config.zeros,
+            deferred=config.async_dump or device.type != "cpu",
         )
         tensors = config.content == "tensors"
         self._keeper = Keeper(self._writing, config.max_elements, waits=not config.async_dump) if tensors else None
@@ -152,7 +155,9 @@ class Recorder:
         self._log = Log(self.clock, self._values, Selection(config.sites, config.phases))
         self._stacks = Stacks() if config.stacks else None
         self._tracker = ModuleTracker()
-        self._modules = ModuleRecorder(self.root, self._log, self._stacks, self._fail, enabled=config.modules)
+        self._modules = ModuleRecorder(
+            self.root, self._log, self._stacks, self._fail, enabled=config.modules, operators=config.operators
+        )
         self._state = StateRecorder(self.root, self._log, self._fail, optimizer_state=config.optimizer_state)
         operators = OperatorRecorder(self._log, self._tracker, self._stacks, self._fail)
         self._window = OperatorWindow(operators.tap())
@@ -214,9 +219,20 @@ class Recorder:
         with self._safely("saved values"):
             self._log.record(site, grad, self._log.node(), "saved")
 
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this process speaks for all ranks."""
+        return self._rank == 0
+
+    def join(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record a call of the root that has just begun, whose pre-hooks torch had already listed when ours was made."""
+        if self._running and root is self.root:
+            self._forward_begins(root, args, kwargs)
+            self._modules.join(root, args, kwargs)
+
     # -- the root's hooks ----------------------------------------------------------------------------------------
 
-    def _forward_begins(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _forward_begins(self, _root: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         if self._depth:  # recomputed: a checkpoint around the whole root
             return
         with self._safely("steps"):

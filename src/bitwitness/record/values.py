@@ -13,7 +13,6 @@ from bitwitness.site import Site
 from bitwitness.store.recording import RecordingWriter
 from bitwitness.tap.identity import Identities, in_memory_order, layout_of, plain, unseen
 
-
 _DTYPES: dict[torch.dtype, str] = {}
 
 

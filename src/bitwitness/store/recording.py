@@ -109,7 +109,10 @@ class RecordingWriter:
     # -- called by the training ----------------------------------------------------------------------------------
 
     def rows(
-        self, rows: Sequence[tuple[Any, ...]], values: Callable[[], dict[int, Measured]], stacks: Sequence[tuple[int, str]]
+        self,
+        rows: Sequence[tuple[Any, ...]],
+        values: Callable[[], dict[int, Measured]],
+        stacks: Sequence[tuple[int, str]],
     ) -> None:
         """Hand over rows with what yields their values' statistics (called on the writer's thread), and new stacks."""
         self._put(0, lambda: self._take_rows(rows, values, stacks))
@@ -196,7 +199,10 @@ class RecordingWriter:
             self._failed(problem)
 
     def _take_rows(
-        self, rows: Sequence[tuple[Any, ...]], values: Callable[[], dict[int, Measured]], stacks: Sequence[tuple[int, str]]
+        self,
+        rows: Sequence[tuple[Any, ...]],
+        values: Callable[[], dict[int, Measured]],
+        stacks: Sequence[tuple[int, str]],
     ) -> None:
         self._stacks += stacks
         if rows:

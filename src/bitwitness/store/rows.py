@@ -101,7 +101,7 @@ class Row(NamedTuple):
 class Measured(NamedTuple):
     """A value's statistics; None where one was not taken."""
 
-    count: int
+    count: int  # type: ignore[assignment]
     nan: int | None = None
     pos_inf: int | None = None
     neg_inf: int | None = None

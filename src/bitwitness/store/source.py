@@ -30,7 +30,9 @@ class Source(Protocol):
         """Return the rows of one step."""
 
     def tensor(self, rank: int, reference: str, dtype: str, shape: tuple[int, ...], layout: str | None) -> torch.Tensor:
-        """Return a kept value: what a row's ``tensor``, ``dtype``, ``shape`` and ``layout`` columns say; only every n-th element, flat, if it was sampled.
+        """Return a kept value: what a row's ``tensor``, ``dtype``, ``shape`` and ``layout`` columns say.
+
+        Only every n-th element, flat, if it was sampled.
 
         Raises
         ------

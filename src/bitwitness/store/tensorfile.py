@@ -74,7 +74,7 @@ class TensorFile:
         if name is None:
             name, shape = "U8", [data.nbytes]
         entry = {"dtype": name, "shape": shape, "data_offsets": [self._size, self._size + data.nbytes]}
-        view = memoryview(data)
+        view = memoryview(data.data)
         while view:
             view = view[self._file.write(view) :]
         self._entries[key] = entry

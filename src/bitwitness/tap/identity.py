@@ -61,10 +61,9 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
     Not detached: beneath autograd, where dispatch modes run, that would give it another version counter.
     """
-    if type(tensor) in _PLAIN and tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_neg()):
-        if not tensor.dtype.is_complex and not tensor.is_quantized:
-            return tensor
-    return local_values(tensor)
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.dtype.is_complex:
+        return local_values(tensor)
+    return local_values(tensor) if tensor.is_meta or tensor.is_neg() or tensor.is_quantized else tensor
 
 
 def in_memory_order(values: torch.Tensor) -> torch.Tensor:

@@ -141,7 +141,7 @@ class ModuleTracker:
 
     def _enter_module(self, module: nn.Module, _args: Any) -> None:
         if not self._stack:
-            running = torch._C._current_autograd_node()
+            running: Any = torch._C._current_autograd_node()
             self._recomputed_in = None if running is None else running._sequence_nr()
             if module not in self._names and self._home is None:
                 self.name_tree(module)

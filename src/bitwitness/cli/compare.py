@@ -1,0 +1,184 @@
+"""``bitwitness compare A B``: where two runs part, in one line; and the whole table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bitwitness.errors import EXIT_FINDINGS, UsageError
+
+_SHOWN = 10
+_WIDTH = 110
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb."""
+    parser = verbs.add_parser(
+        "compare",
+        help="the first operator at which two recorded runs part",
+        description="Compares two recordings (run folders, msprobe's dump folders, Ascend dump folders), or with --checkpoints "
+        "two checkpoints. Exit code 0: no operator made an error; 1: one did, and is named.",
+    )
+    parser.add_argument("a", metavar="A", help="a recording")
+    parser.add_argument("b", metavar="B", help="the one to compare with: the benchmark, where there is one")
+    parser.add_argument("--json", metavar="FILE", help="write everything as JSON; '-' prints it, without the table")
+    parser.add_argument("--csv", metavar="FILE", help="write the table, a row for each compared value")
+    parser.add_argument("--xlsx", metavar="FILE", help="the same as a spreadsheet (needs XlsxWriter)")
+    parser.add_argument("--steps", metavar="A-B,C", help="only these steps")
+    parser.add_argument("--ranks", metavar="A-B,C", help="only these ranks")
+    parser.add_argument(
+        "--map", metavar="FILE", help="JSON object of module paths: A's name to B's; '*' stands for any part"
+    )
+    parser.add_argument("--propose-map", metavar="FILE", help="write such a file, from the two structures, and stop")
+    parser.add_argument("--checkpoints", action="store_true", help="A and B are checkpoints (safetensors, torch DCP)")
+    parser.set_defaults(main=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Compare; return 0 if no operator made an error, else 1."""
+    if args.checkpoints:
+        from bitwitness.cli.checkpoints import run
+
+        code: int = run(args.a, args.b, args.json, args.csv)
+        return code
+    from bitwitness.compare.renamed import Mapping, proposed, read_map
+    from bitwitness.compare.runs import Settings, compare
+    from bitwitness.store.opening import open_source
+
+    a, b = open_source(args.a), open_source(args.b)
+    if args.propose_map:
+        return _propose(proposed(a, b), Path(args.propose_map))
+    modules = read_map(Path(args.map)) if args.map else proposed(a, b)
+    settings = Settings(
+        modules=Mapping(modules), ranks=_numbers(args.ranks, "--ranks"), steps=_numbers(args.steps, "--steps")
+    )
+    papers = _papers(args)
+    with _progress() as progress:
+        report = compare(a, b, settings, sinks=[papers.sink] if papers.papers else [], progress=progress)
+    papers.finish(report.to_dict())
+    if args.json == "-":
+        print(json.dumps(report.to_dict(), indent=1, allow_nan=False))
+    else:
+        _show(report, a, b)
+    return EXIT_FINDINGS if report.first is not None else 0
+
+
+class _Papers:
+    """The files that a comparison is written to."""
+
+    def __init__(self, papers: list[Any]) -> None:
+        self.papers = papers
+
+    def sink(self, *step: Any) -> None:
+        """Write a step's rows."""
+        from bitwitness.compare.table import rows_of
+
+        for cells in rows_of(*step):
+            for paper in self.papers:
+                paper.add(cells)
+
+    def finish(self, fields: dict[str, Any]) -> None:
+        """Close all."""
+        for paper in self.papers:
+            if hasattr(paper, "fields"):
+                paper.fields = fields
+            try:
+                paper.close()
+            except OSError as error:
+                raise UsageError(
+                    f"cannot write {error.filename or 'a table'}: {error.strerror}; free the space"
+                ) from error
+
+
+def _papers(args: argparse.Namespace) -> _Papers:
+    from bitwitness.compare.table import CsvPaper, JsonPaper, XlsxPaper
+
+    kinds: dict[str, Callable[[Path], Any]] = {"json": JsonPaper, "csv": CsvPaper, "xlsx": XlsxPaper}
+    wanted = {name: getattr(args, name) for name in kinds if getattr(args, name) and getattr(args, name) != "-"}
+    return _Papers([kinds[name](Path(path)) for name, path in wanted.items()])
+
+
+def _numbers(text: str | None, name: str) -> list[int] | None:
+    from bitwitness.config.recording import ranges
+
+    found = ranges(text, name)
+    return (
+        None
+        if found is None
+        else [number for first, last in found for number in range(first, min(last, first + 10**6) + 1)]
+    )
+
+
+def _propose(modules: dict[str, str], path: Path) -> int:
+    try:
+        path.write_text(json.dumps(modules, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}; name a file in a folder that exists") from error
+    print(f"{len(modules)} modules of A have another name in B: {path}; check it, and give it with --map")
+    return 0
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """Show progress on a terminal; nothing in a log."""
+    if not sys.stderr.isatty():
+        yield lambda _done, _all: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("comparing", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _show(report: Any, a: Any, b: Any) -> None:
+    from bitwitness.compare.table import harmless
+
+    print(f"A: {a.path} ({a.kind})   B: {b.path} ({b.kind})")
+    print(
+        f"{report.rows} values of {report.steps} steps compared; {report.differing} differ, "
+        f"{report.noise:.2g} is the most that rounding explains"
+    )
+    for old, new in list(report.modules.items())[:3]:
+        print(
+            f"renamed: {harmless(old)} in A is {harmless(new)} in B (of {len(report.modules)}; --propose-map writes all)"
+        )
+    for side, sites in (("A", report.only_a), ("B", report.only_b)):
+        if sites:
+            more = ", …" if len(sites) > 4 else ""
+            print(f"only in {side}: {len(sites)} operators: {', '.join(map(harmless, sites[:4]))}{more}")
+    for ours, theirs in report.groups[:3]:
+        print(f"equivalent: {harmless(', '.join(ours))} in A, {harmless(', '.join(theirs))} in B")
+    print(harmless(report.conclusion))
+    if report.first is not None:
+        _show_suspects(report)
+    for problem in report.problems[:_SHOWN]:
+        print(f"not read: {harmless(problem)}")
+    if len(report.problems) > _SHOWN:
+        print(f"… and {len(report.problems) - _SHOWN} more")
+
+
+def _show_suspects(report: Any) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from bitwitness.compare.table import harmless
+
+    if report.first.line:
+        print(f"called at {harmless(report.first.line)}")
+    if report.parting is not None and report.parting.site != report.first.site:
+        print(f"first whose inputs agree and result does not: {harmless(report.parting.site)}")
+    table = Table(title=f"suspects ({len(report.suspects)})", title_justify="left")
+    for name in ("step", "rank", "site", "reason", "change", "x explained"):
+        table.add_column(name, justify="right" if name in ("step", "rank", "change", "x explained") else "left")
+    for one in report.suspects[:_SHOWN]:
+        numbers = f"{one.change:.3g}", f"{one.score:.3g}"
+        table.add_row(str(one.step), str(one.rank), Text(harmless(one.site)), one.reason, *numbers)
+    Console(width=None if sys.stdout.isatty() else _WIDTH).print(table)

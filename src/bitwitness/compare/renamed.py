@@ -1,0 +1,78 @@
+"""Modules that have another name in the other run: a mapping from a file, or proposed from the two structures."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from bitwitness.compare.frame import Frame
+from bitwitness.compare.names import canonical
+from bitwitness.errors import UsageError
+from bitwitness.store.source import Source
+
+_ENOUGH = 0.5
+"""Share of A's modules that B must have for their names to be taken as they are."""
+
+
+def read_map(path: Path) -> dict[str, str]:
+    """Read a JSON object of module paths; raise `UsageError` if the file is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}; expected a JSON object of module paths") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is no JSON: {error}; expected an object of module paths, A's to B's") from error
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise UsageError(f'{path}: expected an object of texts, such as {{"model.layers.0": "blocks.0"}}')
+    return found
+
+
+class Mapping(dict[str, str]):
+    """A mapping whose keys may be globs: ``model.layers.*`` to ``blocks.*``; the most specific fits first."""
+
+    def get(self, key: str, default: str | None = None) -> str | None:  # type: ignore[override]
+        """Return B's path for one of A's."""
+        if key in self:
+            return self[key]
+        for pattern in sorted(self, key=len, reverse=True):
+            if "*" in pattern and fnmatchcase(key, pattern):
+                before, _, after = pattern.partition("*")
+                part = key[len(before) : len(key) - len(after)]
+                return self[pattern].replace("*", part, 1)
+        return default
+
+
+def proposed(a: Source, b: Source) -> dict[str, str]:
+    """Return which modules of A are which of B's by another name; empty where most names agree, or nothing fits.
+
+    Modules are matched in the order in which they ran, by what they compute: their operators and their results' shapes.
+    """
+    ranks = [rank for rank in a.ranks() if rank in b.ranks()]
+    if not ranks or not a.steps(ranks[0]) or not b.steps(ranks[0]):
+        return {}
+    first, second = (_modules(Frame(s.table(ranks[0], s.steps(ranks[0])[0]))) for s in (a, b))
+    known = set(second)
+    if not first or sum(path in known for path in first) >= _ENOUGH * len(first):
+        return {}
+    paths_a, paths_b = list(first), list(second)
+    matcher = difflib.SequenceMatcher(None, [first[p] for p in paths_a], [second[p] for p in paths_b], autojunk=False)
+    pairs = {}
+    for block in matcher.get_matching_blocks():
+        for i in range(block.size):
+            old, new = paths_a[block.a + i], paths_b[block.b + i]
+            if old != new:
+                pairs[old] = new
+    return pairs
+
+
+def _modules(frame: Frame) -> dict[str, str]:
+    """Return each module's path with what it computes in the forward, in the order of its first operator."""
+    found: dict[str, list[str]] = {}
+    for node in frame.nodes:
+        if node.kind in ("op", "module") and node.phase == "forward":
+            shape = frame.shapes[node.outputs[0]] if node.outputs else ()
+            name = canonical(node.op) if node.kind == "op" else "module"
+            found.setdefault(node.module, []).append(f"{name}{list(shape)}")
+    return {path: " ".join(tokens) for path, tokens in found.items()}
