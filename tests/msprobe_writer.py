@@ -15,11 +15,13 @@ def described(
     x: torch.Tensor, file: str | None = None, *, md5: bool = False, framework: str = "torch"
 ) -> dict[str, Any]:
     """What dump.json says of a tensor."""
+    dtype = x.dtype
+    x = x.abs() if x.is_complex() else x
     real = x.is_floating_point() and x.numel() > 0
     empty = not x.numel()
     entry: dict[str, Any] = {
         "type": f"{framework}.Tensor",
-        "dtype": str(x.dtype) if framework == "torch" else str(x.dtype)[6:].capitalize(),
+        "dtype": str(dtype) if framework == "torch" else str(dtype)[6:].capitalize(),
         "shape": list(x.shape),
         "Max": None if empty else x.amax().item(),
         "Min": None if empty else x.amin().item(),

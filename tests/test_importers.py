@@ -115,6 +115,34 @@ def test_calls_are_counted_anew_in_each_module_and_step(tmp_path: Path) -> None:
     assert not source.table(5, 3).num_rows
 
 
+def test_the_wrapper_of_a_whole_model_is_left_out_of_paths(tmp_path: Path) -> None:
+    x = described(X)
+    data = {
+        "Functional.linear.0.forward": call([x]),
+        "Module.module.fc.Linear.forward.0": call([x]),
+        "Module.module.Net.forward.0": call([x]),
+        "Module.module.fc.Linear.parameters_grad.0": {"weight": [x]},
+    }
+    parents = {"Functional.linear.0.forward": "Module.module.fc.Linear.forward.0"}
+    writer.write(tmp_path, data, parents=parents)
+    writer.write(tmp_path, {**data, "Module.other.Loss.forward.0": call([x])}, step=1, parents=parents)
+    rows = rows_of(tmp_path)
+    assert [(r["module"], r["op"]) for r in rows] == [
+        ("fc", "linear"),
+        ("fc", "Linear"),
+        (".", "Net"),
+        ("fc", "weight"),
+    ]
+    assert rows[-1]["name"] == "fc.weight"
+    assert [r["module"] for r in rows_of(tmp_path, step=1)] == [
+        "module.fc",
+        "module.fc",
+        "module",
+        "module.fc",
+        "other",
+    ]
+
+
 def test_a_parent_may_tell_the_micro_batch(tmp_path: Path) -> None:
     names = [f"Functional.linear.{i}.forward" for i in range(3)]
     parents = {
@@ -135,6 +163,7 @@ def test_what_is_not_finite_is_not_counted_by_guessing(tmp_path: Path) -> None:
         "empty": torch.zeros(0, 3),
         "bool": torch.tensor([True, False]),
         "int": torch.tensor([3, 4]),
+        "pair": torch.tensor([3 + 4j]),
     }
     writer.write(
         tmp_path, {f"Tensor.{k}.0.forward": call([described(x)], [], {"v": scalar(-inf)}) for k, x in values.items()}
@@ -150,6 +179,7 @@ def test_what_is_not_finite_is_not_counted_by_guessing(tmp_path: Path) -> None:
         "empty": [0, 0, 0, 0, None, None, None, None],
         "bool": [2, 0, 0, 0, 0.0, 1.0, None, None],
         "int": [2, 0, 0, 0, 3.0, 4.0, None, None],
+        "pair": [2, None, None, None, None, None, None, None],  # extremes are of magnitudes there, not of parts
     }
     assert json.loads(rows["nan"]["args"])["k"] == {"v": {"float": "-inf"}}
 
@@ -188,6 +218,7 @@ def test_stacks_are_numbered_once_for_all_steps(tmp_path: Path) -> None:
         "File a.py, line 1, in f, g()",
         names[0],
     ]
+    assert source.stacks(0)[rows[0]["mul"]].endswith(names[1])
     assert source.stacks(9) == {}
 
 

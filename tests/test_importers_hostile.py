@@ -80,16 +80,8 @@ class Bomb:
 
 
 def test_no_code_of_a_file_is_run(tmp_path: Path) -> None:
-    place = writer.write(
-        tmp_path / "dump",
-        {},
-        tensors={
-            "good.pt": X,
-            "dict.pt": {"x": X},
-            "sparse.pt": X.to_sparse(),
-            "vast.pt": torch.ones(1).expand(1 << 40),
-        },
-    )  # type: ignore[dict-item]
+    odd: dict[str, Any] = {"dict.pt": {"x": X}, "sparse.pt": X.to_sparse(), "vast.pt": torch.ones(1).expand(1 << 40)}
+    place = writer.write(tmp_path / "dump", {}, tensors={"good.pt": X, **odd})
     folder = place / "dump_tensor_data"
     torch.save(Bomb(str(tmp_path / "harm")), folder / "saved.pt")
     (folder / "bare.pt").write_bytes(pickle.dumps(Bomb(str(tmp_path / "harm"))))
@@ -128,7 +120,14 @@ def test_no_file_outside_the_dumps_own_folder_is_read(tmp_path: Path) -> None:
     source = MsprobeSource(tmp_path / "dump")
     rows = source.table(0, 0).to_pylist()
     assert len(rows) == len(names)
-    references = [r["tensor"] for r in rows if r["tensor"]] + ["good.pt", "1|good.pt", "0|0|good.pt", "-1|good.pt", "|"]
+    references = [r["tensor"] for r in rows if r["tensor"]] + [
+        "good.pt",
+        "1|good.pt",
+        "0|folder.pt/../good.pt",
+        "0|0|good.pt",
+        "-1|good.pt",
+        "|",
+    ]
     for reference in references:
         with pytest.raises(UsageError, match="expected it in|names no tensor file"):
             source.tensor(0, reference, "float32", (3, 4), None)

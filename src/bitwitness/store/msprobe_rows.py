@@ -23,6 +23,7 @@ from bitwitness.store.msprobe_entry import (
 from bitwitness.store.rows import Measured, Row, to_table
 
 _MOST_ROWS = 1 << 32  # of a step, so that steps' numbers do not meet
+_MODULES = ("Module.", "Cell.")
 _LARGEST_INT32 = (1 << 31) - 1
 
 
@@ -48,11 +49,14 @@ class StepReader:
         self._rows: list[Row] = []
         self._values: dict[int, Measured] = {}
         self._base = step * _MOST_ROWS
+        self._wrapped = False
         self.problems: list[str] = []
         """What was left out, one sentence each."""
 
     def table(self, rank: int, data: Mapping[str, Any]) -> pa.Table:
         """Return the rows of all entries."""
+        paths = [name.partition(".")[2] for name in data if name.startswith(_MODULES)]
+        self._wrapped = bool(paths) and all(path.startswith("module.") for path in paths)
         for node, (name, entry) in enumerate(data.items()):
             try:
                 self._add(self._base + node, name, entry)
@@ -65,7 +69,7 @@ class StepReader:
         if not isinstance(entry, dict):
             raise Malformed(f"{short(entry)}; expected an object of arguments and results")
         parent, micro = self._parent(name)
-        call = parse_name(name, parent)
+        call = parse_name(self._unwrapped(name), self._unwrapped(parent))
         stack = self._stacks.get(name, -1)
         if call.kind != "gradient":
             args = arguments_text(call.op, entry) if call.phase != "backward" else None
@@ -76,6 +80,10 @@ class StepReader:
             full = leaf if call.module == "." else f"{call.module}.{leaf}"
             values = found if isinstance(found, list) else [found]  # one gradient a parameter, in a list of one
             self._add_values(row._replace(name=clean(full)), tensors_in(values[0] if values else None, "reduced"))
+
+    def _unwrapped(self, name: str) -> str:
+        """Return a name without the wrapper (DDP) that holds the whole model: a recording of ours names from within."""
+        return name.replace(".module.", ".", 1) if self._wrapped and name.startswith(_MODULES) else name
 
     def _parent(self, name: str) -> tuple[str, int]:
         """Return the name of the module in which an entry ran, and the micro-batch."""
