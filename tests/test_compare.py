@@ -33,8 +33,11 @@ PLANTED = {
 MODES = [("mix", "stats"), ("ops", "stats"), ("modules", "stats"), ("mix", "tensors"), ("mix", "hash")]
 
 
+Clean = dict[tuple[str, str, str], Path]
+
+
 @pytest.fixture(scope="module")
-def clean(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, str], Path]:
+def clean() -> Clean:
     """Recordings without a difference, made when they are first asked for."""
     return {}
 
@@ -65,7 +68,7 @@ def expected(name: str, difference: str) -> tuple[str, tuple[str, ...] | None]:
 @pytest.mark.parametrize("mode", MODES, ids="-".join)
 @pytest.mark.parametrize(("name", "difference"), [(n, d) for n, ds in PLANTED.items() for d in ds])
 def test_the_first_wrong_operator_is_named(
-    tmp_path: Path, clean: dict[tuple[str, str, str], Path], name: str, difference: str, mode: tuple[str, str]
+    tmp_path: Path, clean: Clean, name: str, difference: str, mode: tuple[str, str]
 ) -> None:
     report = run(tmp_path, clean, name, mode, difference)
     assert report.first is not None, report.conclusion
@@ -78,9 +81,7 @@ def test_the_first_wrong_operator_is_named(
 
 @pytest.mark.parametrize("mode", MODES[:4], ids="-".join)
 @pytest.mark.parametrize("name", PLANTED)
-def test_reordering_is_no_error(
-    tmp_path: Path, clean: dict[tuple[str, str, str], Path], name: str, mode: tuple[str, str]
-) -> None:
+def test_reordering_is_no_error(tmp_path: Path, clean: Clean, name: str, mode: tuple[str, str]) -> None:
     same = run(tmp_path, clean, name, mode, None)
     assert same.first is None
     assert same.conclusion == "no difference: everything that was compared is equal"

@@ -22,7 +22,7 @@ LAYERS = {
     "numbers": ("numerics", "stats"),
     "torch": ("tap", "replay", "ranks", "rollcall", "device"),
     "storage": ("store",),
-    "instruments": ("sense", "nonfinite", "compare", "inject"),
+    "instruments": ("sense", "nonfinite", "record", "compare", "inject"),
     "decision": ("judge", "respond"),
     "face": ("guard", "asd", "demo", "cli"),
 }
@@ -33,6 +33,7 @@ INNER_NAMES = {
     ("stats", "torch._foreach_norm"): "all norms in one fused call; there is no public one",
     ("sense", "torch._ops.OpOverload"): "the type of what a dispatch mode is handed; it has no public name",
     ("nonfinite", "torch._ops.OpOverload"): "same",
+    ("record", "torch._ops.OpOverload"): "same",
     ("inject", "torch._ops.OpOverload"): "same",
     ("inject", "torch.ops._c10d_functional"): "an operator's registered name",
     ("inject", "torch.utils._python_dispatch._disable_current_modes"): "it is the device beneath all other modes",

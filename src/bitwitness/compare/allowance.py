@@ -14,9 +14,11 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 
-from bitwitness.compare.align import Pair
+from bitwitness.compare.align import Group, Pair
+from bitwitness.compare.changes import changes
 from bitwitness.compare.frame import Frame
 from bitwitness.compare.names import canonical
 from bitwitness.numerics import unit_roundoff
@@ -151,3 +153,14 @@ def arguments(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def group_agrees(a: Frame, b: Frame, group: Group) -> bool:
+    """Tell whether two groups come to the same result: a fused operator and its parts."""
+    rows_a, rows_b = group.a[-1].outputs, group.b[-1].outputs
+    pairs = [(i, j) for i, j in zip(rows_a, rows_b, strict=False) if a.count[i] == b.count[j]]
+    if not pairs:
+        return False
+    left, right = (np.array(side, dtype=np.int64) for side in zip(*pairs, strict=True))
+    coarse = max(roundoff(a.text("dtype", pairs[0][0])), roundoff(b.text("dtype", pairs[0][1])), 2.0**-24)
+    return bool(changes(a, b, left, right)[0] <= 1000.0 * coarse)

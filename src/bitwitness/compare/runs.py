@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bitwitness.compare.align import Alignment, align
+from bitwitness.compare.allowance import group_agrees
 from bitwitness.compare.frame import Frame, Node
 from bitwitness.compare.values import KeptValues, Side
-from bitwitness.compare.verdict import History, Judge, Suspect, group_agrees
+from bitwitness.compare.suspect import History, Suspect
+from bitwitness.compare.verdict import Judge
 from bitwitness.errors import UsageError
 from bitwitness.finding import to_jsonable
 from bitwitness.store.source import Source
@@ -205,9 +207,17 @@ def _list(sites: list[str], nodes: list[Node]) -> None:
             sites.append(node.site)
 
 
+def _received(one: Suspect, suspects: list[Suspect]) -> bool:
+    """Tell whether a rank got its difference from another: by a gradient that they reduce together."""
+    if one.pair is None or one.pair.a.kind != "gradient":
+        return False
+    return any(other.rank != one.rank and other.step <= one.step and other.pair is not one.pair for other in suspects)
+
+
 def _conclude(report: Report) -> None:
     """Choose the first; rank the rest."""
     suspects = sorted(report.suspects, key=lambda suspect: (suspect.order, suspect.rank))
+    suspects = [one for one in suspects if not _received(one, suspects)]
     report.first = suspects[0] if suspects else None
     report.parting = next((s for s in suspects if s.clean), None)
     first = suspects[:1]

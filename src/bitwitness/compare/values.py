@@ -14,7 +14,7 @@ from bitwitness.compare.align import Pair
 from bitwitness.compare.frame import Frame
 from bitwitness.compare.recompute import Error, recompute
 from bitwitness.compare.tensors import same_bits, tensor_metrics
-from bitwitness.compare.verdict import Suspect
+from bitwitness.compare.suspect import Suspect
 from bitwitness.errors import UsageError
 from bitwitness.numerics import ErrorMetrics
 from bitwitness.store.source import Source

@@ -15,17 +15,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-from bitwitness.compare.align import Alignment, Group, Pair
+from bitwitness.compare.align import Alignment, Pair
 from bitwitness.compare.allowance import allowed, arguments, rms, roundoff
 from bitwitness.compare.changes import BITS_DIFFER, changes
 from bitwitness.compare.describe import argument_differences
 from bitwitness.compare.frame import Frame, Node
 from bitwitness.compare.names import is_random
+from bitwitness.compare.suspect import History, Suspect
 
 _STILL = 1e-6  # by which statistics of equal numbers may differ, taken by another number of threads
 _GRADIENT = 1e-3  # by which a gradient of which nothing else is known may differ
@@ -34,62 +33,6 @@ _FOLLOWED = 4.0
 _UNMATCHED = ("op", "collective")
 _CASTS = ("_to_copy", "to", "type_as")
 _ILL_CONDITIONED = 1000.0  # unit roundoffs: a result for which so much is explained says nothing about the others
-
-
-@dataclass(slots=True)
-class Suspect:
-    """An operator that made a difference.
-
-    ``score``: how many times more its results differ than rounding explains; ``change``: by how much, relatively.
-    ``side``: ``a`` or ``b`` where only that run has the operator, else empty. ``clean``: all its inputs agree.
-    """
-
-    site: str
-    rank: int
-    step: int
-    reason: str
-    text: str
-    score: float
-    change: float
-    explained: float
-    order: tuple[int, int]
-    side: str = ""
-    clean: bool = True
-    stack: int = -1
-    micro: int = 0
-    line: str = ""
-    pair: Pair | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it ready for JSON."""
-        return {
-            "site": self.site,
-            "rank": self.rank,
-            "step": self.step,
-            "micro": self.micro,
-            "reason": self.reason,
-            "text": self.text,
-            "score": self.score,
-            "change": self.change,
-            "explained": self.explained,
-            "only_in": self.side or None,
-            "line": self.line or None,
-            "inputs_agree": self.clean,
-        }
-
-
-@dataclass(slots=True)
-class History:
-    """What is known of one rank's earlier steps.
-
-    ``named``: the latest change of each parameter and buffer, by name; ``noise``: the largest change so far that rounding
-    explained; ``parted``: something differed by more.
-    """
-
-    named: dict[str, float] = field(default_factory=dict)
-    noise: float = 0.0
-    parted: bool = False
-    first_step: int | None = None
 
 
 Exact = Callable[[dict[tuple[int, int], float]], dict[tuple[int, int], float]]
@@ -141,6 +84,7 @@ class Judge:
         self._told: set[str] = set()
         self._real_modules: set[str] = set()
         self._written: dict[str, float] = {}
+        self._sizes: dict[str, int] = {}
         self._late = history.parted
         self._usual: float | None = None
         self.change_of: dict[int, float] = {}
@@ -162,6 +106,7 @@ class Judge:
         """Yield the suspects in the order of execution."""
         state = [pair for pair in self._alignment.pairs if pair.a.kind in ("parameter", "buffer")]
         begun = {self.a.text("name", row): self.change_of[row] for pair in state for row, _ in pair.outputs}
+        self._sizes = {self.a.text("name", row): int(self.a.count[row]) for pair in state for row, _ in pair.outputs}
         for pair in self._alignment.pairs:
             if pair.a.kind in ("parameter", "buffer"):
                 continue  # what reads them is looked at
@@ -176,9 +121,14 @@ class Judge:
     def _seen_inside(self, pair: Pair) -> bool:
         """Tell whether a module's result was made by an operator that is recorded itself."""
         inside = f"{pair.a.module}." if pair.a.module != "." else ""
-        if any(path.startswith(inside) and path != pair.a.module for path in self._real_modules):
+        if self._late and any(path.startswith(inside) and path != pair.a.module for path in self._real_modules):
             return True
-        return all(int(self.a.producer[row]) in self._out for row, _ in pair.outputs)
+        return all(
+            int(self.a.producer[i]) in self._out
+            or int(self.a.producer[i]) in self._lone_a
+            or int(self.b.producer[j]) in self._lone_b
+            for i, j in pair.outputs
+        )
 
     def _told_inside(self, path: str) -> bool:
         """Tell whether something inside a module was named already: the module's own difference is that."""
@@ -212,8 +162,8 @@ class Judge:
             self._real_modules.add(pair.a.module)
         elif explained <= min(0.05, _ILL_CONDITIONED * self._roundoff(pair)):
             self._history.noise = max(self._history.noise, worst)
-        if pair.a.kind == "module" and self._seen_inside(pair):
-            return None
+        if pair.a.kind == "collective" or (pair.a.kind == "module" and self._seen_inside(pair)):
+            return None  # the one computes nothing, the other's operators are looked at themselves
         if source is not None and worst > 0:
             self._real.add(pair.a.number)
             return self._suspect(pair, *source, worst, explained, clean=False)
@@ -372,7 +322,9 @@ class Judge:
         name = self.a.text("name", row_a) or self.b.text("name", row_b)
         slot = self.a.text("slot", row_a)
         known = self._written.get(name, self._history.named.get(name))
-        if known is not None and change <= _FOLLOWED * known + _STILL:
+        if known is not None and (
+            change <= _FOLLOWED * known + _STILL or (self._late and self._is_gathered(name, row_a))
+        ):
             return None
         if not name and (self._history.parted or pair.a.kind == "module" or pair.a.phase == "backward"):
             return None  # it may be what a function that was not recorded made of differing values
@@ -380,7 +332,7 @@ class Judge:
             return None
         if not name:
             return "source", f"{slot} differs, and no recorded operator made it"
-        if known == 0.0:
+        if known == 0.0 and not self._is_gathered(name, row_a):
             return (
                 "source",
                 f"{slot} differs although {name} agrees, of which it is a view: another one (a transpose, a slice)",
@@ -389,6 +341,10 @@ class Judge:
             "source",
             f"{name if name.startswith('input ') else 'its ' + name} differs: {self._numbers(row_a, row_b)}",
         )
+
+    def _is_gathered(self, name: str, row: int) -> bool:
+        """Tell whether a row shows the whole of a parameter of which this rank holds a part: it differs where others' do."""
+        return self._sizes.get(name, int(self.a.count[row])) != int(self.a.count[row])
 
     def _numbers(self, row_a: int, row_b: int) -> str:
         first, second = self.a.numbers["l2"][row_a], self.b.numbers["l2"][row_b]
@@ -434,14 +390,3 @@ def _lone(alignment: Alignment, *, first: bool) -> Iterator[Node]:
     yield from alignment.only_a if first else alignment.only_b
     for group in alignment.groups:
         yield from group.a if first else group.b
-
-
-def group_agrees(a: Frame, b: Frame, group: Group) -> bool:
-    """Tell whether two groups come to the same result: a fused operator and its parts."""
-    rows_a, rows_b = group.a[-1].outputs, group.b[-1].outputs
-    pairs = [(i, j) for i, j in zip(rows_a, rows_b, strict=False) if a.count[i] == b.count[j]]
-    if not pairs:
-        return False
-    left, right = (np.array(side, dtype=np.int64) for side in zip(*pairs, strict=True))
-    coarse = max(roundoff(a.text("dtype", pairs[0][0])), roundoff(b.text("dtype", pairs[0][1])), 2.0**-24)
-    return bool(changes(a, b, left, right)[0] <= 1000.0 * coarse)

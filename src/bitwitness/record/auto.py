@@ -15,7 +15,7 @@ from bitwitness.config.recording import RecordConfig
 from bitwitness.errors import BitwitnessError
 from bitwitness.record.recorder import Recorder
 from bitwitness.tap.compiled import CompileNotices
-from bitwitness.tap.modules import keywords_of_call, unwrap
+from bitwitness.tap.modules import in_backward, keywords_of_call, unwrap
 
 
 class AutoRecorder:
@@ -57,7 +57,7 @@ class AutoRecorder:
             sys.stderr.write("bitwitness: nothing was recorded: no module with parameters was called\n")
 
     def _meet(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or id(module) in self._met or torch._C._current_autograd_node() is not None:
+        if torch.compiler.is_compiling() or id(module) in self._met or in_backward():
             return
         self._met |= {id(part) for part in module.modules()}
         self._alive.append(module)  # or its identity could be given to another

@@ -21,6 +21,8 @@ _OVERWRITES = frozenset({
     "zero_",
 })  # fmt: skip
 """What lies in their first argument does not matter to them."""
+_ON_THEIR_WAY = ("c10d", "_c10d_functional")
+"""Namespaces of collectives whose results may not have arrived yet; a ``wait_tensor`` delivers them."""
 _RUNNING_ARGS = slice(3, 5)
 """Where those have the running mean and variance, which their kernels write without torch counting it."""
 
@@ -80,7 +82,7 @@ class OperatorRecorder:
             position = 0
             for i, value in enumerate((*call.args, *call.kwargs.values())):
                 tensors = tensors_in(value)
-                if (i < len(outs) and outs[i]) or (i == 0 and call.op in _OVERWRITES):
+                if (i < len(outs) and outs[i]) or (i == 0 and (call.op in _OVERWRITES or call.op == "wait_tensor")):
                     position += len(tensors)
                     continue  # memory for a result
                 for tensor in tensors:

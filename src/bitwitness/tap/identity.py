@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from bitwitness.stats.local import local_values
 
@@ -61,9 +63,22 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
     Not detached: beneath autograd, where dispatch modes run, that would give it another version counter.
     """
+    while is_traceable_wrapper_subclass(tensor):
+        tensor = _inner(tensor)
     if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.dtype.is_complex:
         return local_values(tensor)
     return local_values(tensor) if tensor.is_meta or tensor.is_neg() or tensor.is_quantized else tensor
+
+
+def _inner(tensor: Any) -> torch.Tensor:
+    """Return what a tensor that wraps others holds: a DTensor's shard, what a collective on its way will deliver."""
+    for reach in ("to_local", "trigger_wait"):
+        if hasattr(type(tensor), reach):
+            inner: torch.Tensor = getattr(tensor, reach)()
+            return inner
+    names, _ = tensor.__tensor_flatten__()
+    found: torch.Tensor = getattr(tensor, names[0])
+    return found
 
 
 def in_memory_order(values: torch.Tensor) -> torch.Tensor:

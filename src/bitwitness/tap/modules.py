@@ -46,6 +46,12 @@ def in_own_work() -> bool:
     return _own_work.get() is not None
 
 
+def in_backward() -> bool:
+    """Tell whether a backward is running in this thread: a module called now is recomputed."""
+    node: Any = torch._C._current_autograd_node()
+    return node is not None
+
+
 def unwrap(module: nn.Module) -> nn.Module:
     """Return the user's own module inside DistributedDataParallel and ``torch.compile`` wrappers."""
     while True:

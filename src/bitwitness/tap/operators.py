@@ -51,6 +51,10 @@ def tensors_in(value: Any) -> tuple[torch.Tensor, ...]:
     return ()
 
 
+def _is_fake(kind: type) -> bool:
+    return kind.__module__ == "torch._subclasses.fake_tensor"
+
+
 Handler = Callable[[OpCall], Any]
 """Sees a call after it ran; what it returns, unless None, takes the result's place."""
 
@@ -113,9 +117,11 @@ class OperatorTap(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        kwargs = kwargs or {}
         if types and any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # a DTensor dispatches again, with the local tensors of this device
-        kwargs = kwargs or {}
+        if types and any(map(_is_fake, types)):
+            return func(*args, **kwargs)  # shapes alone are worked out, for a DTensor say: nothing is computed
         name = self._wanted[func] if func in self._wanted else self._name(func)
         if name is None:
             return func(*args, **kwargs)
