@@ -237,7 +237,7 @@ class Judge:
             or worst <= _STILL + _VIEWED * self._history.noise
         ):
             return None
-        if pair.a.kind not in ("gradient", "collective") or worst <= _GRADIENT or self._is_cancelled(row):
+        if pair.a.kind != "gradient" or worst <= _GRADIENT or self._is_cancelled(row):
             return None
         self._real.add(pair.a.number)
         return self._suspect(pair, "source", "it differs, and no recorded operator made it", worst, _STILL, clean=True)

@@ -70,4 +70,4 @@ class AutoRecorder:
             sys.stderr.write(f"bitwitness: {type(unwrap(module)).__name__} is not recorded: {error}\n")
             return
         self.recorders.append(recorder)
-        recorder.join(unwrap(module), args, keywords_of_call() or {})
+        recorder.join(module, args, keywords_of_call() or {})

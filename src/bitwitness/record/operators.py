@@ -30,7 +30,7 @@ _RUNNING_ARGS = slice(3, 5)
 def recorded(func: torch._ops.OpOverload) -> bool:
     """Tell whether an operator is recorded: what computes, and what moves values between ranks; no views."""
     if moves_between_ranks(func):
-        return True
+        return "wrap_tensor" not in func.overloadpacket.__name__  # what is on its way is not read
     returns = func._schema.returns
     if not returns:  # changes its arguments
         return any(
@@ -117,8 +117,10 @@ class OperatorRecorder:
         changed = _running(call)
         log.values.changed(changed)
         outputs = call.outputs
-        if moved and func.namespace == "c10d":
-            outputs = ()  # they may still be on their way
+        if call.op == "wait_tensor":
+            log.values.changed(outputs)
+        elif moved and func.namespace in _ON_THEIR_WAY:
+            outputs = ()
         scratch = func.overloadpacket.__name__.startswith(_SCRATCH)
         shown = [
             (f"out{i}", t) for i, t in enumerate(outputs) if not (scratch and (i > 1 or not t.is_floating_point()))

@@ -32,7 +32,7 @@ from bitwitness.store.environment import describe, hyperparameters
 from bitwitness.store.recording import RecordingWriter
 from bitwitness.tap.clock import StepClock
 from bitwitness.tap.company import join_ranks
-from bitwitness.tap.compiled import distributed
+from bitwitness.tap.compiled import HookedCall, distributed, find_entry
 from bitwitness.tap.frames import Stacks
 from bitwitness.tap.holdpoints import BackwardCall, HoldPoints
 from bitwitness.tap.modules import ModuleTracker, own_work, unwrap
@@ -171,15 +171,26 @@ class Recorder:
         if self._running or self.folder is None or not self.config.wants_rank(self._rank):
             return
         self._running = True
-        run_eagerly(self._eager)
+        self._mind_compiled(self.clock.step)
         hooks = [ModuleHook(self._forward_begins), ModuleHook(self._forward_ended)]
         for hook in hooks:
             self._on.callback(hook.let_go)
-        self._on.callback(self.root.register_forward_pre_hook(hooks[0], prepend=True, with_kwargs=True).remove)
-        self._on.callback(self.root.register_forward_hook(hooks[1], with_kwargs=True, always_call=True).remove)
+        # Where the training enters compiled code, not inside: on leaving it dynamo puts back the dispatch state of before.
+        entry = find_entry(self.model, self.root)
+        if entry.in_place:
+            self._on.callback(HookedCall(entry.module, *hooks).remove)
+        else:
+            self._on.callback(entry.module.register_forward_pre_hook(hooks[0], prepend=True, with_kwargs=True).remove)
+            self._on.callback(entry.module.register_forward_hook(hooks[1], with_kwargs=True, always_call=True).remove)
         self._on.enter_context(HoldPoints(self))
         _recording.add(self)
         self._on.callback(_recording.discard, self)
+
+    def _mind_compiled(self, step: int) -> None:
+        """Have compiled code run eagerly in a step that is recorded, and as compiled in others."""
+        self._eager.close()
+        if self.config.wants_step(step):
+            run_eagerly(self._eager)
 
     def stop(self) -> None:
         """Record nothing until `start`; no hook and nothing patched stays meanwhile."""
@@ -224,19 +235,23 @@ class Recorder:
         """Whether this process speaks for all ranks."""
         return self._rank == 0
 
-    def join(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def join(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record a call of the root that has just begun, whose pre-hooks torch had already listed when ours was made."""
-        if self._running and root is self.root:
-            self._forward_begins(root, args, kwargs)
-            self._modules.join(root, args, kwargs)
+        if not self._running:
+            return
+        entry = find_entry(self.model, self.root)
+        if entry.module is module and not entry.in_place:
+            self._forward_begins(module, args, kwargs)
+        if module is self.root:
+            self._modules.join(module, args, kwargs)
 
     # -- the root's hooks ----------------------------------------------------------------------------------------
 
     def _forward_begins(self, _root: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         if self._depth:  # recomputed: a checkpoint around the whole root
             return
+        training = torch.is_grad_enabled()
         with self._safely("steps"):
-            training = torch.is_grad_enabled()
             self._trained |= training
             if not training and self._trained:
                 self._window.close()
@@ -255,6 +270,7 @@ class Recorder:
                 if self.config.operators:
                     self._tracker.settle(self.root)
                     self._window.open()
+                    self._tracker.begin(self.root)
 
     def _forward_ended(self, _root: nn.Module, _args: Any, _kwargs: Any, _result: Any) -> None:
         if not self._depth and not torch.is_grad_enabled():
@@ -298,11 +314,11 @@ class Recorder:
         self._depth += 1
         outermost = self._depth == 1
         if outermost and self._step_open:
-            self._log.backward = True
             with self._safely("loss"):
                 for i, root in enumerate(call.roots):
                     if isinstance(root, torch.Tensor):
                         self._log.record(Site(".", "loss", i, "forward", "value"), root, self._log.node(), "saved")
+            self._log.backward = True
         try:
             yield
         finally:
@@ -336,11 +352,12 @@ class Recorder:
         if not self._is_ours(optimizer):
             return
         self.clock.end_step()
+        if self.config.steps is not None:
+            self._mind_compiled(self.clock.step + 1)
         if not self._step_open:
             return
         with self._safely("optimizer"):
             self._state.after_optimizer(optimizer)
-            self._hand_over()
             if self._run is not None and not any(optimizer is known for known in self._optimizers):
                 self._optimizers.append(optimizer)
                 self._run.describe(optimizers=hyperparameters(self._optimizers))

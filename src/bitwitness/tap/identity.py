@@ -72,12 +72,14 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def _inner(tensor: Any) -> torch.Tensor:
     """Return what a tensor that wraps others holds: a DTensor's shard, what a collective on its way will deliver."""
-    for reach in ("to_local", "trigger_wait"):
-        if hasattr(type(tensor), reach):
-            inner: torch.Tensor = getattr(tensor, reach)()
-            return inner
-    names, _ = tensor.__tensor_flatten__()
-    found: torch.Tensor = getattr(tensor, names[0])
+    found: torch.Tensor
+    if hasattr(type(tensor), "trigger_wait"):
+        found = tensor.trigger_wait()
+    elif hasattr(type(tensor), "to_local"):
+        found = tensor._local_tensor  # to_local() would be an operator of its own, with a gradient
+    else:
+        names, _ = tensor.__tensor_flatten__()
+        found = getattr(tensor, names[0])
     return found
 
 

@@ -133,6 +133,11 @@ class ModuleTracker:
         self._abroad = [(-1, int(torch._C._autograd._get_sequence_nr()))]
         self.name_tree(root)
 
+    def begin(self, root: nn.Module) -> None:
+        """Say that a module's call has begun whose global pre-hooks torch had already listed when ours were made."""
+        if not self._stack:
+            self._enter_module(root, ())
+
     @property
     def at_home(self) -> bool:
         """Whether what runs now belongs to the module given to `settle`, or to code outside of all modules."""
