@@ -145,6 +145,8 @@ def _show(report: Any, a: Any, b: Any) -> None:
         f"{report.rows} values of {report.steps} steps compared; {report.differing} differ, "
         f"{report.noise:.2g} is the most that rounding explains"
     )
+    if report.merged:
+        print("the runs are spread differently over ranks: all ranks of each were put together, operators left out")
     for old, new in list(report.modules.items())[:3]:
         print(
             f"renamed: {harmless(old)} in A is {harmless(new)} in B (of {len(report.modules)}; --propose-map writes all)"

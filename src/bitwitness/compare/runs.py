@@ -9,8 +9,9 @@ from typing import Any
 from bitwitness.compare.align import Alignment, align
 from bitwitness.compare.allowance import group_agrees
 from bitwitness.compare.frame import Frame, Node
-from bitwitness.compare.values import KeptValues, Side
+from bitwitness.compare.merged import MergedSource, spread_differently
 from bitwitness.compare.suspect import History, Suspect
+from bitwitness.compare.values import KeptValues, Side
 from bitwitness.compare.verdict import Judge
 from bitwitness.errors import UsageError
 from bitwitness.finding import to_jsonable
@@ -43,6 +44,10 @@ class Report:
         The largest relative change that rounding explained.
     problems
         What could not be read or compared.
+    modules
+        The names that modules of A have in B.
+    merged
+        The runs are spread differently over ranks; all ranks were put together.
 
     """
 
@@ -58,6 +63,7 @@ class Report:
     noise: float = 0.0
     problems: list[str] = field(default_factory=list)
     modules: dict[str, str] = field(default_factory=dict)
+    merged: bool = False
 
     @property
     def conclusion(self) -> str:
@@ -84,6 +90,7 @@ class Report:
             "only_in_b": self.only_b,
             "equivalent": [{"a": a, "b": b} for a, b in self.groups],
             "renamed": self.modules,
+            "ranks_merged": self.merged,
             "values": self.rows,
             "differing": self.differing,
             "steps": self.steps,
@@ -126,8 +133,11 @@ def compare(
 
     """
     settings = settings or Settings()
+    merged = spread_differently(a, b)
+    if merged:
+        a, b = MergedSource(a), MergedSource(b)
     places = _places(a, b, settings)
-    report = Report(modules=dict(settings.modules))
+    report = Report(modules=dict(settings.modules), merged=merged)
     histories: dict[int, History] = {}
     for done, (step, rank) in enumerate(places):
         progress(done, len(places))
@@ -208,10 +218,10 @@ def _list(sites: list[str], nodes: list[Node]) -> None:
 
 
 def _received(one: Suspect, suspects: list[Suspect]) -> bool:
-    """Tell whether a rank got its difference from another: by a gradient that they reduce together."""
-    if one.pair is None or one.pair.a.kind != "gradient":
+    """Tell whether a rank got its difference from another, where one is named: by a collective that both take part in."""
+    if one.reason != "unknown":
         return False
-    return any(other.rank != one.rank and other.step <= one.step and other.pair is not one.pair for other in suspects)
+    return any(other.rank != one.rank and other.step <= one.step and other.reason != "unknown" for other in suspects)
 
 
 def _conclude(report: Report) -> None:

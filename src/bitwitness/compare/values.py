@@ -13,8 +13,8 @@ import torch
 from bitwitness.compare.align import Pair
 from bitwitness.compare.frame import Frame
 from bitwitness.compare.recompute import Error, recompute
-from bitwitness.compare.tensors import same_bits, tensor_metrics
 from bitwitness.compare.suspect import Suspect
+from bitwitness.compare.tensors import same_bits, tensor_metrics
 from bitwitness.errors import UsageError
 from bitwitness.numerics import ErrorMetrics
 from bitwitness.store.source import Source

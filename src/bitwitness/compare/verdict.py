@@ -7,6 +7,7 @@ than rounding explains:
 ``argument``   it was called with other arguments (an epsilon, a scale, a learning rate)
 ``dtype``      it computed in another precision
 ``source``     it read something that differs and that no recorded operator made: a weight, a buffer, the batch, a view
+``unknown``    the same, and it has no name
 ``missing``    only one of the runs has it, and what follows differs
 ``random``     it draws random numbers, and drew others
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import cached_property
 
 import numpy as np
 
@@ -123,12 +125,16 @@ class Judge:
         inside = f"{pair.a.module}." if pair.a.module != "." else ""
         if self._late and any(path.startswith(inside) and path != pair.a.module for path in self._real_modules):
             return True
-        return all(
-            int(self.a.producer[i]) in self._out
-            or int(self.a.producer[i]) in self._lone_a
-            or int(self.b.producer[j]) in self._lone_b
-            for i, j in pair.outputs
-        )
+        return pair.a.module in self._with_operators
+
+    @cached_property
+    def _with_operators(self) -> set[str]:
+        """The modules of which operators are recorded, and all modules around them."""
+        found: set[str] = set()
+        for path in {pair.a.module for pair in self._alignment.pairs if pair.a.kind == "op"}:
+            parts = path.split(".")
+            found |= {".".join(parts[:i]) for i in range(1, len(parts) + 1)} | {"."}
+        return found
 
     def _told_inside(self, path: str) -> bool:
         """Tell whether something inside a module was named already: the module's own difference is that."""
@@ -231,6 +237,9 @@ class Judge:
             self._real.add(pair.a.number)
             reason = self._own_reason(pair, worst, over=worst > _STILL)
             return None if reason is None else self._suspect(pair, *reason, worst, _STILL, clean=True)
+        if pair.a.kind == "collective":
+            self._real.add(pair.a.number)
+            return None  # it delivers what another rank differs in
         if (
             self._handed_on(row, pair.outputs[0][1])
             or self._history.parted
@@ -240,7 +249,7 @@ class Judge:
         if pair.a.kind != "gradient" or worst <= _GRADIENT or self._is_cancelled(row):
             return None
         self._real.add(pair.a.number)
-        return self._suspect(pair, "source", "it differs, and no recorded operator made it", worst, _STILL, clean=True)
+        return self._suspect(pair, "unknown", "it differs, and no recorded operator made it", worst, _STILL, clean=True)
 
     def _is_cancelled(self, row: int) -> bool:
         """Tell whether a gradient is so small that it may be rounding errors alone (a key's bias has none)."""
@@ -331,7 +340,7 @@ class Judge:
         if change <= _STILL + _VIEWED * self._history.noise:
             return None
         if not name:
-            return "source", f"{slot} differs, and no recorded operator made it"
+            return "unknown", f"{slot} differs, and no recorded operator made it"
         if known == 0.0 and not self._is_gathered(name, row_a):
             return (
                 "source",

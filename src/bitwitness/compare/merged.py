@@ -1,0 +1,183 @@
+"""The ranks of a run as one, where two runs spread their model or their batch differently.
+
+What only makes sense on one rank (operators on local shards, local gradients, what passes between ranks) is left out.
+Parameters, reduced gradients and updates are put together by their DTensor placement; what every rank holds alike is taken
+once; a module's other values are shards of the batch: extremes of all, sums of all.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+import torch
+
+from bitwitness.errors import UsageError
+from bitwitness.store.rows import SCHEMA
+from bitwitness.store.source import Source
+
+_PLACEMENT = re.compile(r"(?P<how>.*) of \[(?P<shape>[\d, ]*)\] on mesh")
+_SHARD = re.compile(r"(?:Shard\(dim=|S\()(\d+)\)")
+_WHOLE = ("module", "parameter", "buffer", "optimizer", "saved", "gradient")
+_JOINED = "joined|"
+_KEY = ("kind", "phase", "module", "op", "call", "slot", "micro")
+
+Cells = dict[str, Any]
+
+
+def spread_differently(a: Source, b: Source) -> bool:
+    """Tell whether two runs have other ranks, or the same ranks with other parts of the model."""
+    if a.ranks() != b.ranks():
+        return True
+    return bool(a.ranks()) and _placements(a) != _placements(b)
+
+
+def _placements(source: Source) -> set[str | None]:
+    rank = source.ranks()[0]
+    steps = source.steps(rank)
+    if not steps:
+        return set()
+    table = source.table(rank, steps[0])
+    texts = table.column("placement").combine_chunks().dictionary.to_pylist() if table.num_rows else []
+    return {_how(text) for text in texts}
+
+
+def _how(text: str | None) -> str | None:
+    found = _PLACEMENT.match(text or "")
+    return found["how"] if found else None
+
+
+class MergedSource:
+    """A `bitwitness.store.source.Source` of one rank, made of all ranks of another."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.path, self.kind, self.info, self.problems = source.path, source.kind, source.info, source.problems
+        self._parts: dict[str, tuple[int | None, list[tuple[int, Cells]]]] = {}
+
+    def ranks(self) -> list[int]:
+        """Return the one rank."""
+        return [0]
+
+    def steps(self, _rank: int) -> list[int]:
+        """Return the steps that all ranks recorded."""
+        source = self._source
+        return sorted(set.intersection(*(set(source.steps(rank)) for rank in source.ranks())))
+
+    def stacks(self, _rank: int) -> dict[int, str]:
+        """Return the first rank's call stacks."""
+        return self._source.stacks(self._source.ranks()[0])
+
+    def table(self, _rank: int, step: int) -> pa.Table:
+        """Return the step's rows, those of all ranks put together."""
+        self._parts.clear()
+        ranks = self._source.ranks()
+        keyed = [_keyed(self._source.table(rank, step).to_pylist()) for rank in ranks]
+        rows = []
+        for key, first in keyed[0].items():
+            others = [rows_of_rank[key] for rows_of_rank in keyed[1:] if key in rows_of_rank]
+            if len(others) == len(ranks) - 1 and (
+                merged := self._merged(list(zip(ranks, [first, *others], strict=True)))
+            ):
+                rows.append(merged)
+        return pa.Table.from_pylist(rows, schema=SCHEMA)
+
+    def _merged(self, parts: list[tuple[int, Cells]]) -> Cells | None:
+        first = parts[0][1]
+        row = {**first, "rank": 0, "producer": -1}
+        found = _PLACEMENT.match(first["placement"] or "")
+        dims = [int(dim) for dim in _SHARD.findall(found["how"])] if found else []
+        if found and "P" in re.sub(r"S\(\d+\)", "", found["how"]):
+            return None  # partial sums
+        alike = all(_same(first, other) for _, other in parts[1:])
+        if (found and not dims) or (alike and not dims):
+            return row | {"placement": None}
+        if not found and first["kind"] not in ("module", "saved"):
+            return None
+        if not found and first["phase"] == "backward":
+            return None  # each rank's loss is a mean over its own batch
+        shape = _whole_shape(found["shape"]) if found else _stacked(parts)
+        self._keep(row, dims[0] if len(dims) == 1 else 0 if not found else None, parts)
+        return (
+            row
+            | _total([cells for _, cells in parts])
+            | {"shape": shape, "placement": None, "hash": None, "layout": None}
+        )
+
+    def _keep(self, row: Cells, dim: int | None, parts: list[tuple[int, Cells]]) -> None:
+        """Have the parts put together when the value is asked for."""
+        if dim is None or any(cells["tensor"] is None or "|every=" in cells["tensor"] for _, cells in parts):
+            row["tensor"] = None
+            return
+        row["tensor"] = f"{_JOINED}{len(self._parts)}"
+        self._parts[row["tensor"]] = dim, parts
+
+    def tensor(
+        self, _rank: int, reference: str, dtype: str, shape: tuple[int, ...], layout: str | None
+    ) -> torch.Tensor:
+        """Return a kept value, its parts put together."""
+        if not reference.startswith(_JOINED):
+            return self._source.tensor(self._source.ranks()[0], reference, dtype, shape, layout)
+        dim, parts = self._parts[reference]
+        pieces = [
+            self._source.tensor(rank, cells["tensor"], cells["dtype"], tuple(cells["shape"]), cells["layout"])
+            for rank, cells in parts
+        ]
+        try:
+            whole = torch.cat(pieces, dim or 0)
+        except (RuntimeError, IndexError) as error:
+            raise UsageError(f"{self.path}: the ranks' parts of {parts[0][1]['module']} do not fit: {error}") from error
+        if tuple(whole.shape) != shape:
+            raise UsageError(f"{self.path}: {parts[0][1]['module']}: parts make {list(whole.shape)}, not {list(shape)}")
+        return whole
+
+
+def _keyed(rows: list[Cells]) -> dict[tuple[Any, ...], Cells]:
+    """Return a rank's rows that can be put together, by what they are and how often it came before."""
+    seen: dict[tuple[Any, ...], int] = {}
+    found = {}
+    for row in rows:
+        if row["kind"] not in _WHOLE or row["recomputed"] or (row["kind"] == "gradient" and row["slot"] == "local"):
+            continue
+        key = tuple(row[name] for name in _KEY)
+        seen[key] = seen.get(key, 0) + 1
+        found[(*key, seen[key])] = row
+    return found
+
+
+def _same(a: Cells, b: Cells) -> bool:
+    if a["hash"] is not None and b["hash"] is not None:
+        return bool(a["hash"] == b["hash"])
+    return all(a[name] == b[name] for name in ("count", "min", "max", "mean", "l2", "nan"))
+
+
+def _whole_shape(text: str) -> list[int]:
+    return [int(size) for size in text.split(",") if size.strip()]
+
+
+def _stacked(parts: Sequence[tuple[int, Cells]]) -> list[int]:
+    shape = list(parts[0][1]["shape"])
+    if shape:
+        shape[0] = sum(cells["shape"][0] for _, cells in parts if cells["shape"])
+    return shape
+
+
+def _total(parts: list[Cells]) -> Cells:
+    """Return the statistics of all parts together."""
+    count = sum(part["count"] or 0 for part in parts)
+    known = [part for part in parts if part["l2"] is not None and part["mean"] is not None]
+    found: Cells = {"count": count}
+    for name in ("nan", "pos_inf", "neg_inf", "zeros"):
+        numbers = [part[name] for part in parts]
+        found[name] = None if None in numbers else sum(numbers)
+    if len(known) < len([part for part in parts if part["count"]]):
+        return found | {"min": None, "max": None, "mean": None, "l2": None}
+    return found | {
+        "min": min(part["min"] for part in known),
+        "max": max(part["max"] for part in known),
+        "mean": math.fsum(part["mean"] * part["count"] for part in known) / count if count else None,
+        "l2": math.sqrt(math.fsum(part["l2"] ** 2 for part in known)),
+    }
