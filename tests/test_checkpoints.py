@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -16,7 +17,6 @@ from torch import nn
 
 from bitwitness.cli.checkpoints import run
 from bitwitness.compare.checkpoints import CheckpointReport, compare_checkpoints
-from bitwitness.demo.launch import torchrun
 from bitwitness.errors import UsageError
 from bitwitness.store.checkpoints import open_checkpoint
 
@@ -92,7 +92,7 @@ def test_one_changed_weight_is_named(kind: int, tmp_path: Path, capsys: pytest.C
     assert second["largest_error_at"] == [4, 1]
     assert second["max_abs"] == pytest.approx(0.5)
     assert found["counts"]["equal"] == 3
-    rows = list(csv.DictReader((tmp_path / "o.csv").open()))
+    rows = list(csv.DictReader((tmp_path / "o.csv").read_text().splitlines()))
     assert [row["name"] for row in rows][:2] == ["ids", "up.weight"]
     assert not list(tmp_path.glob("*.part"))
 
@@ -213,8 +213,9 @@ def test_the_files_of_a_folder_without_an_index(tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 def test_ranks_that_saved_shards_equal_one_that_saved_all(tmp_path: Path) -> None:
-    launched = torchrun(2, [str(JOB), str(tmp_path / "two")], tmp_path / "logs", echo=False)
-    assert launched.code == 0, "\n".join(log.read_text()[-2000:] for log in launched.logs)
+    command = [sys.executable, str(JOB), str(tmp_path / "two"), str(tmp_path / "meeting")]  # faster than torchrun
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
     assert len(list((tmp_path / "two").glob("*.distcp"))) == 2
     model = numbers()
     one = save_dcp({"model": model.state_dict(), "same": torch.arange(4.0), "step": 3}, tmp_path / "one")

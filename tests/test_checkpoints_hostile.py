@@ -286,7 +286,7 @@ def test_a_list_that_holds_itself(tmp_path: Path) -> None:
         {"dtype": "F32", "shape": [0, 1 << 70], "data_offsets": [0, 0]},
         {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]},
         {"dtype": "F9", "shape": [1], "data_offsets": [0, 4]},
-        {"dtype": "F32", "shape": [1] * 200, "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]},
         3,
     ],
 )
@@ -341,7 +341,7 @@ def test_names_with_escape_codes_and_markup(tmp_path: Path, capsys: pytest.Captu
     assert "\x1b" not in out
     assert "\u202e" not in out
     assert "[bold red]x[/]" in out
-    rows = list(csv.DictReader((tmp_path / "o.csv").open(newline="")))
+    rows = list(csv.DictReader((tmp_path / "o.csv").read_text().splitlines()))
     assert len(rows) == len(names) + 2
     assert not any(row["name"].startswith(("=", "\x1b")) for row in rows)
     kept = json.loads((tmp_path / "o.json").read_text())

@@ -11,7 +11,7 @@ import torch
 
 from bitwitness.errors import UsageError
 
-_DIMENSIONS = 64  # torch has no more
+_DIMENSIONS = 64  # torch's operators take no more
 
 
 @dataclass(frozen=True, slots=True)

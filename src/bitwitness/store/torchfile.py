@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from io import BytesIO
@@ -121,7 +122,8 @@ def _flat(content: Any, where: str) -> Iterator[tuple[str, Any]]:
 def _reason(error: Exception) -> str:
     """Return the part of torch's pages that says what was found."""
     text = str(error)
-    for marker in ("Unsupported global: GLOBAL ", "Unsupported class "):
-        if marker in text:
-            return ascii(text.partition(marker)[2].split()[0])[1:-1]
+    if named := re.search(r"(?:GLOBAL|class) ([\w.]{1,200})", text):
+        return named[1]
+    if "WeightsUnpickler error: " in text:
+        text = text.partition("WeightsUnpickler error: ")[2]
     return ascii((text.splitlines() or [type(error).__name__])[0][:200])[1:-1]
