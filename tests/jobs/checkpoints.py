@@ -27,8 +27,10 @@ def save(rank: int, folder: str, meeting: str) -> None:
 
 
 if __name__ == "__main__":
+    import torch._dynamo  # fully_shard would, in each process
+
     torch.set_num_threads(1)
     child = os.fork()  # no thread runs yet
     save(1 if child == 0 else 0, *sys.argv[1:])
-    if child:
-        sys.exit(os.waitpid(child, 0)[1] != 0)
+    failed = child != 0 and os.waitpid(child, 0)[1] != 0
+    os._exit(int(failed))  # torch takes a second to be torn down
