@@ -182,6 +182,17 @@ def test_damaged_metadata_is_told(saved: Path) -> None:
             open_checkpoint(saved)
 
 
+def test_a_pickle_made_to_take_memory_or_the_stack_is_refused(saved: Path) -> None:
+    far = b"\x80\x04Nr\xff\xff\xff\xff."  # a place in the memo, for which the unpickler in C makes room
+    bytes_of_zeros = b"\x80\x05\x96" + struct.pack("<Q", 1 << 36) + b"."
+    deep = b"\x80\x04})" + b"\x85" * 300_000 + b"Ns."  # a tuple in a tuple in a tuple, as a key
+    laugh = b"\x80\x04]\x94" + b"".join(b"](h%bh%be\x94" % (bytes([i]), bytes([i])) for i in range(60)) + b"."
+    for content in (far, bytes_of_zeros, deep, laugh):
+        (saved / ".metadata").write_bytes(content)
+        with pytest.raises(UsageError, match="is damaged"):
+            open_checkpoint(saved)
+
+
 def test_bits_flipped_in_metadata_never_escape(saved: Path) -> None:
     whole = bytearray((saved / ".metadata").read_bytes())
     for at in range(0, len(whole), 3):
@@ -323,7 +334,7 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=told) as caught:
             run(str(tmp_path / name), str(tmp_path), None, None)
-        assert "expected a .safetensors file" in str(caught.value) or "expected" in str(caught.value)
+        assert "expected a .safetensors file" in str(caught.value)
 
 
 def test_names_with_escape_codes_and_markup(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

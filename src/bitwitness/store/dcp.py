@@ -54,7 +54,7 @@ def read_dcp(folder: Path) -> Found:
         try:
             found.entries[name] = _entry(folder, name, about, stored)
         except UsageError as error:
-            found.problems.append(f"{folder}: {name!r} was left out: {error}")
+            found.problems.append(f"{folder}: {name[:200]!r} was left out: {error}")
     return found
 
 
@@ -82,9 +82,7 @@ def _chunk(part: Any, name: str, shape: Sizes, stored: dict[tuple[str, Sizes], d
     fields = part.fields if isinstance(part, Plain) else {}
     offsets, sizes = fields.get("offsets"), fields.get("sizes")
     if not is_shape(offsets) or not is_shape(sizes) or not len(offsets) == len(sizes) == len(shape):
-        raise UsageError(
-            f"a chunk of it is {str(fields)[:200]!r}; expected offsets and sizes of {len(shape)} dimensions"
-        )
+        raise UsageError(f"a chunk of it is damaged; expected offsets and sizes of {len(shape)} dimensions")
     if any(first + size > end for first, size, end in zip(offsets, sizes, shape, strict=True)):
         raise UsageError(f"a chunk at {list(offsets)} of {list(sizes)} does not fit into its shape {list(shape)}")
     info = stored.get((name, offsets), {})
@@ -93,13 +91,13 @@ def _chunk(part: Any, name: str, shape: Sizes, stored: dict[tuple[str, Sizes], d
     if not isinstance(file, str) or not is_shape(place):
         raise UsageError(f"the metadata does not say where its chunk at {list(offsets)} is stored")
     if info.get("transform_descriptors"):
-        raise UsageError(f"it was stored by way of {str(info['transform_descriptors'])[:80]!r}; save it uncompressed")
+        raise UsageError("it was stored compressed or otherwise transformed; save it without extensions")
     return _Chunk(offsets, sizes, file, *place)
 
 
 def _whole(folder: Path, name: str, dtype: torch.dtype, shape: Sizes, chunks: list[_Chunk]) -> torch.Tensor:
     """Load the chunks and put them in their places."""
-    where = f"{folder}: {name!r}"
+    where = f"{folder}: {name[:200]!r}"
     _check_cover(where, shape, chunks)
     paths = {chunk.file: inside(folder, chunk.file) for chunk in chunks}
     sizes = {file: _size(path) for file, path in paths.items()}
@@ -112,10 +110,10 @@ def _whole(folder: Path, name: str, dtype: torch.dtype, shape: Sizes, chunks: li
         if chunk.first + chunk.length > sizes[chunk.file] or math.prod(chunk.sizes) * dtype.itemsize > chunk.length:
             raise UsageError(
                 f"{where}: the chunk at {list(chunk.offsets)} should be {chunk.length} bytes from byte {chunk.first} of "
-                f"{chunk.file}, which has {sizes[chunk.file]}; the file was cut short or the metadata is damaged"
+                f"{chunk.file!r}, which has {sizes[chunk.file]}; the file was cut short or the metadata is damaged"
             )
         tensor = tensor_from(
-            _bytes(paths[chunk.file], chunk), f"{where}, chunk at {list(chunk.offsets)} in {chunk.file}"
+            _bytes(paths[chunk.file], chunk), f"{where}, chunk at {list(chunk.offsets)} in {chunk.file!r}"
         )
         if tensor.dtype != dtype or tuple(tensor.shape) != chunk.sizes:
             raise UsageError(

@@ -7,10 +7,9 @@ Not even torch's own classes are called. A name that is not listed ends the read
 from __future__ import annotations
 
 import pickle
-from collections import OrderedDict
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -62,16 +61,32 @@ _OBJECTS = {
     *(("pathlib", name) for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")),
     *(("pathlib._local", name) for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")),
 }
-_CONTAINERS = {
-    ("torch", "Size"): tuple,
-    ("collections", "OrderedDict"): OrderedDict,
-    ("builtins", "set"): set,
-    ("builtins", "frozenset"): frozenset,
-}
+# The operations of a pickle that dcp.save uses. Others might take more memory than the file has bytes.
+_OPERATIONS = (
+    *("PROTO", "FRAME", "STOP", "MARK", "POP", "POP_MARK", "MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET"),
+    *("NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
+    *("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "SHORT_BINBYTES", "BINBYTES"),
+    *("EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "APPEND", "APPENDS"),
+    *("GLOBAL", "STACK_GLOBAL", "NEWOBJ", "REDUCE", "BUILD"),
+)
+_KEYS = (str, int, Plain)
 
 
-class _Reader(pickle.Unpickler):
+def _ordered() -> dict[Any, Any]:
+    return {}
+
+
+_CONTAINERS = {("torch", "Size"): tuple, ("collections", "OrderedDict"): _ordered}
+
+
+class _Reader(pickle._Unpickler):
     """Unpickles what is listed, and nothing else."""
+
+    stack: Any
+    pop_mark: Any
+    dispatch: ClassVar[dict[int, Any]] = {
+        code: pickle._Unpickler.dispatch[code] for code in (getattr(pickle, name)[0] for name in _OPERATIONS)
+    }
 
     def __init__(self, data: bytes, path: Path) -> None:
         super().__init__(BytesIO(data))
@@ -89,6 +104,23 @@ class _Reader(pickle.Unpickler):
             f"{self._path} names {f'{module}.{name}'[:200]!a}, which no checkpoint of torch needs; unpickling it could run "
             "code, so it was not read. Get the checkpoint again, from where you trust it"
         )
+
+    def _set_item(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set(key, value)
+
+    def _set_items(self) -> None:
+        items = self.pop_mark()
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            self._set(key, value)
+
+    def _set(self, key: Any, value: Any) -> None:
+        if type(key) not in _KEYS:  # hashing a tuple that is nested deeply enough would end the process
+            raise pickle.UnpicklingError(f"a key is a {type(key).__name__}")
+        self.stack[-1][key] = value
+
+    dispatch[pickle.SETITEM[0]] = _set_item
+    dispatch[pickle.SETITEMS[0]] = _set_items
 
 
 def read_metadata(path: Path) -> dict[Any, Any]:

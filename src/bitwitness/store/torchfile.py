@@ -17,7 +17,7 @@ from bitwitness.errors import UsageError
 from bitwitness.store.entry import Entry, Found
 
 _DEEPEST = 64
-_MOST_ENTRIES = 5_000_000
+_MOST_ENTRIES = 1_000_000
 _TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
