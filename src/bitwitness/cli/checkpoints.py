@@ -1,0 +1,167 @@
+"""``bitwitness compare --checkpoints A B``: which parameters differ, how far, and which the most."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bitwitness.errors import EXIT_FINDINGS, UsageError
+
+if TYPE_CHECKING:
+    from bitwitness.compare.checkpoints import CheckpointReport
+
+_SHOWN = 15
+_PROBLEMS = 5
+_COLUMNS = (
+    "name", "name_a", "name_b", "result", "dtype_a", "dtype_b", "shape_a", "shape_b", "l2_relative", "cosine", "max_abs",
+    "largest_error_at", "max_rel", "mean_rel", "rmse", "ulp_max", "nan_a", "nan_b", "inf_a", "inf_b", "nan_mismatch",
+    "inf_mismatch", "why",
+)  # fmt: skip
+
+
+def main(args: argparse.Namespace) -> int:
+    """Compare ``args.a`` and ``args.b``; return the exit code."""
+    return run(args.a, args.b, args.json, args.csv)
+
+
+def run(a: str, b: str, json_path: str | None, csv_path: str | None) -> int:
+    """Compare two checkpoints and print what was found; return 0 if all bits are the same, else 1.
+
+    Raises
+    ------
+    UsageError
+        If one of them cannot be read, or a file cannot be written.
+
+    """
+    from bitwitness.compare.checkpoints import compare_checkpoints
+    from bitwitness.store.checkpoints import open_checkpoint
+
+    for path in (json_path, csv_path):
+        if path is not None:
+            _writable(Path(path))  # now, and not after the whole comparison
+    first, second = open_checkpoint(a), open_checkpoint(b)
+    with _progress() as progress:
+        report = compare_checkpoints(first, second, progress)
+    show(report)
+    if json_path is not None:
+        _write(Path(json_path), json.dumps(report.to_dict(), indent=1, allow_nan=False) + "\n")
+    if csv_path is not None:
+        _write(Path(csv_path), _csv(report))
+    return 0 if report.equal else EXIT_FINDINGS
+
+
+def show(report: CheckpointReport, shown: int = _SHOWN) -> None:
+    """Print the parameters that are farthest apart, what was not compared, and the conclusion."""
+    from bitwitness.compare.table import harmless
+
+    rows = [one for one in report.parameters if one.result not in ("equal", "same values")]
+    if rows:
+        print(_table(rows[:shown]))
+        if len(rows) > shown:
+            print(f"and {len(rows) - shown} more (--json and --csv have all)")
+        print()
+    for text in report.stripped:
+        print(f"names: {text}")
+    for problem in report.problems[:_PROBLEMS]:
+        print(f"not compared: {harmless(problem)}")
+    if len(report.problems) > _PROBLEMS:
+        print(f"and {len(report.problems) - _PROBLEMS} more problems (--json has all)")
+    if report.ignored_a or report.ignored_b:
+        print(f"entries that are no tensors, not compared: {report.ignored_a} in A, {report.ignored_b} in B")
+    print(report.conclusion)
+
+
+def _table(rows: list[Any]) -> str:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from bitwitness.compare.table import harmless
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("parameter", overflow="fold")
+    for name in ("relative L2", "largest error", "at", "ULP", "cosine", "note"):
+        table.add_column(name)
+    for row in rows:
+        metrics = row.metrics
+        numbers = ["", "", "", "", ""]
+        if metrics is not None:
+            ulp = "NaN/Inf" if metrics.nan_mismatch + metrics.inf_mismatch else f"{metrics.ulp_max}"
+            at = "" if row.where is None else str(list(row.where))
+            numbers = [f"{metrics.l2_relative:.2e}", f"{metrics.max_abs:.3g}", at, ulp, f"{metrics.cosine:.6f}"]
+        table.add_row(Text(harmless(row.name)), *numbers, Text(_note(row)))
+    width = 200 if not sys.stdout.isatty() else None
+    console = Console(file=StringIO(), width=width, markup=False, highlight=False)
+    console.print(table)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def _note(row: Any) -> str:
+    notes = []
+    if row.shape_a != row.shape_b:
+        notes.append(f"shape {list(row.shape_a)} | {list(row.shape_b)}")
+    if row.dtype_a != row.dtype_b:
+        notes.append(f"{row.dtype_a} | {row.dtype_b}".replace("torch.", ""))
+    if row.nan_a + row.nan_b + row.inf_a + row.inf_b:
+        notes.append(f"NaN {row.nan_a} | {row.nan_b}, Inf {row.inf_a} | {row.inf_b}")
+    if row.why:
+        notes.append("unreadable" if row.result == "unreadable" else row.why.partition(":")[0])
+    return "; ".join(notes)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None] | None]:
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    with Progress(
+        BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=Console(stderr=True), transient=True
+    ) as bar:
+        task = bar.add_task("parameters", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _csv(report: CheckpointReport) -> str:
+    from bitwitness.compare.table import harmless
+
+    text = StringIO()
+    writer = csv.writer(text)
+    writer.writerow(_COLUMNS)
+    for parameter in report.parameters:
+        row = parameter.to_dict()
+        cells = (row.get(name, "") for name in _COLUMNS)
+        writer.writerow([harmless(str(cell)) if isinstance(cell, str | list) else cell for cell in cells])
+    for side, key, names in (("A", "name_a", report.only_a), ("B", "name_b", report.only_b)):
+        for name in names:
+            row = {"name": name, key: name, "result": f"only in {side}"}
+            writer.writerow([harmless(row.get(column, "")) for column in _COLUMNS])
+    return text.getvalue()
+
+
+def _writable(path: Path) -> None:
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_text("")
+        part.unlink()
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}; name a file in a folder that exists") from error
+
+
+def _write(path: Path, text: str) -> None:
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_text(text, encoding="utf-8", newline="")
+        part.replace(path)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}; name a file in a folder that exists") from error

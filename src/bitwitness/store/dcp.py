@@ -1,0 +1,161 @@
+"""Checkpoints of `torch.distributed.checkpoint`: every tensor is put together from the chunks that the ranks wrote."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bitwitness.errors import UsageError
+from bitwitness.store.dcp_metadata import Plain, read_metadata
+from bitwitness.store.entry import Entry, Found, inside, is_shape
+from bitwitness.store.torchfile import tensor_from
+
+METADATA = ".metadata"
+
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A part of a tensor: where it begins, how large it is, and which bytes hold it."""
+
+    offsets: Sizes
+    sizes: Sizes
+    file: str
+    first: int
+    length: int
+
+
+def read_dcp(folder: Path) -> Found:
+    """Open a checkpoint of `torch.distributed.checkpoint`.
+
+    Raises
+    ------
+    UsageError
+        If its metadata is damaged, or names anything but numbers, names and dtypes.
+
+    """
+    metadata = read_metadata(inside(folder, METADATA))
+    described, stored = metadata.get("state_dict_metadata"), _stored(metadata.get("storage_data"))
+    if not isinstance(described, dict):
+        raise UsageError(
+            f"{folder / METADATA} is damaged: it describes no state; expected what torch's dcp.save writes"
+        )
+    found = Found({}, [])
+    for name, about in described.items():
+        if not isinstance(name, str) or not isinstance(about, Plain) or "chunks" not in about.fields:
+            found.ignored += 1  # numbers and objects are pickled one by one
+            continue
+        try:
+            found.entries[name] = _entry(folder, name, about, stored)
+        except UsageError as error:
+            found.problems.append(f"{folder}: {name[:200]!r} was left out: {error}")
+    return found
+
+
+def _stored(data: Any) -> dict[tuple[str, Sizes], dict[str, Any]]:
+    """Return what holds each chunk, by the tensor's name and the chunk's offsets."""
+    stored: dict[tuple[str, Sizes], dict[str, Any]] = {}
+    for index, info in data.items() if isinstance(data, dict) else ():
+        if isinstance(index, Plain) and isinstance(info, Plain):
+            name, offsets = index.fields.get("fqn"), index.fields.get("offset")
+            if isinstance(name, str) and is_shape(offsets):
+                stored[name, offsets] = info.fields
+    return stored
+
+
+def _entry(folder: Path, name: str, about: Plain, stored: dict[tuple[str, Sizes], dict[str, Any]]) -> Entry:
+    shape, parts, properties = (about.fields.get(key) for key in ("size", "chunks", "properties"))
+    dtype = properties.first("dtype") if isinstance(properties, Plain) else None
+    if not is_shape(shape) or not isinstance(parts, list) or not isinstance(dtype, torch.dtype):
+        raise UsageError("its description is damaged; expected dtype, size and chunks")
+    chunks = {_chunk(part, name, shape, stored) for part in parts}
+    return Entry(dtype, shape, lambda: _whole(folder, name, dtype, shape, sorted(chunks, key=lambda c: c.offsets)))
+
+
+def _chunk(part: Any, name: str, shape: Sizes, stored: dict[tuple[str, Sizes], dict[str, Any]]) -> _Chunk:
+    fields = part.fields if isinstance(part, Plain) else {}
+    offsets, sizes = fields.get("offsets"), fields.get("sizes")
+    if not is_shape(offsets) or not is_shape(sizes) or not len(offsets) == len(sizes) == len(shape):
+        raise UsageError(f"a chunk of it is damaged; expected offsets and sizes of {len(shape)} dimensions")
+    if any(first + size > end for first, size, end in zip(offsets, sizes, shape, strict=True)):
+        raise UsageError(f"a chunk at {list(offsets)} of {list(sizes)} does not fit into its shape {list(shape)}")
+    info = stored.get((name, offsets), {})
+    file, first, length = (info.get(key) for key in ("relative_path", "offset", "length"))
+    place = (first, length)
+    if not isinstance(file, str) or not is_shape(place):
+        raise UsageError(f"the metadata does not say where its chunk at {list(offsets)} is stored")
+    if info.get("transform_descriptors"):
+        raise UsageError("it was stored compressed or otherwise transformed; save it without extensions")
+    return _Chunk(offsets, sizes, file, *place)
+
+
+def _whole(folder: Path, name: str, dtype: torch.dtype, shape: Sizes, chunks: list[_Chunk]) -> torch.Tensor:
+    """Load the chunks and put them in their places."""
+    where = f"{folder}: {name[:200]!r}"
+    _check_cover(where, shape, chunks)
+    paths = {chunk.file: inside(folder, chunk.file) for chunk in chunks}
+    sizes = {file: _size(path) for file, path in paths.items()}
+    if math.prod(shape) * dtype.itemsize > sum(sizes.values()):
+        raise UsageError(
+            f"{where} claims shape {list(shape)}, which is more than its files hold; the metadata is damaged"
+        )
+    whole: torch.Tensor | None = None
+    for chunk in chunks:
+        if chunk.first + chunk.length > sizes[chunk.file] or math.prod(chunk.sizes) * dtype.itemsize > chunk.length:
+            raise UsageError(
+                f"{where}: the chunk at {list(chunk.offsets)} should be {chunk.length} bytes from byte {chunk.first} of "
+                f"{chunk.file!r}, which has {sizes[chunk.file]}; the file was cut short or the metadata is damaged"
+            )
+        tensor = tensor_from(
+            _bytes(paths[chunk.file], chunk), f"{where}, chunk at {list(chunk.offsets)} in {chunk.file!r}"
+        )
+        if tensor.dtype != dtype or tuple(tensor.shape) != chunk.sizes:
+            raise UsageError(
+                f"{where}: the chunk at {list(chunk.offsets)} is {tensor.dtype} {list(tensor.shape)}; the metadata says "
+                f"{dtype} {list(chunk.sizes)}: one of them is damaged"
+            )
+        if chunk.sizes == shape:
+            return tensor
+        whole = torch.empty(shape, dtype=dtype) if whole is None else whole
+        whole[tuple(slice(first, first + size) for first, size in zip(chunk.offsets, chunk.sizes, strict=True))] = (
+            tensor
+        )
+    return torch.empty(shape, dtype=dtype) if whole is None else whole
+
+
+def _check_cover(where: str, shape: Sizes, chunks: list[_Chunk]) -> None:
+    """Refuse chunks that leave something out, or lie on one another."""
+    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
+        raise UsageError(
+            f"{where}: its {len(chunks)} chunks do not make up its shape {list(shape)}; files of ranks are missing"
+        )
+    full = [chunk for chunk in chunks if math.prod(chunk.sizes)]
+    if len(full) < 2:
+        return
+    first = np.array([chunk.offsets for chunk in full], dtype=np.int64)
+    end = first + np.array([chunk.sizes for chunk in full], dtype=np.int64)
+    for i in range(len(full) - 1):
+        if ((first[i] < end[i + 1 :]) & (first[i + 1 :] < end[i])).all(axis=1).any():
+            raise UsageError(f"{where}: the chunk at {first[i].tolist()} lies over another; the metadata is damaged")
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}; a file of the checkpoint is missing") from error
+
+
+def _bytes(path: Path, chunk: _Chunk) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(chunk.first)
+            return file.read(chunk.length)
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}; expected a file of the checkpoint") from error

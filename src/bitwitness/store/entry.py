@@ -1,0 +1,67 @@
+"""A tensor of a checkpoint before it is loaded, and which files of a folder may be opened for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeGuard
+
+import torch
+
+from bitwitness.errors import UsageError
+
+_DIMENSIONS = 64  # torch's operators take no more
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What is said of a tensor, and how to get it; `read` raises `UsageError` where the two do not fit."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], torch.Tensor]
+
+
+@dataclass(slots=True)
+class Found:
+    """What a file or folder holds: tensors by name, what was left out and why, how many entries are no tensors."""
+
+    entries: dict[str, Entry]
+    problems: list[str]
+    ignored: int = 0
+
+
+def inside(folder: Path, name: str) -> Path:
+    """Return a file of a folder by the name that another file of it gives.
+
+    Raises
+    ------
+    UsageError
+        If the name leads out of the folder. Links into the blobs of the same Hugging Face cache are no way out: there
+        every file of a snapshot is one.
+
+    """
+    if name in {"", ".", ".."} or any(c in name for c in "/\\\0"):
+        raise UsageError(
+            f"{folder} names the file {name[:200]!r}; expected a plain file name in that folder. Nothing was read: get the "
+            "checkpoint again, from where you trust it"
+        )
+    path = folder / name
+    try:
+        real, home = path.resolve(), folder.resolve()
+    except (OSError, RuntimeError) as error:
+        raise UsageError(f"cannot read {path}: its links go round in circles; expected a file") from error
+    homes = [home, *([home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [])]
+    if real.parent not in homes:
+        raise UsageError(f"{path} is a link out of its folder, to {real}; expected a file in it: copy the file there")
+    return path
+
+
+def is_shape(value: object) -> TypeGuard[tuple[int, ...]]:
+    """Tell whether a value read from a file is a possible shape."""
+    return (
+        isinstance(value, tuple)
+        and len(value) <= _DIMENSIONS
+        and all(type(n) is int and 0 <= n < 1 << 62 for n in value)
+    )

@@ -1,0 +1,129 @@
+"""Files of `torch.save`, opened so that nothing in them is run, and nothing in them takes more memory than their size."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import re
+import zipfile
+from collections.abc import Iterator, Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bitwitness.errors import UsageError
+from bitwitness.store.entry import Entry, Found
+
+_DEEPEST = 64
+_MOST_ENTRIES = 1_000_000
+_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def read_torch_file(path: Path) -> Found:
+    """Open a file of `torch.save`; its tensors are mapped, and nested names become one with dots.
+
+    Raises
+    ------
+    UsageError
+        If it is damaged, or holds anything but tensors and plain values.
+
+    """
+    content = _load(path, path.stat().st_size, str(path), mmap=True)
+    found, size = Found({}, []), path.stat().st_size
+    for name, value in _flat(content, str(path)):
+        if not isinstance(value, torch.Tensor):
+            found.ignored += 1
+        elif name in found.entries:
+            found.problems.append(f"{path}: two entries are called {name!r}; the second was left out")
+        elif (why := _unusual(value, size)) is not None:
+            found.problems.append(f"{path}: {name!r} was left out: {why}")
+        else:
+            tensor = value.detach()
+            found.entries[name] = Entry(tensor.dtype, tuple(tensor.shape), lambda tensor=tensor: tensor)  # type: ignore[misc]
+    return found
+
+
+def tensor_from(data: bytes, where: str) -> torch.Tensor:
+    """Return the one tensor that `torch.save` wrote as these bytes."""
+    value = _load(BytesIO(data), len(data), where)
+    if not isinstance(value, torch.Tensor):
+        raise UsageError(f"{where} holds a {type(value).__name__}; expected a tensor: the checkpoint is damaged")
+    if (why := _unusual(value, len(data))) is not None:
+        raise UsageError(f"{where} cannot be compared: {why}")
+    return value.detach()
+
+
+def _load(source: Path | BytesIO, size: int, where: str, *, mmap: bool = False) -> Any:
+    _check_archive(source, size, where)
+    if isinstance(source, BytesIO):
+        source.seek(0)
+    try:
+        return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
+    except pickle.UnpicklingError as error:
+        raise UsageError(
+            f"{where} holds more than tensors and plain values ({_reason(error)}); unpickling that could run code, so it was "
+            "not read. Save the state_dict alone, or convert the file to safetensors where you trust it"
+        ) from error
+    except Exception as error:
+        raise UsageError(f"{where} is damaged: {_reason(error)}; expected a whole file of torch.save") from error
+
+
+def _check_archive(source: Path | BytesIO, size: int, where: str) -> None:
+    """Refuse what is no archive, and one that unpacks to more than it is."""
+    try:
+        with zipfile.ZipFile(source) as archive:
+            members = archive.infolist()
+    except Exception as error:  # a hostile archive makes zipfile raise what it likes
+        raise UsageError(
+            f"{where} is no whole archive of torch.save ({_reason(error)}); it was cut short, or saved before torch 1.6: "
+            "get it again, or load and save it anew"
+        ) from error
+    if any(one.compress_type != zipfile.ZIP_STORED for one in members) or sum(one.file_size for one in members) > size:
+        raise UsageError(f"{where} unpacks to more than its {size} bytes; torch.save writes nothing like that: refused")
+
+
+def _unusual(tensor: torch.Tensor, size: int) -> str | None:
+    """Return why a tensor cannot be compared as plain numbers, if it cannot."""
+    if type(tensor) not in _TENSORS or tensor.layout != torch.strided or tensor.is_quantized:
+        return (
+            f"it is a {type(tensor).__name__} of layout {tensor.layout}, {tensor.dtype}; expected a plain dense tensor"
+        )
+    if tensor.device.type != "cpu":
+        return f"it lies on {tensor.device} and has no values"
+    if math.prod(tensor.shape) * tensor.dtype.itemsize > size:
+        return (
+            f"its shape {list(tensor.shape)} takes more than the file's {size} bytes; call .contiguous() before saving"
+        )
+    return None
+
+
+def _flat(content: Any, where: str) -> Iterator[tuple[str, Any]]:
+    """Yield leaves with their dotted names; a file may hold lists that hold themselves."""
+    waiting: list[tuple[str, Any, int]] = [("", content, 0)]
+    count = 0
+    while waiting:
+        name, value, depth = waiting.pop()
+        count += 1
+        if depth > _DEEPEST or count > _MOST_ENTRIES:
+            raise UsageError(f"{where} is nested deeper than {_DEEPEST}, or has over {_MOST_ENTRIES} entries; refused")
+        if isinstance(value, Mapping):
+            inner = list(value.items())
+        elif isinstance(value, list | tuple | torch.Size):
+            inner = list(enumerate(value))
+        else:
+            yield name or "tensor", value
+            continue
+        prefix = f"{name}." if name else ""
+        waiting += [(f"{prefix}{key}", one, depth + 1) for key, one in reversed(inner)]
+
+
+def _reason(error: Exception) -> str:
+    """Return the part of torch's pages that says what was found."""
+    text = str(error)
+    if named := re.search(r"(?:GLOBAL|class) ([\w.]{1,200})", text):
+        return named[1]
+    if "WeightsUnpickler error: " in text:
+        text = text.partition("WeightsUnpickler error: ")[2]
+    return ascii((text.splitlines() or [type(error).__name__])[0][:200])[1:-1]
