@@ -16,8 +16,15 @@ class Own(Recording):
     """A `bitwitness.Recorder`, switched on and off."""
 
     def __init__(self, recorder: Any) -> None:
-        self.begin = recorder.start
-        self.end = recorder.stop
+        self._recorder = recorder
+
+    def begin(self) -> None:
+        """Start."""
+        self._recorder.start()
+
+    def end(self) -> None:
+        """Stop, and have everything written."""
+        self._recorder.stop()
 
 
 @contextmanager
@@ -25,7 +32,7 @@ def opened(job: Job, model: torch.nn.Module, folder: Path) -> Iterator[Recording
     """Open a recorder that does not record yet."""
     import bitwitness as bw
 
-    settings = {"level": job.level, "content": job.content, "async_dump": job.async_dump}
+    settings: dict[str, Any] = {"level": job.level, "content": job.content, "async_dump": job.async_dump}
     with bw.Recorder(model, out=folder, recording=False, **settings) as recorder:
         yield Own(recorder)
 
