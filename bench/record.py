@@ -227,6 +227,22 @@ def about(bench: Bench, args: argparse.Namespace) -> str:
     return text if PEER in bench.pythons else f"{text}\n\n{NO_PEER}"
 
 
+def usable(peer: str | None) -> str | None:
+    """Return the peer's Python if msprobe is installed there, else None, having said what is missing."""
+    if not peer:
+        print(f"{NO_PEER}\n")
+        return None
+    code = "from importlib.metadata import version; version('mindstudio-probe')"
+    try:
+        done = subprocess.run([peer, "-c", code], capture_output=True, text=True, check=False)
+        problem = done.stderr.strip().splitlines()[-1] if done.returncode else ""
+    except OSError as error:
+        problem = str(error)
+    if problem:
+        raise SystemExit(f"--peer-python {peer}: {problem}; expected a Python with msprobe.\n{NO_PEER}")
+    return peer
+
+
 def main() -> None:
     """Measure, print, and write ``bench/results/record.md``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -240,9 +256,7 @@ def main() -> None:
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: expected at least 1")
     cases = chosen(args.only)
-    bench = Bench(args.peer_python or None)
-    if PEER not in bench.pythons:
-        print(NO_PEER + "\n")
+    bench = Bench(usable(args.peer_python))
     print("\n".join(HEAD), flush=True)
     if args.quick:
         smoke(bench, cases)

@@ -125,7 +125,6 @@ def by_turns(job: Job, opener: Opener, folder: Path) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {"plain": [], "recorded": []}
     for _ in range(1 if job.tiny else 2):
         training.step(training.batch())
-    seconds["untouched"] = [_timed(training, [training.batch() for _ in range(job.steps)], nothing)]
     with opener(job, training.model, folder) as recording:
         for number in range(job.rounds + 1):
             batches = [training.batch() for _ in range(job.steps)]
