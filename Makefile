@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 
-.PHONY: test check demo demo-seed bench detect campaign clean
+.PHONY: test check demo demo-seed bench bench-record bench-compare detect campaign clean
 
 test: .stamp-venv check
 	$(BIN)/python -m pytest
@@ -23,6 +23,13 @@ bench: .stamp-venv
 	$(BIN)/python bench/overhead.py
 	$(BIN)/python bench/price.py
 	$(BIN)/python bench/nonfinite.py
+
+# set BITWITNESS_PEER_PYTHON to a Python with mindstudio-probe to have it measured beside
+bench-record: .stamp-venv
+	$(BIN)/python bench/record.py
+
+bench-compare: .stamp-venv
+	$(BIN)/python bench/compare.py
 
 detect: .stamp-venv
 	$(BIN)/python bench/detect.py
