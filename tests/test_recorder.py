@@ -78,16 +78,10 @@ def test_every_operator_is_there_with_its_true_inputs_and_outputs(tmp_path: Path
     assert torch.equal(after, before.relu())
     assert torch.equal(kept["b", "addmm", "forward", "in2"], net.b.weight.T)
     grad = 2 * out.detach() / out.numel()
-    assert torch.allclose(kept["b", "mm", "backward", "out0"], grad @ net.b.weight)  # by the input
-    weight_grads = [
-        r for r in rows(recorder.folder, "kind='op' and module='b' and phase='backward' and op='mm' and slot='out0'")
-    ]
-    values = [source.tensor(0, r["tensor"], r["dtype"], tuple(r["shape"]), r["layout"]) for r in weight_grads]
-    assert any(
-        (v.shape == net.b.weight.grad.shape and torch.equal(v, net.b.weight.grad))
-        or torch.equal(v.T, net.b.weight.grad)
-        for v in values
-    )
+    made = rows(recorder.folder, "kind = 'op' and module = 'b' and op = 'mm' and phase = 'backward' and slot = 'out0'")
+    values = [source.tensor(0, r["tensor"], r["dtype"], tuple(r["shape"]), r["layout"]) for r in made]
+    assert torch.allclose(values[0], net.b.weight.grad) or torch.allclose(values[1], net.b.weight.grad)
+    assert any(v.shape == x.shape and torch.allclose(v, grad @ net.b.weight) for v in values)
     row = ops["b", "addmm", "forward", "out0"]
     expected = stats_of(kept["b", "addmm", "forward", "out0"])
     assert (row["count"], row["min"], row["max"], row["nan"]) == (expected.count, expected.min, expected.max, 0)
@@ -142,14 +136,9 @@ def test_recomputation_is_recorded_and_told_apart(tmp_path: Path) -> None:
     with bw.Recorder(net, out=tmp_path / "run") as recorder:
         train(net)
     for step in (0, 1):
-        again = [r["op"] for r in rows(recorder.folder, f"step={step} and recomputed and kind='op' and slot='out0'")]
-        assert again == ["addmm", "relu_"]
-        first = [
-            r["op"]
-            for r in rows(
-                recorder.folder, f"step={step} and not recomputed and phase='forward' and kind='op' and slot='out0'"
-            )
-        ]
+        out = f"step = {step} and kind = 'op' and phase = 'forward' and slot = 'out0'"
+        assert [r["op"] for r in rows(recorder.folder, f"{out} and recomputed")] == ["addmm", "relu_"]
+        first = [r["op"] for r in rows(recorder.folder, f"{out} and not recomputed")]
         assert first[:4] == ["addmm", "relu_", "addmm", "add"]
 
 
@@ -247,10 +236,8 @@ def test_numbers_of_all_dtypes(tmp_path: Path, content: str, deferred: bool) -> 
             assert row["hash"] == int(bit_hash(plain))
         if content == "tensors":
             kept = source.tensor(0, row["tensor"], row["dtype"], tuple(row["shape"]), row["layout"])
-            assert torch.equal(
-                kept.nan_to_num() if i == 7 else kept.float() if i == 11 else kept,
-                value.nan_to_num() if i == 7 else value.float() if i == 11 else value,
-            )
+            assert torch.equal(bit_hash(kept), bit_hash(value))
+            assert kept.dtype == value.dtype
 
 
 def test_large_tensors_may_be_sampled(tmp_path: Path) -> None:
@@ -282,16 +269,10 @@ def test_duckdb_and_polars_read_the_statistics(tmp_path: Path) -> None:
             net.b.weight[0, 0] = float("nan")
         train(net, 1)
     glob = f"{recorder.folder}/rank*/stats-*.parquet"
-    query = "select rank, step, module, op, phase, slot, nan from '{}' where nan > 0 and phase != 'param' order by step, seq limit 1"
+    query = "select rank, step, module, op, phase, slot, nan from '{}' where nan > 0 order by step, seq limit 1"
     first = duckdb.sql(query.format(glob)).fetchall()
-    assert first == [(0, 0, "b", "addmm", "forward", "in2", 1)]
-    frame = (
-        pl.scan_parquet(glob)
-        .filter((pl.col("nan") > 0) & (pl.col("phase") != "param"))
-        .sort("step", "seq")
-        .first()
-        .collect()
-    )
+    assert first == [(0, 0, "b", "weight", "param", "value", 1)]
+    frame = pl.scan_parquet(glob).filter(pl.col("nan") > 0).sort("step", "seq").first().collect()
     assert frame["module"].to_list() == ["b"]
 
 
@@ -315,7 +296,7 @@ def test_kill_9_leaves_what_was_flushed(tmp_path: Path) -> None:
     assert job.stdout.readline().strip() == "flushed"
     time.sleep(0.2)
     job.send_signal(signal.SIGKILL)
-    job.wait()
+    job.communicate()
     source = RunSource(tmp_path / "run")
     assert source.steps(0)[:5] == [0, 1, 2, 3, 4]
     assert source.problems == []
@@ -371,7 +352,7 @@ def test_msprobes_config_is_read_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"level": "module"}, "did you mean 'modules'"),
+        ({"level": "module"}, "nearest known key is 'modules'"),
         ({"content": "all"}, "one of structure, stats, hash, tensors"),
         ({"steps": "3-1"}, "numbers and ranges a-b"),
         ({"sites": "layers.*"}, "a list of texts"),

@@ -55,6 +55,11 @@ class Alignment:
     only_a: list[Node] = field(default_factory=list)
     only_b: list[Node] = field(default_factory=list)
 
+    def lone(self, *, first: bool) -> list[Node]:
+        """Return the nodes of one run that have no counterpart of their own, those of groups included."""
+        groups = [node for group in self.groups for node in (group.a if first else group.b)]
+        return [*(self.only_a if first else self.only_b), *groups]
+
 
 def same_structure(a: Frame, b: Frame) -> bool:
     """Tell whether two steps have the same rows, by all that a site says."""

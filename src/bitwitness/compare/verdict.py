@@ -79,8 +79,8 @@ class Judge:
             history.first_step = step
         self._made_a = {pair.a.number: pair for pair in alignment.pairs if pair.a.outputs}
         self._made_b = {pair.b.number: pair for pair in alignment.pairs if pair.b.outputs}
-        self._lone_a = {node.number: node for node in _lone(alignment, first=True)}
-        self._lone_b = {node.number: node for node in _lone(alignment, first=False)}
+        self._lone_a = {node.number: node for node in alignment.lone(first=True)}
+        self._lone_b = {node.number: node for node in alignment.lone(first=False)}
         self._out: dict[int, float] = {}
         self._real: set[int] = set()
         self._told: set[str] = set()
@@ -393,9 +393,3 @@ class Judge:
             micro=node.micro,
             pair=None if side else pair,
         )
-
-
-def _lone(alignment: Alignment, *, first: bool) -> Iterator[Node]:
-    yield from alignment.only_a if first else alignment.only_b
-    for group in alignment.groups:
-        yield from group.a if first else group.b

@@ -75,11 +75,11 @@ class Log:
         self._nodes += 1
         return self._nodes - 1
 
-    def see(self, site: Site, tensor: torch.Tensor) -> Entry | None:
-        """Note a value now, to be added later; None if its site is not recorded."""
+    def see(self, site: Site, tensor: torch.Tensor, *, overwritten: bool = False) -> Entry | None:
+        """Note a value now, to be added later; None if its site is not recorded. ``overwritten``: see `Values.note`."""
         if not self.selection.wants(site):
             return None
-        return Entry(site, self.values.note(tensor, site))
+        return Entry(site, self.values.note(tensor, site, overwritten=overwritten))
 
     def add(self, entry: Entry, node: int, kind: str, *, args: str | None = None, stack: int = -1) -> None:
         """Add a row."""

@@ -95,14 +95,14 @@ class Meter:
             self._done[number] = Measured(0, 0, 0, 0, 0 if self._zeros else None, None, None, None, 0.0)
             return
         if values.is_complex():
-            values = torch.view_as_real(values)
+            values, count = torch.view_as_real(values), 2 * count
         if values.dtype.itemsize == 1:
             values = values.float()
         wide = torch.float64 if values.device.type in _WIDE_DEVICES else torch.float32
         if not values.is_floating_point():
             values = values.to(wide)
         low, high = values.aminmax()
-        accumulated = torch.float32 if values.dtype in _HALVES else wide
+        accumulated = torch.float32 if values.dtype == torch.float16 else wide  # whose squares float32 can hold
         numbers = [
             values.isnan().sum(),
             values.isposinf().sum(),

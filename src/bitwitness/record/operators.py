@@ -115,7 +115,8 @@ class OperatorRecorder:
             log.add(entry, node, kind, args=args, stack=stack)
             args = None
         changed = _running(call)
-        log.values.changed(changed)
+        written = _written(call)
+        log.values.changed((*changed, *written))
         outputs = call.outputs
         if call.op == "wait_tensor":
             log.values.changed(outputs)
@@ -127,7 +128,7 @@ class OperatorRecorder:
         ]
         for slot, tensor in [*shown, *((f"running{i}", t) for i, t in enumerate(changed))]:
             log.values.made(tensor, node)
-            result = log.see(_site(call, slot), tensor)
+            result = log.see(_site(call, slot), tensor, overwritten=bool(written))
             if result is not None:
                 log.add(result, node, kind, args=args, stack=stack)
                 args = None
@@ -144,6 +145,20 @@ def _site(call: OpCall, slot: str) -> Site:
 
 def _is_out(func: torch._ops.OpOverload) -> tuple[bool, ...]:
     return tuple(bool(argument.is_out) for argument in func._schema.arguments)
+
+
+def _written(call: OpCall) -> tuple[torch.Tensor, ...]:
+    """Return the arguments that an operator writes to."""
+    if not call.func._schema.is_mutable:
+        return ()
+    arguments = call.func._schema.arguments
+    values = [*call.args, *(call.kwargs[a.name] for a in arguments[len(call.args) :] if a.name in call.kwargs)]
+    return tuple(
+        tensor
+        for argument, value in zip(arguments, values, strict=False)
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for tensor in tensors_in(value)
+    )
 
 
 def _running(call: OpCall) -> tuple[torch.Tensor, ...]:

@@ -88,8 +88,17 @@ class Values:
         self._names: dict[int, str] = {}
         self._changes: dict[int, int] = {}
 
-    def note(self, tensor: torch.Tensor, site: Site) -> Noted:
-        """Return what is known of a tensor, measuring it if it is new; ``site``: where it is seen."""
+    def note(self, tensor: torch.Tensor, site: Site, *, overwritten: bool = False) -> Noted:
+        """Return what is known of a tensor, measuring it if it is new.
+
+        Parameters
+        ----------
+        site
+            Where it is seen.
+        overwritten
+            An operator has just written it in place; torch counts that as a new version only when the operator returns.
+
+        """
         values = plain(tensor)
         storage, content = self._identities.key(values)
         key = content, self._changes.get(storage, 0)
@@ -100,6 +109,8 @@ class Values:
                 self._meter.measure(number, in_memory_order(values) if self._meter.hashes else values)
                 kept = None if self._keeper is None else self._keeper.keep(number, values, site.short)
             known = self._known[key] = number, kept
+            if overwritten:
+                self._known[self._identities.key(values, ahead=1)[1], key[1]] = known
         number, kept = known
         return Noted(
             number,

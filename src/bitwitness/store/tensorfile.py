@@ -152,7 +152,7 @@ class TensorReader:
         entry = self._entries.get(key)
         if not isinstance(entry, dict):
             raise UsageError(f"{self._path} holds no tensor {key!r}; the recording is damaged or incomplete")
-        dtype, shape, offsets = DTYPES.get(entry.get("dtype", "")), entry.get("shape"), entry.get("data_offsets")
+        dtype, shape, offsets = DTYPES.get(str(entry.get("dtype"))), entry.get("shape"), entry.get("data_offsets")
         if dtype is None or not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2:  # type: ignore[arg-type]
             raise self._damaged(f"the entry of {key!r} is {str(entry)[:200]}")
         first, last = offsets  # type: ignore[misc]

@@ -43,10 +43,13 @@ class Identities:
             self._storages[number] = StorageWeakRef(storage)
         return number
 
-    def key(self, tensor: torch.Tensor) -> tuple[int, Hashable]:
-        """Return a plain tensor's storage, and what its content is known by, until `forget`."""
+    def key(self, tensor: torch.Tensor, ahead: int = 0) -> tuple[int, Hashable]:
+        """Return a plain tensor's storage, and what its content is known by, until `forget`.
+
+        ``ahead``: versions that torch is about to count, of an operator in place that it has not seen return.
+        """
         storage = self.storage(tensor)
-        version = -1 if tensor.is_inference() else tensor._version
+        version = -1 if tensor.is_inference() else tensor._version + ahead
         offset, dtype = tensor.storage_offset(), tensor.dtype
         shape, strides = tensor.shape, tensor.stride()
         if tensor.is_contiguous() or spans_memory(shape, strides):
@@ -63,8 +66,10 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
     Not detached: beneath autograd, where dispatch modes run, that would give it another version counter.
     """
-    while is_traceable_wrapper_subclass(tensor):
-        tensor = _inner(tensor)
+    wrapper: Any = tensor
+    while is_traceable_wrapper_subclass(wrapper):
+        wrapper = _inner(wrapper)
+    tensor = wrapper
     if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.dtype.is_complex:
         return local_values(tensor)
     return local_values(tensor) if tensor.is_meta or tensor.is_neg() or tensor.is_quantized else tensor
