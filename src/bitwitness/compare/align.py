@@ -61,11 +61,11 @@ class Alignment:
         return [*(self.only_a if first else self.only_b), *groups]
 
 
-def same_structure(a: Frame, b: Frame) -> bool:
-    """Tell whether two steps have the same rows, by all that a site says."""
+def same_structure(a: Frame, b: Frame, *others: str) -> bool:
+    """Tell whether two steps have the same rows, by all that a site says and ``others`` of their columns."""
     if a.size != b.size:
         return False
-    for key in _KEYS:
+    for key in (*_KEYS, *others):
         first, second = a.table.column(key), b.table.column(key)
         if not pc.all(pc.equal(_decoded(first), _decoded(second))).as_py():
             return bool(a.size == 0)
