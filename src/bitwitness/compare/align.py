@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -72,13 +73,9 @@ def same_structure(a: Frame, b: Frame, *others: str) -> bool:
     return bool(np.array_equal(_ranked(a.node), _ranked(b.node)))
 
 
-def _decoded(column: object) -> object:
-    chunks = column.combine_chunks()  # type: ignore[attr-defined]
-    return (
-        pc.fill_null(chunks.dictionary_decode() if hasattr(chunks, "dictionary_decode") else chunks, "")
-        if hasattr(chunks, "dictionary_decode")
-        else chunks
-    )
+def _decoded(column: Any) -> Any:
+    chunk = column.combine_chunks()
+    return pc.fill_null(chunk.dictionary_decode(), "") if hasattr(chunk, "dictionary_decode") else chunk
 
 
 def _ranked(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -114,11 +111,25 @@ def _aligned(a: Frame, b: Frame, modules: Mapping[str, str]) -> Alignment:
         ours, theirs = lists_a.get(place, []), lists_b.get(place, [])
         matches = _matches(ours, theirs, tokens_a, tokens_b)
         _take(found, a, b, ours, theirs, matches)
+    if modules:
+        _match_the_rest(found, a, b, tokens_a, tokens_b)
     found.pairs.sort(key=lambda pair: pair.a.rows[-1])
     for only in (found.only_a, found.only_b):
         only.sort(key=lambda node: node.rows[-1])
     found.groups.sort(key=lambda group: group.a[-1].rows[-1])
     return found
+
+
+def _match_the_rest(found: Alignment, a: Frame, b: Frame, tokens_a: _Tokens, tokens_b: _Tokens) -> None:
+    """Match what is left over across modules: where modules have other names, what lay in one may lie in another."""
+    rest_a, rest_b = (sorted(only, key=lambda node: node.rows[-1]) for only in (found.only_a, found.only_b))
+    found.only_a, found.only_b = [], []
+    for key in {(node.kind, node.phase, node.micro) for node in [*rest_a, *rest_b]}:
+        ours, theirs = (
+            sorted((n for n in rest if (n.kind, n.phase, n.micro) == key), key=lambda n: n.rows[-1])
+            for rest in (rest_a, rest_b)
+        )
+        _take(found, a, b, ours, theirs, _matches(ours, theirs, tokens_a, tokens_b))
 
 
 def _by_place(frame: Frame, modules: Mapping[str, str]) -> dict[Place, list[Node]]:
@@ -139,8 +150,8 @@ class _Tokens:
         self._by_number = {node.number: node for node in frame.nodes}
 
     def op(self, node: Node) -> str:
-        if node.kind == "module":
-            return ""  # known by its path; the class may have been replaced
+        if node.kind in ("module", "optimizer"):
+            return node.kind  # known by its path; the class may have been replaced
         return canonical(node.op) if node.kind in ("op", "collective") else node.op
 
     def likeness(self, node: Node, other: Node, others: _Tokens) -> float:

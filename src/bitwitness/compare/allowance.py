@@ -76,6 +76,10 @@ def allowed(a: Frame, b: Frame, pair: Pair, out: int, carried: Sequence[float]) 
         return _ROUNDED * own + cancelled * (_SUM * accumulated * math.sqrt(terms) + _CARRIED * sum(carried))
     if _is_sum(a, pair, row_a, op):
         factor = _sum(a, pair, row_a, op, size)
+        if op not in _SUMS:
+            accumulated = max(
+                accumulated, own
+            )  # torch's layer norm on a CPU adds up its weight's gradient in the dtype itself
         return _ROUNDED * own + factor * (change + accumulated)
     return _ROUNDED * own + _generic(a, pair, op, size) * (_GENERIC * accumulated + _CARRIED_GENERIC * change)
 

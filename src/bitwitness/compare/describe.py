@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any
 
 import torch
+
+from bitwitness.compare.frame import Frame
 
 _UNIMPORTANT = (
     "group",
@@ -25,6 +28,11 @@ def argument_differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     """Return ``name: value against value`` for each argument that differs and that numbers may depend on."""
     first, second = _named(a), _named(b)
     found = []
+    kinds = str(a.get("f", "")), str(b.get("f", ""))
+    if kinds[0] != kinds[1] and not any(
+        "." in kind for kind in kinds
+    ):  # optimizers; operators of one name may have many kernels
+        return [f"{kinds[0]} against {kinds[1]}"]
     for name in [*first, *(name for name in second if name not in first)]:
         x, y = first.get(name, "(default)"), second.get(name, "(default)")
         if x != y and name not in _UNIMPORTANT and name not in _PLACES and not _is_tensor(x, y):
@@ -40,6 +48,12 @@ def _named(call: dict[str, Any]) -> dict[str, Any]:
     named = {names[i] if i < len(names) else f"argument {i}": value for i, value in enumerate(positional)}
     named |= keywords if isinstance(keywords, dict) else {}
     return defaults | named
+
+
+def norms(a: Frame, b: Frame, row_a: int, row_b: int) -> str:
+    """Return two rows' L2 norms in words, or that these do not tell them apart."""
+    first, second = a.numbers["l2"][row_a], b.numbers["l2"][row_b]
+    return "other bits" if first == second or math.isnan(first) else f"L2 norm {first:.9g} against {second:.9g}"
 
 
 @lru_cache(maxsize=1024)

@@ -23,13 +23,14 @@ import numpy as np
 from bitwitness.compare.align import Alignment, Pair
 from bitwitness.compare.allowance import allowed, arguments, rms, roundoff
 from bitwitness.compare.changes import BITS_DIFFER, changes
-from bitwitness.compare.describe import argument_differences
+from bitwitness.compare.describe import argument_differences, norms
 from bitwitness.compare.frame import Frame, Node
 from bitwitness.compare.names import is_random
 from bitwitness.compare.suspect import History, Suspect
 
 _STILL = 1e-6  # by which statistics of equal numbers may differ, taken by another number of threads
 _GRADIENT = 1e-3  # by which a gradient of which nothing else is known may differ
+_CANCELLED = 1e-3  # of the usual gradient: one as small may be rounding errors alone, as a key's bias has none
 _VIEWED = 100.0
 _FOLLOWED = 4.0
 _UNMATCHED = ("op", "collective")
@@ -85,10 +86,10 @@ class Judge:
         self._real: set[int] = set()
         self._told: set[str] = set()
         self._real_modules: set[str] = set()
+        self._begun: dict[str, float] = {}
         self._written: dict[str, float] = {}
         self._sizes: dict[str, int] = {}
         self._late = history.parted
-        self._usual: float | None = None
         self.change_of: dict[int, float] = {}
         """The change of each row of A that has a counterpart."""
         self._exact = exact is not None
@@ -107,7 +108,7 @@ class Judge:
     def suspects(self) -> Iterator[Suspect]:
         """Yield the suspects in the order of execution."""
         state = [pair for pair in self._alignment.pairs if pair.a.kind in ("parameter", "buffer")]
-        begun = {self.a.text("name", row): self.change_of[row] for pair in state for row, _ in pair.outputs}
+        self._begun = {self.a.text("name", row): self.change_of[row] for pair in state for row, _ in pair.outputs}
         self._sizes = {self.a.text("name", row): int(self.a.count[row]) for pair in state for row, _ in pair.outputs}
         for pair in self._alignment.pairs:
             if pair.a.kind in ("parameter", "buffer"):
@@ -118,7 +119,7 @@ class Judge:
                 self._history.parted = True
                 self._told.add(suspect.site.partition("/")[0])
                 yield suspect
-        self._history.named = begun | self._written
+        self._history.named = self._begun | self._written
 
     def _seen_inside(self, pair: Pair) -> bool:
         """Tell whether a module's result was made by an operator that is recorded itself."""
@@ -172,11 +173,16 @@ class Judge:
             return None  # the one computes nothing, the other's operators are looked at themselves
         if source is not None and worst > 0:
             self._real.add(pair.a.number)
-            return self._suspect(pair, *source, worst, explained, clean=False)
+            return self._suspect(pair, *source, worst, self._rounding(pair), clean=False)
         reason = self._own_reason(pair, worst, over=over)
         if reason is None:
             return None
+        explained = explained if reason[0] == "computed" else min(explained, self._rounding(pair))
         return self._suspect(pair, *reason, worst, explained, clean=not differing)
+
+    def _rounding(self, pair: Pair) -> float:
+        """Return what a node's own rounding explains, with equal inputs."""
+        return allowed(self.a, self.b, pair, 0, [0.0] * len(pair.inputs))
 
     def _worst(self, pair: Pair, carried: list[float], results: list[float]) -> tuple[float, float]:
         """Return what is explained and what is seen, of the result that exceeds it most."""
@@ -246,17 +252,15 @@ class Judge:
             or worst <= _STILL + _VIEWED * self._history.noise
         ):
             return None
-        if pair.a.kind != "gradient" or worst <= _GRADIENT or self._is_cancelled(row):
+        if pair.a.kind != "gradient" or worst <= _GRADIENT or rms(self.a, row) < _CANCELLED * self._usual:
             return None
         self._real.add(pair.a.number)
         return self._suspect(pair, "unknown", "it differs, and no recorded operator made it", worst, _STILL, clean=True)
 
-    def _is_cancelled(self, row: int) -> bool:
-        """Tell whether a gradient is so small that it may be rounding errors alone (a key's bias has none)."""
-        if self._usual is None:
-            sizes = [rms(self.a, p.outputs[0][0]) for p in self._alignment.pairs if p.a.kind == "gradient"]
-            self._usual = float(np.median(sizes)) if sizes else 0.0
-        return rms(self.a, row) < 1e-3 * self._usual
+    @cached_property
+    def _usual(self) -> float:
+        sizes = [rms(self.a, pair.outputs[0][0]) for pair in self._alignment.pairs if pair.a.kind == "gradient"]
+        return float(np.median(sizes)) if sizes else 0.0
 
     # -- where an input's difference comes from --------------------------------------------------------------------
 
@@ -341,25 +345,22 @@ class Judge:
             return None
         if not name:
             return "unknown", f"{slot} differs, and no recorded operator made it"
-        if known == 0.0 and not self._is_gathered(name, row_a):
+        dtypes = self.a.text("dtype", row_a), self.b.text("dtype", row_b)
+        if dtypes[0] != dtypes[1]:
+            return "dtype", f"{name} is {dtypes[0]} against {dtypes[1]}"
+        if self._begun.get(name) == 0.0 and not self._is_gathered(name, row_a):
             return (
                 "source",
                 f"{slot} differs although {name} agrees, of which it is a view: another one (a transpose, a slice)",
             )
         return (
             "source",
-            f"{name if name.startswith('input ') else 'its ' + name} differs: {self._numbers(row_a, row_b)}",
+            f"{name if name.startswith('input ') else 'its ' + name} differs: {norms(self.a, self.b, row_a, row_b)}",
         )
 
     def _is_gathered(self, name: str, row: int) -> bool:
         """Tell whether a row shows the whole of a parameter of which this rank holds a part: it differs where others' do."""
         return self._sizes.get(name, int(self.a.count[row])) != int(self.a.count[row])
-
-    def _numbers(self, row_a: int, row_b: int) -> str:
-        first, second = self.a.numbers["l2"][row_a], self.b.numbers["l2"][row_b]
-        if first == second or math.isnan(first):
-            return "other bits"
-        return f"L2 norm {first:.9g} against {second:.9g}"
 
     # -- keeping -------------------------------------------------------------------------------------------------
 

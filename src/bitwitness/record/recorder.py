@@ -146,7 +146,7 @@ class Recorder:
             stats=stats,
             hashed=config.content == "hash",
             zeros=config.zeros,
-            deferred=config.async_dump or device.type != "cpu",
+            deferred=device.type != "cpu",
         )
         tensors = config.content == "tensors"
         self._keeper = Keeper(self._writing, config.max_elements, waits=not config.async_dump) if tensors else None

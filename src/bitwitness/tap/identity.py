@@ -67,7 +67,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     Not detached: beneath autograd, where dispatch modes run, that would give it another version counter.
     """
     wrapper: Any = tensor
-    while is_traceable_wrapper_subclass(wrapper):
+    while type(wrapper) not in _PLAIN and is_traceable_wrapper_subclass(wrapper):
         wrapper = _inner(wrapper)
     tensor = wrapper
     if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.dtype.is_complex:
