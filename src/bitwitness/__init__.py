@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from bitwitness.finding import Cause, Finding, Verdict
     from bitwitness.guard.guard import Guard
     from bitwitness.guard.nonfinite import trace_nonfinite
-    from bitwitness.record.recorder import Recorder, save
+    from bitwitness.record.recorder import Recorder
+    from bitwitness.record.saved import save
     from bitwitness.site import Site
 
 __all__ = [
@@ -52,7 +53,7 @@ _HOMES = {
     "TrainingStopped": "errors",
     "UsageError": "errors",
     "Verdict": "finding",
-    "save": "record.recorder",
+    "save": "record.saved",
     "trace_nonfinite": "guard.nonfinite",
     "watch_gradient": "asd",
 }

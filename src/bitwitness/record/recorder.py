@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -24,6 +23,7 @@ from bitwitness.record.log import Log, Selection
 from bitwitness.record.meter import Meter
 from bitwitness.record.modules import ModuleRecorder, named_tensors
 from bitwitness.record.operators import OperatorRecorder
+from bitwitness.record.saved import SavedGradient, as_operator, recording
 from bitwitness.record.state import StateRecorder
 from bitwitness.record.values import Keeper, Values
 from bitwitness.site import Site
@@ -39,23 +39,7 @@ from bitwitness.tap.modules import ModuleTracker, own_work, unwrap
 from bitwitness.tap.opwindow import OperatorWindow, run_eagerly
 from bitwitness.tap.root import ModuleHook
 
-_recording: WeakSet[Recorder] = WeakSet()
 _DEADLINE_S = 60.0
-
-
-def save(value: Any, name: str) -> None:
-    """Record a value of your own, and its gradient if it has one, in every recording that is on.
-
-    Parameters
-    ----------
-    value
-        A tensor, or a list, tuple or dictionary of them.
-    name
-        What it is called: the operator part of its site.
-
-    """
-    for recorder in list(_recording):
-        recorder.save(value, name)
 
 
 class Recorder:
@@ -183,8 +167,8 @@ class Recorder:
             self._on.callback(entry.module.register_forward_pre_hook(hooks[0], prepend=True, with_kwargs=True).remove)
             self._on.callback(entry.module.register_forward_hook(hooks[1], with_kwargs=True, always_call=True).remove)
         self._on.enter_context(HoldPoints(self))
-        _recording.add(self)
-        self._on.callback(_recording.discard, self)
+        recording.add(self)
+        self._on.callback(recording.discard, self)
 
     def _mind_compiled(self, step: int) -> None:
         """Have compiled code run eagerly in a step that is recorded, and as compiled in others."""
@@ -220,10 +204,12 @@ class Recorder:
         differentiable = torch.is_grad_enabled()
         with self._safely("saved values"):
             for slot, tensor in named_tensors(value, "value"):
-                site = Site(".", _clean(name), 0, "forward", slot)
+                site = Site(".", as_operator(name), 0, "forward", slot)
                 self._log.record(site, tensor, self._log.node(), "saved")
                 if tensor.requires_grad and differentiable:
-                    tensor.register_hook(_SavedGradient(self, Site(".", _clean(name), 0, "backward", f"grad_{slot}")))
+                    tensor.register_hook(
+                        SavedGradient(self, Site(".", as_operator(name), 0, "backward", f"grad_{slot}"))
+                    )
 
     def record_gradient(self, site: Site, grad: torch.Tensor) -> None:
         """Record the gradient of a saved value."""
@@ -396,21 +382,3 @@ class Recorder:
             sys.stderr.write(f"bitwitness: rank {self._rank}: {text}\n")
         if self._run is not None:
             self._run.event(Note(text, self.clock.step, self._rank, "record", Severity.WARNING))
-
-
-class _SavedGradient:
-    """The hook of a saved value."""
-
-    def __init__(self, recorder: Recorder, site: Site) -> None:
-        self._recorder = recorder
-        self._site = site
-
-    def __call__(self, grad: torch.Tensor) -> None:
-        recorder = self._recorder
-        if recorder.records:
-            recorder.record_gradient(self._site, grad)
-
-
-def _clean(name: str) -> str:
-    """Return a name that can stand as the operator part of a site."""
-    return "".join("_" if c in "/#:@" else c for c in name) or "_"
