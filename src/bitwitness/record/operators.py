@@ -10,7 +10,7 @@ import torch
 from bitwitness.record.log import Entry, Fail, Log
 from bitwitness.site import Site
 from bitwitness.tap.frames import Stacks
-from bitwitness.tap.modules import OWN, ModuleTracker
+from bitwitness.tap.modules import OWN, ModuleTracker, in_backward
 from bitwitness.tap.operators import OpCall, OperatorTap, tensors_in
 from bitwitness.tap.trace import computes, moves_between_ranks
 
@@ -74,7 +74,7 @@ class OperatorRecorder:
     # -- before it runs: in-place operators overwrite their inputs -------------------------------------------------
 
     def _before(self, call: OpCall) -> None:
-        if self._broken or call.module == OWN or not self._tracker.at_home:
+        if not self._is_ours(call):
             return
         try:
             self._inputs = []
@@ -91,13 +91,19 @@ class OperatorRecorder:
         except Exception as error:
             self._give_up(error)
 
+    def _is_ours(self, call: OpCall) -> bool:
+        """Tell whether an operator is the model's: not our own work, another model's, or a reducer's copying."""
+        if self._broken or call.module == OWN or not self._tracker.at_home:
+            return False
+        return not self._log.backward or in_backward() or moves_between_ranks(call.func)
+
     def _see_input(self, call: OpCall, tensor: torch.Tensor, position: int) -> None:
         entry = self._log.see(_site(call, f"in{position}"), tensor)
         if entry is not None:
             self._inputs.append(entry)
 
     def _after(self, call: OpCall) -> None:
-        if self._broken or call.module == OWN or not self._tracker.at_home:
+        if not self._is_ours(call):
             return
         try:
             self._add(call)

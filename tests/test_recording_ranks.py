@@ -1,0 +1,85 @@
+"""Recordings of trainings on several ranks: each rank's own, and runs that are spread differently."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from jobs import recording
+
+import bitwitness as bw
+from bitwitness.compare.runs import Report, compare
+from bitwitness.demo.launch import torchrun
+from bitwitness.store.opening import open_source
+
+JOB = Path(__file__).parent / "jobs" / "recording.py"
+CASES = [*(f"{w}-{what}" for w in ("ddp", "fsdp", "tp") for what in ("none", "weight")), "ddp-residual"]
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Record all cases on two ranks, and one on a single rank."""
+    folder = tmp_path_factory.mktemp("runs")
+    launched = torchrun(2, [str(JOB), str(folder), *CASES], tmp_path_factory.mktemp("logs"), echo=False)
+    assert launched.code == 0
+    torch.manual_seed(0)
+    net, generator = recording.Net(), torch.Generator().manual_seed(7)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, foreach=False)
+    with bw.Recorder(net, out=folder / "alone"):
+        for _ in range(2):
+            net(torch.randn(6, 16, generator=generator)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return folder
+
+
+def compared(runs: Path, a: str, b: str) -> Report:
+    return compare(open_source(runs / a), open_source(runs / b))
+
+
+def test_a_missing_residual_on_one_rank_is_named_there_and_only_there(runs: Path) -> None:
+    report = compared(runs, "ddp-none", "ddp-residual")
+    assert report.first is not None
+    assert (report.first.site, report.first.rank, report.first.step) == ("blocks.1/add#0:forward.out0", 1, 0)
+    assert report.first.side == "a"
+    assert {suspect.rank for suspect in report.suspects} == {1}  # rank 0 received its difference with the gradients
+    assert "blocks.1/add#0:forward" in report.only_a
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp", "tp"])
+def test_a_changed_weight_is_named_whoever_holds_it(runs: Path, wrapper: str) -> None:
+    report = compared(runs, f"{wrapper}-none", f"{wrapper}-weight")
+    assert report.first is not None
+    assert report.first.site == "blocks.1.fc1/addmm#0:forward.out0"
+    assert "its blocks.1.fc1.weight differs" in report.first.text
+    assert {s.site.partition("/")[0] for s in report.suspects} == {"blocks.1.fc1"}
+
+
+def test_dtensors_are_recorded_with_placement_and_mesh(runs: Path) -> None:
+    source = open_source(runs / "tp-none")
+    rows = source.table(1, 0).to_pylist()
+    (row,) = [r for r in rows if r["kind"] == "parameter" and r["module"] == "blocks.0.fc1" and r["op"] == "weight"]
+    assert row["shape"] == [16, 16]
+    assert row["placement"] == "S(0) of [32, 16] on mesh(tp=2) at [1]"
+    assert {r["op"] for r in rows if r["kind"] == "collective"} >= {"all_reduce", "wait_tensor"}
+    local = [r for r in open_source(runs / "ddp-none").table(0, 0).to_pylist() if r["kind"] == "gradient"]
+    assert {r["slot"] for r in local} == {"local", "reduced"}
+
+
+@pytest.mark.parametrize(
+    ("a", "b"), [("ddp-none", "fsdp-none"), ("tp-none", "alone"), ("fsdp-none", "ddp-none"), ("alone", "tp-none")]
+)
+def test_other_shardings_and_world_sizes_are_put_together(runs: Path, a: str, b: str) -> None:
+    report = compared(runs, a, b)
+    assert report.merged
+    assert report.first is None, report.conclusion
+    assert report.rows > 100
+
+
+@pytest.mark.parametrize(("a", "b"), [("ddp-none", "fsdp-weight"), ("tp-weight", "alone")])
+def test_a_changed_weight_is_named_across_shardings(runs: Path, a: str, b: str) -> None:
+    report = compared(runs, a, b)
+    assert report.first is not None
+    assert report.first.site.startswith("blocks.1.fc1/Linear#0:forward")
