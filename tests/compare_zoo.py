@@ -328,6 +328,7 @@ def record(
 ) -> Path:
     """Train a little, recording; return the run folder."""
     torch.manual_seed(0)
+    torch.set_num_threads(1)
     model = case.make()
     loop = plant(difference, model, case.block) if difference else {}
     generator = torch.Generator().manual_seed(1)
