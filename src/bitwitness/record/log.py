@@ -70,6 +70,11 @@ class Log:
         self.backward = False
         """Whether a backward is running: what runs forward in it is recomputed."""
 
+    @property
+    def micro(self) -> int:
+        """The number of the micro-batch."""
+        return self._clock.micro
+
     def node(self) -> int:
         """Return the number of a new node."""
         self._nodes += 1

@@ -7,7 +7,7 @@ stream) each of them shows the sum. What one operator alone contributed is in th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -81,6 +81,8 @@ class ModuleRecorder:
         Takes the rows.
     operators
         Operators are recorded, too: they show what becomes of running statistics.
+    reads
+        Told of each module's path before it reads its parameters.
     enabled
         Record modules; else only names are given, which operators' rows need.
     stacks
@@ -91,8 +93,17 @@ class ModuleRecorder:
     """
 
     def __init__(
-        self, root: nn.Module, log: Log, stacks: Stacks | None, fail: Fail, *, enabled: bool, operators: bool
+        self,
+        root: nn.Module,
+        log: Log,
+        stacks: Stacks | None,
+        fail: Fail,
+        *,
+        enabled: bool,
+        operators: bool,
+        reads: Callable[[str], None],
     ) -> None:
+        self._reads = reads
         self._operators = operators
         self._root = root
         self._log = log
@@ -149,6 +160,7 @@ class ModuleRecorder:
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
                 log.values.name(tensor, name if path == ROOT else f"{path}.{name}")
+        self._reads(path)
         if module is self._root:
             for slot, tensor in arguments_of(args, kwargs):
                 log.values.name(tensor, f"input {slot.removeprefix('in.')}")

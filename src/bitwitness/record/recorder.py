@@ -139,10 +139,16 @@ class Recorder:
         self._log = Log(self.clock, self._values, Selection(config.sites, config.phases))
         self._stacks = Stacks() if config.stacks else None
         self._tracker = ModuleTracker()
-        self._modules = ModuleRecorder(
-            self.root, self._log, self._stacks, self._fail, enabled=config.modules, operators=config.operators
-        )
         self._state = StateRecorder(self.root, self._log, self._fail, optimizer_state=config.optimizer_state)
+        self._modules = ModuleRecorder(
+            self.root,
+            self._log,
+            self._stacks,
+            self._fail,
+            enabled=config.modules,
+            operators=config.operators,
+            reads=self._state.read_by,
+        )
         operators = OperatorRecorder(self._log, self._tracker, self._stacks, self._fail)
         self._window = OperatorWindow(operators.tap())
         self._depth = 0
@@ -271,8 +277,7 @@ class Recorder:
             self._keeper.begin_step(self.clock.step)
         self._values.new_step()
         self._modules.attach()
-        if distributed(self.model) is not None:
-            self._state.attach_local()
+        self._state.attach_local(reduced=distributed(self.model) is not None)
         self._state.begin_step()
 
     def _close_step(self) -> None:
@@ -283,6 +288,7 @@ class Recorder:
         self._modules.detach()
         self._state.detach()
         with self._safely("rows"):
+            self._state.read_by_none()
             self._hand_over()
             if self._writing is not None:
                 self._writing.step_ended()
@@ -301,6 +307,7 @@ class Recorder:
         outermost = self._depth == 1
         if outermost and self._step_open:
             with self._safely("loss"):
+                self._state.read_by_none()
                 for i, root in enumerate(call.roots):
                     if isinstance(root, torch.Tensor):
                         self._log.record(Site(".", "loss", i, "forward", "value"), root, self._log.node(), "saved")

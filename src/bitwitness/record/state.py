@@ -37,12 +37,17 @@ class StateRecorder:
         self._log = log
         self._fail = fail
         self._with_state = optimizer_state
-        self._buffers: dict[str, int] = {}
+        self._reduced = False
+        self._pending: dict[str, list[tuple[str, torch.Tensor, str]]] = {}
         self._began: dict[Optimizer, dict[nn.Parameter, int]] = {}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
-    def attach_local(self) -> None:
-        """Record gradients as backward makes them, before DistributedDataParallel reduces them."""
+    def attach_local(self, *, reduced: bool) -> None:
+        """Look at gradients as backward makes them, while they are in the cache.
+
+        ``reduced``: DistributedDataParallel reduces them later, so that these are recorded as local ones.
+        """
+        self._reduced = reduced
         for name, parameter in self._root.named_parameters():
             if parameter.requires_grad:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._local_hook(name)))
@@ -60,26 +65,39 @@ class StateRecorder:
         """Record one local gradient."""
         try:
             if parameter.grad is not None:
+                module, _, leaf = name.rpartition(".")
+                site = Site(module or ".", leaf, 0, "grad", "local" if self._reduced else "reduced")
                 with own_work(), torch.no_grad():
-                    module, _, leaf = name.rpartition(".")
-                    self._log.record(
-                        Site(module or ".", leaf, 0, "grad", "local"), parameter.grad, self._log.node(), "gradient"
-                    )
+                    if self._reduced:
+                        self._log.record(site, parameter.grad, self._log.node(), "gradient")
+                    elif not self._log.micro:  # of several micro-batches' the sum alone is recorded, at the end
+                        self._log.see(site, parameter.grad)
         except Exception as error:
             self.detach()
             self._fail("local gradients", error)
 
     def begin_step(self) -> None:
-        """Record parameters and buffers as the step finds them."""
-        log = self._log
-        for name, parameter in self._root.named_parameters():
-            module, _, leaf = name.rpartition(".")
-            log.values.name(parameter, name)
-            log.record(Site(module or ".", leaf, 0, "param", "value"), parameter, log.node(), "parameter")
-        for name, buffer in self._root.named_buffers():
-            module, _, leaf = name.rpartition(".")
-            log.values.name(buffer, name)
-            log.record(Site(module or ".", leaf, 0, "param", "value"), buffer, log.node(), "buffer")
+        """Learn parameters and buffers as the step finds them.
+
+        Each is recorded when its module is about to read it, which brings it into the cache for the module's own work.
+        """
+        self._pending.clear()
+        named = [(name, tensor, "parameter") for name, tensor in self._root.named_parameters()]
+        for name, tensor, kind in [*named, *((name, tensor, "buffer") for name, tensor in self._root.named_buffers())]:
+            self._log.values.name(tensor, name)
+            module, _, _ = name.rpartition(".")
+            self._pending.setdefault(module or ".", []).append((name, tensor, kind))
+
+    def read_by(self, module: str) -> None:
+        """Record what a module is about to read, if the step has not yet."""
+        for name, tensor, kind in self._pending.pop(module, ()):
+            site = Site(module, name.rpartition(".")[2], 0, "param", "value")
+            self._log.record(site, tensor, self._log.node(), kind)
+
+    def read_by_none(self) -> None:
+        """Record what no module's call announced: modules that were not called, or whose parameters others read."""
+        for module in list(self._pending):
+            self.read_by(module)
 
     def gradients(self) -> None:
         """Record the gradients as they are now: complete and reduced."""
