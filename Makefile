@@ -39,6 +39,7 @@ campaign: .stamp-venv
 	$(BIN)/python bench/clean.py
 	$(BIN)/python bench/lost.py
 	$(BIN)/python -W ignore bench/trace_campaign.py
+	BITWITNESS_TEST_EVERYTHING=1 $(BIN)/python -m pytest tests/test_compare.py
 
 .stamp-venv: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "bitwitness needs Python 3.11 or newer; set PYTHON=… (seen: " + sys.version.split()[0] + ")")'

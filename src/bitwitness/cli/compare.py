@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -177,10 +178,13 @@ def _show_suspects(report: Any) -> None:
         print(f"called at {harmless(report.first.line)}")
     if report.parting is not None and report.parting.site != report.first.site:
         print(f"first whose inputs agree and result does not: {harmless(report.parting.site)}")
-    table = Table(title=f"suspects ({len(report.suspects)})", title_justify="left")
-    for name in ("step", "rank", "site", "reason", "change", "x explained"):
-        table.add_column(name, justify="right" if name in ("step", "rank", "change", "x explained") else "left")
-    for one in report.suspects[:_SHOWN]:
-        numbers = f"{one.change:.3g}", f"{one.score:.3g}"
+    places = {one.site: one for one in reversed(report.suspects)}  # each once: where it ranks highest
+    times = Counter(one.site for one in report.suspects)
+    ranked = sorted(places.values(), key=report.suspects.index)
+    table = Table(title=f"suspects ({len(ranked)} places)", title_justify="left")
+    for name in ("step", "rank", "site", "reason", "change", "x rounding", "times"):
+        table.add_column(name, justify="left" if name in ("site", "reason") else "right")
+    for one in ranked[:_SHOWN]:
+        numbers = f"{one.change:.3g}", f"{one.score:.3g}", str(times[one.site])
         table.add_row(str(one.step), str(one.rank), Text(harmless(one.site)), one.reason, *numbers)
     Console(width=None if sys.stdout.isatty() else _WIDTH).print(table)

@@ -116,7 +116,7 @@ class DumpConfig:
         """What is understood and has no counterpart here."""
         if not self.enable_dump:
             return ()
-        return ("DumpConfig: enable_dump is understood, but plain dumps are not recorded yet; nothing is dumped",)
+        return ("DumpConfig: enable_dump is understood, but the guard records no plain dumps; bitwitness record does",)
 
 
 class NPURunConfig:
