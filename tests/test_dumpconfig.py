@@ -42,7 +42,7 @@ def test_a_section_of_the_configuration_file_carries_over(tmp_path: Path) -> Non
     loaded = load_config(file, environ={})
     assert (loaded.config.out, loaded.config.budget, loaded.warnings) == (str(tmp_path), 0.02, ())
     file.write_text(f'[dump_config]\nenable_dump = true\ndump_path = "{tmp_path}"\ndump_step = "0|5|10-20"\n')
-    assert "plain dumps are not recorded yet" in load_config(file, environ={}).warnings[0]
+    assert "the guard records no plain dumps" in load_config(file, environ={}).warnings[0]
 
 
 @pytest.mark.parametrize(

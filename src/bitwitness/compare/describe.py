@@ -29,10 +29,10 @@ def argument_differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     first, second = _named(a), _named(b)
     found = []
     kinds = str(a.get("f", "")), str(b.get("f", ""))
-    if kinds[0] != kinds[1] and not any(
-        "." in kind for kind in kinds
-    ):  # optimizers; operators of one name may have many kernels
-        return [f"{kinds[0]} against {kinds[1]}"]
+    if kinds[0] != kinds[1]:
+        # Another optimizer. Another kernel of one operator, or another tool's name for it, has other arguments.
+        is_operator = any("." in kind for kind in kinds)
+        return [] if is_operator else [f"{kinds[0]} against {kinds[1]}"]
     for name in [*first, *(name for name in second if name not in first)]:
         x, y = first.get(name, "(default)"), second.get(name, "(default)")
         if x != y and name not in _UNIMPORTANT and name not in _PLACES and not _is_tensor(x, y):

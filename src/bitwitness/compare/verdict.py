@@ -317,11 +317,10 @@ class Judge:
     def _real_before(self, lone: Node, *, first: bool) -> bool:
         """Tell whether what a lone operator read differed already."""
         frame, made = (self.a, self._made_a) if first else (self.b, self._made_b)
-        for row in lone.inputs:
-            pair = made.get(int(frame.producer[row]))
-            if pair is not None and pair.a.number in self._real:
-                return True
-        return False
+        pairs = [pair for row in lone.inputs if (pair := made.get(int(frame.producer[row]))) is not None]
+        if not pairs:  # who made what it read is not known, as in other tools' dumps
+            return self._history.parted
+        return any(pair.a.number in self._real for pair in pairs)
 
     def _from_view(self, pair: Pair, row: int, change: float, made: float) -> tuple[str, str] | None:
         own = roundoff(self.a.text("dtype", row))
@@ -335,6 +334,8 @@ class Judge:
         name = self.a.text("name", row_a) or self.b.text("name", row_b)
         slot = self.a.text("slot", row_a)
         known = self._written.get(name, self._history.named.get(name))
+        if known is None and self._late:
+            return None  # the runs parted before, and nobody recorded what became of this
         if known is not None and (
             change <= _FOLLOWED * known + _STILL or (self._late and self._is_gathered(name, row_a))
         ):

@@ -110,6 +110,8 @@ class OperatorTap(TorchDispatchMode):
         self._wanted[func] = name
         return name
 
+    supports_higher_order_operators = True
+
     def __torch_dispatch__(
         self,
         func: Any,
@@ -118,6 +120,8 @@ class OperatorTap(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)  # flex_attention and the like: what runs inside them is not looked at
         if types and any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # a DTensor dispatches again, with the local tensors of this device
         if types and any(map(_is_fake, types)):
