@@ -35,7 +35,7 @@ class Meter:
 
     def __init__(self, *, stats: bool, hashed: bool, zeros: bool, deferred: bool = False) -> None:
         self._stats = stats
-        self.hashes = hashed
+        self._hashed = hashed
         self._zeros = zeros
         self._deferred = deferred
         self._done: dict[int, Measured] = {}
@@ -45,7 +45,7 @@ class Meter:
     def measure(self, number: int, values: torch.Tensor) -> None:
         """Measure a plain tensor."""
         count = values.numel()
-        if self.hashes:
+        if self._hashed:
             self._hashes.add(values)
             self._hashed_numbers.append(number)
         if not self._stats:

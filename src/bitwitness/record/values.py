@@ -106,7 +106,8 @@ class Values:
         if known is None:
             number, self._next = self._next, self._next + 1
             with unseen(), torch.no_grad():
-                self._meter.measure(number, in_memory_order(values) if self._meter.hashes else values)
+                # One order for all: strided sums are slow, and their rounding depends on the number of threads.
+                self._meter.measure(number, values if values.is_contiguous() else in_memory_order(values))
                 kept = None if self._keeper is None else self._keeper.keep(number, values, site.short)
             known = self._known[key] = number, kept
             if overwritten:
