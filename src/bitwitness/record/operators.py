@@ -16,6 +16,8 @@ from bitwitness.tap.trace import computes, moves_between_ranks
 
 _SCRATCH = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_attention", "_fused_sdp")
 _RUNNING = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+_RAW = torch.uint8
+"""The dtype of a recurrent kernel's reserve: raw memory, not all of it written."""
 _OVERWRITES = frozenset({
     "bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_", "normal_", "random_", "uniform_",
     "zero_",
@@ -98,6 +100,8 @@ class OperatorRecorder:
         return not self._log.backward or in_backward() or moves_between_ranks(call.func)
 
     def _see_input(self, call: OpCall, tensor: torch.Tensor, position: int) -> None:
+        if tensor.dtype is _RAW and "rnn" in call.op:
+            return
         entry = self._log.see(_site(call, f"in{position}"), tensor)
         if entry is not None:
             self._inputs.append(entry)
@@ -128,10 +132,7 @@ class OperatorRecorder:
             log.values.changed(outputs)
         elif moved and func.namespace in _ON_THEIR_WAY:
             outputs = ()
-        scratch = func.overloadpacket.__name__.startswith(_SCRATCH)
-        shown = [
-            (f"out{i}", t) for i, t in enumerate(outputs) if not (scratch and (i > 1 or not t.is_floating_point()))
-        ]
+        shown = [(f"out{i}", t) for i, t in enumerate(outputs) if not _is_scratch(call.op, i, t)]
         for slot, tensor in [*shown, *((f"running{i}", t) for i, t in enumerate(changed))]:
             log.values.made(tensor, node)
             result = log.see(_site(call, slot), tensor, overwritten=bool(written))
@@ -151,6 +152,13 @@ def _site(call: OpCall, slot: str) -> Site:
 
 def _is_out(func: torch._ops.OpOverload) -> tuple[bool, ...]:
     return tuple(bool(argument.is_out) for argument in func._schema.arguments)
+
+
+def _is_scratch(op: str, position: int, tensor: torch.Tensor) -> bool:
+    """Tell whether a result is a kernel's work space: raw memory, or random states."""
+    if op.startswith(_SCRATCH):
+        return position > 1 or not tensor.is_floating_point()
+    return tensor.dtype is _RAW and "rnn" in op
 
 
 def _written(call: OpCall) -> tuple[torch.Tensor, ...]:
