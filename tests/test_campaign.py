@@ -29,7 +29,7 @@ def rows(table: str) -> list[dict[str, str]]:
 
 @pytest.mark.ranks
 def test_drawn_faults_get_right_verdicts(tmp_path: Path) -> None:
-    told = call("campaign.py", "--trials", "9", "--nondeterministic", "3", "--seed", "5", "--out", str(tmp_path))
+    told = call("campaign.py", "--trials", "7", "--nondeterministic", "3", "--seed", "5", "--out", str(tmp_path))
     for row in rows(told):
         assert row["wrong"] == "0", told
         assert row["sensed of harmful"] == row["harmful"], told

@@ -140,14 +140,13 @@ def compare(
     if merged:
         a, b = MergedSource(a), MergedSource(b)
     places = _places(a, b, settings)
-    report = Report(modules=dict(settings.modules), merged=merged)
+    report = Report(modules=dict(settings.modules), merged=merged, steps=len({step for step, _ in places}))
     histories: dict[int, History] = {}
     for done, (step, rank) in enumerate(places):
         progress(done, len(places))
         frame_a, frame_b = Frame(a.table(rank, step)), Frame(b.table(rank, step))
         if not sinks and not settings.modules and _nothing_differs(frame_a, frame_b):
             report.rows += frame_a.size
-            report.steps += 1
             continue
         alignment = align(frame_a, frame_b, settings.modules)
         values = _values(Side(a, frame_a, rank), Side(b, frame_b, rank), alignment)
@@ -214,7 +213,6 @@ def _shortened(numbers: list[int]) -> str:
 def _count(report: Report, judge: Judge, alignment: Alignment, a: Frame, b: Frame) -> None:
     report.rows += len(judge.change_of)
     report.differing += sum(change > 0 for change in judge.change_of.values())
-    report.steps += 1
     lone_a, lone_b = list(alignment.only_a), list(alignment.only_b)
     for group in alignment.groups:
         if group_agrees(a, b, group):
