@@ -31,7 +31,7 @@ _GENERIC = 16.0
 _CONTRACTIONS = ("linear", "matmul", "baddbmm", "addbmm", "addmv", "mv", "dot", "einsum")
 _SUMS = ("sum", "mean")
 _NORMS = ("layer_norm", "batch_norm", "group_norm", "var_mean")
-_SAMPLING_STEPS = 4.0  # times the learning rate: what an optimizer that looks at signs may turn over
+_TURNED = 4.0  # times the learning rate: what an optimizer that looks at signs may turn over
 
 
 def roundoff(dtype: str) -> float:
@@ -137,9 +137,12 @@ def _update(frame: Frame, pair: Pair, carried: Sequence[float], own: float) -> f
     change = dict(zip((frame.text("slot", row) for row, _ in pair.inputs), carried, strict=True))
     row = pair.outputs[0][0]
     size, rate = rms(frame, row), _learning_rate(frame, pair)
-    step = min(1.0, 1000.0 * max((c for slot, c in change.items() if slot != "param"), default=0.0))
-    gradient = max((rms(frame, r) for r, _ in pair.inputs if frame.text("slot", r) == "grad"), default=0.0)
-    turned = step * _SAMPLING_STEPS * rate * max(1.0, gradient)
+    read = max((c for slot, c in change.items() if slot != "param"), default=0.0)
+    if pair.a.op == "SGD":
+        gradient = max((rms(frame, r) for r, _ in pair.inputs if frame.text("slot", r) == "grad"), default=0.0)
+        turned = min(1.0, 1000.0 * read) * _TURNED * rate * gradient
+    else:  # a gradient that is rounding errors alone is turned into whole steps, and the statistics of the others hide it
+        turned = _TURNED * rate if read else 0.0
     return _ROUNDED * own + 3.0 * change.get("param", 0.0) + (turned / size if size else math.inf)
 
 

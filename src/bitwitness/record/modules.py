@@ -17,6 +17,7 @@ from bitwitness.record.log import Entry, Fail, Log
 from bitwitness.site import Site
 from bitwitness.tap.frames import Stacks
 from bitwitness.tap.modules import ROOT, own_work
+from bitwitness.tap.randomness import in_replay
 from bitwitness.tap.root import ModuleHook
 
 
@@ -148,6 +149,8 @@ class ModuleRecorder:
             self._before(module, args, kwargs)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if in_replay():
+            return
         try:
             with own_work():
                 self._enter(module, args, kwargs)
@@ -183,6 +186,8 @@ class ModuleRecorder:
         self._open.append((module, call, entries, -1 if self._stacks is None else self._stacks.current(), backward))
 
     def _after(self, module: nn.Module, _args: Any, _kwargs: Any, result: Any) -> None:
+        if in_replay():
+            return
         try:
             with own_work():
                 self._leave(module, result)

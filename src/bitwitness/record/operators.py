@@ -12,6 +12,7 @@ from bitwitness.site import Site
 from bitwitness.tap.frames import Stacks
 from bitwitness.tap.modules import OWN, ModuleTracker, in_backward
 from bitwitness.tap.operators import OpCall, OperatorTap, tensors_in
+from bitwitness.tap.randomness import in_replay
 from bitwitness.tap.trace import computes, moves_between_ranks
 
 _SCRATCH = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_attention", "_fused_sdp")
@@ -95,7 +96,7 @@ class OperatorRecorder:
 
     def _is_ours(self, call: OpCall) -> bool:
         """Tell whether an operator is the model's: not our own work, another model's, or a reducer's copying."""
-        if self._broken or call.module == OWN or not self._tracker.at_home:
+        if self._broken or call.module == OWN or in_replay() or not self._tracker.at_home:
             return False
         return not self._log.backward or in_backward() or moves_between_ranks(call.func)
 

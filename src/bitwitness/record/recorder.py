@@ -37,6 +37,7 @@ from bitwitness.tap.frames import Stacks
 from bitwitness.tap.holdpoints import BackwardCall, HoldPoints
 from bitwitness.tap.modules import ModuleTracker, own_work, unwrap
 from bitwitness.tap.opwindow import OperatorWindow, run_eagerly
+from bitwitness.tap.randomness import in_replay
 from bitwitness.tap.root import ModuleHook
 
 _DEADLINE_S = 60.0
@@ -240,7 +241,7 @@ class Recorder:
     # -- the root's hooks ----------------------------------------------------------------------------------------
 
     def _forward_begins(self, _root: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
-        if self._depth:  # recomputed: a checkpoint around the whole root
+        if self._depth or in_replay():  # recomputed: a checkpoint around the whole root; or the guard runs a step again
             return
         training = torch.is_grad_enabled()
         with self._safely("steps"):
@@ -303,6 +304,9 @@ class Recorder:
     @contextmanager
     def around_backward(self, call: BackwardCall) -> Iterator[None]:
         """Record a backward."""
+        if in_replay():
+            yield
+            return
         self._depth += 1
         outermost = self._depth == 1
         if outermost and self._step_open:

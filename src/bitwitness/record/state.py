@@ -12,6 +12,7 @@ from torch.optim.optimizer import Optimizer
 from bitwitness.record.log import Fail, Log
 from bitwitness.site import Site
 from bitwitness.tap.modules import own_work
+from bitwitness.tap.randomness import in_replay
 
 _NOT_SETTINGS = ("params", "param_names")
 
@@ -64,7 +65,7 @@ class StateRecorder:
     def local(self, name: str, parameter: torch.Tensor) -> None:
         """Record one local gradient."""
         try:
-            if parameter.grad is not None:
+            if parameter.grad is not None and not in_replay():
                 module, _, leaf = name.rpartition(".")
                 site = Site(module or ".", leaf, 0, "grad", "local" if self._reduced else "reduced")
                 with own_work(), torch.no_grad():
@@ -102,7 +103,7 @@ class StateRecorder:
     def gradients(self) -> None:
         """Record the gradients as they are now: complete and reduced."""
         for name, parameter in self._root.named_parameters():
-            if parameter.grad is not None:
+            if parameter.grad is not None and not in_replay():
                 module, _, leaf = name.rpartition(".")
                 site = Site(module or ".", leaf, 0, "grad", "reduced")
                 self._log.record(site, parameter.grad, self._log.node(), "gradient")

@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,11 +46,21 @@ class RandomState:
         random.setstate(self.python)
 
 
+_replaying: ContextVar[bool] = ContextVar("bitwitness_replaying", default=False)
+
+
 @contextmanager
 def randomness_kept(device: torch.device) -> Iterator[None]:
-    """Leave the global generators afterwards as they were before."""
+    """Leave the global generators afterwards as they were before: what runs inside is no part of the training."""
     before = RandomState.read(device)
+    token = _replaying.set(True)
     try:
         yield
     finally:
+        _replaying.reset(token)
         before.restore(device)
+
+
+def in_replay() -> bool:
+    """Tell whether a step is being run again, so that what runs now is not the training itself."""
+    return _replaying.get()
