@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -335,6 +335,7 @@ def kinds(m, k, n, seed):
     st.sampled_from([1, 7, 64, 1024]),
     st.integers(0, 2**20),
 )
+@example(kind="constant", m=1, k=1500, n=1, seed=0)  # summed serially: all roundings go the same way
 @settings(max_examples=80, deadline=None, derandomize=True)
 def test_healthy_products_are_never_suspected(dtype, kind, m, k, n, seed) -> None:
     a, b = (t.to(dtype) for t in kinds(m, k, n, seed)[kind])

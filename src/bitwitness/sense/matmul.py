@@ -25,6 +25,8 @@ ROUNDING = 3.0
 """Rounding of C, in units of u ||C_m||: independent roundings give sigma = 0.41, so 7 sigma; see bench/checksum_cost.py."""
 ACCUMULATION = 4.0
 """What the order of summation leaves, in units of u32 (||A_m|| ||B|| + sqrt(K + N) ||C_m||); see bench/checksum_cost.py."""
+SERIAL = 0.25
+"""What a nearly serial sum of K equal terms leaves, in units of K u32 times its value."""
 _BLOCKS = 8
 _BLOCK_WIDTH = 128  # at least so many columns in a block
 _UNDERFLOW = 2.0**-63
@@ -178,6 +180,10 @@ def row_threshold(product: Product, norms: Tensor, size: Tensor, expected: Tenso
     ):  # `_row_sums` and `_times` round, each by at most u; the low part u times less
         by_size += u * u
         by_value = 2 * u
+    if columns == 1 or product.a.shape[-2] == 1:
+        # A product with a vector is summed nearly serially; equal terms then round the same way each time, and the errors of
+        # n terms grow with n (seen: 207 u of the value for 1500).
+        by_value += SERIAL * u_sum * inner
     floor = ROUNDING * (u * info.smallest_normal + (inner + columns) * torch.finfo(torch.float32).tiny)
     threshold = (scale * by_norm) * norms + floor
     threshold.add_(size, alpha=scale * by_size)

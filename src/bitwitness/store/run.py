@@ -112,7 +112,9 @@ class RunSource:
                 try:
                     file = pq.ParquetFile(path)
                     _check(file)
-                    self._loaded = path, file.read().select(SCHEMA.names).cast(SCHEMA)
+                    table = file.read().select(SCHEMA.names).cast(SCHEMA)
+                    table.validate(full=True)  # names that are no text, lists that end elsewhere
+                    self._loaded = path, table
                 except (OSError, pa.ArrowException, UsageError) as error:
                     self.problems.append(f"{path} was left out: {_first_line(error)}")
                     self._loaded = path, SCHEMA.empty_table()
@@ -124,7 +126,7 @@ class RunSource:
         """Return the call stacks by number."""
         found: dict[int, str] = {}
         for path in sorted((self._folder / f"rank{rank:05d}").glob("stacks-*.parquet")):
-            with suppress(OSError, pa.ArrowException):
+            with suppress(OSError, ValueError, pa.ArrowException):  # ValueError: a text that is none
                 table = pq.read_table(path).select(STACKS.names).cast(STACKS)
                 found |= dict(zip(table["stack"].to_pylist(), table["text"].to_pylist(), strict=True))
         return found
