@@ -23,7 +23,6 @@ from bitwitness.errors import EXIT_RANK_LOST, SideChannelError, TrainingStopped
 from bitwitness.guard.deepsteps import DeepSteps
 from bitwitness.guard.description import Description
 from bitwitness.guard.lightreader import LightReader
-from bitwitness.guard.owners import Owners
 from bitwitness.guard.proceedings import Proceedings
 from bitwitness.guard.sensors import STATISTICAL, Sensors
 from bitwitness.judge.fingerprint import Fingerprint
@@ -38,6 +37,7 @@ from bitwitness.tap.gradients import LocalGradients
 from bitwitness.tap.holdpoints import BackwardCall
 from bitwitness.tap.ledger import Change
 from bitwitness.tap.lossgraph import LossGraph
+from bitwitness.tap.owners import Owners
 from bitwitness.tap.root import RootTap
 
 _RANGES_EVERY = 4  # deep steps

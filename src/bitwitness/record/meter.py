@@ -29,7 +29,7 @@ class Meter:
     stats, hashed, zeros
         What to take.
     deferred
-        Wait for nothing, also on a CPU.
+        Wait for nothing also on a CPU, as nothing is waited for on an accelerator.
 
     """
 

@@ -116,8 +116,6 @@ class ModuleRecorder:
         self._open: list[tuple[nn.Module, int, list[Entry], int, int]] = []
         self._hooks: list[ModuleHook] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self.latest: dict[str, tuple[int, Site]] = {}
-        """The node and site of the latest backward of each module."""
 
     def attach(self) -> None:
         """Put hooks on all modules."""
@@ -210,7 +208,7 @@ class ModuleRecorder:
             if entry_ is not None:
                 log.add(entry_, node, "module", stack=stack)
             self._follow(tensor, Site(path, op, call, "backward", f"grad_{slot}"), backward)
-        running = [(name, tensor) for name, tensor in _running(module) if not self._operators]
+        running = [] if self._operators else _running(module)
         log.values.changed(tensor for _, tensor in running)
         for name, tensor in running:
             log.record(Site(path, op, call, "forward", f"out.{name}"), tensor, node, "module")
@@ -227,8 +225,6 @@ class ModuleRecorder:
             try:
                 with own_work(), torch.no_grad():
                     self._log.record(site, grad, node, "module")
-                    if site.slot.startswith("grad_out"):
-                        self.latest[site.module] = node, site
             except Exception as error:
                 self.detach()
                 self._fail("module gradients", error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from typing import Any
 
 import torch
@@ -51,8 +52,6 @@ class OperatorRecorder:
         Takes the rows.
     tracker
         Names the modules of the recorded root.
-    inside
-        Tells whether what runs now belongs to the recorded root.
     stacks
         Numbers the lines that call operators; None to leave them out.
     fail
@@ -66,8 +65,6 @@ class OperatorRecorder:
         self._stacks = stacks
         self._fail = fail
         self._inputs: list[Entry] = []
-        self._written: list[tuple[int, torch.Tensor]] = []
-        self._wanted: dict[torch._ops.OpOverload, tuple[bool, ...]] = {}
         self._broken = False
 
     def tap(self) -> OperatorTap:
@@ -151,7 +148,9 @@ def _site(call: OpCall, slot: str) -> Site:
     return Site(call.module, call.op, call.call, "comm" if moved else call.phase, slot)
 
 
+@cache
 def _is_out(func: torch._ops.OpOverload) -> tuple[bool, ...]:
+    """Tell of each argument whether it is memory for a result."""
     return tuple(bool(argument.is_out) for argument in func._schema.arguments)
 
 

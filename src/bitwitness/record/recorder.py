@@ -37,6 +37,7 @@ from bitwitness.tap.frames import Stacks
 from bitwitness.tap.holdpoints import BackwardCall, HoldPoints
 from bitwitness.tap.modules import ModuleTracker, own_work, unwrap
 from bitwitness.tap.opwindow import OperatorWindow, run_eagerly
+from bitwitness.tap.owners import Owners
 from bitwitness.tap.randomness import in_replay
 from bitwitness.tap.root import ModuleHook
 
@@ -92,6 +93,7 @@ class Recorder:
         self._trained = False
         self._writing: RecordingWriter | None = None
         self._run: RunWriter | None = None
+        self._owners = Owners(self.root.parameters(), None)
         self._optimizers: list[Optimizer] = []
         self._problem: str | None = None
 
@@ -122,21 +124,13 @@ class Recorder:
         self._stack.callback(run.close)
         run.describe(recording=asdict(self.config), model=type(self.root).__name__, environment=describe(self.root))
         config = self.config
-        first = next(self.root.parameters(), None)
-        device = torch.device("cpu") if first is None else first.device
         self.clock = StepClock()
         self._writing = RecordingWriter(run.path / f"rank{ranks.rank:05d}", ranks.rank, self._ended)
-        stats = config.content != "structure"
-        meter = Meter(
-            stats=stats,
-            hashed=config.content == "hash",
-            zeros=config.zeros,
-            deferred=device.type != "cpu",
-        )
-        tensors = config.content == "tensors"
+        content = config.content
+        self._meter = Meter(stats=content != "structure", hashed=content == "hash", zeros=config.zeros)
+        tensors = content == "tensors"
         self._keeper = Keeper(self._writing, config.max_elements, waits=not config.async_dump) if tensors else None
-        self._meter = meter
-        self._values = Values(meter, self._keeper)
+        self._values = Values(self._meter, self._keeper)
         self._log = Log(self.clock, self._values, Selection(config.sites, config.phases))
         self._stacks = Stacks() if config.stacks else None
         self._tracker = ModuleTracker()
@@ -329,7 +323,7 @@ class Recorder:
     def hold(self, *, scaler: GradScaler | None = None, optimizer: Optimizer | None = None) -> None:
         """Record the complete gradients, and what an optimizer is about to read."""
         self._window.close()
-        if not self._step_open or (optimizer is not None and not self._is_ours(optimizer)):
+        if not self._step_open or (optimizer is not None and not self._owners.ours(optimizer)):
             return
         with self._safely("gradients"):
             if not self._held:
@@ -346,7 +340,7 @@ class Recorder:
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """Record what an optimizer made of the parameters; the step may end here."""
-        if not self._is_ours(optimizer):
+        if not self._owners.ours(optimizer):
             return
         self.clock.end_step()
         if self.config.steps is not None:
@@ -362,10 +356,6 @@ class Recorder:
     def scaler_updated(self) -> None:
         """A scaler ended the step; its optimizers may have been skipped."""
         self.clock.end_step()
-
-    def _is_ours(self, optimizer: Optimizer) -> bool:
-        ours = {id(p) for p in self.root.parameters()}
-        return any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
 
     # -- failing open --------------------------------------------------------------------------------------------
 

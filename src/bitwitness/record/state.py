@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -51,7 +52,7 @@ class StateRecorder:
         self._reduced = reduced
         for name, parameter in self._root.named_parameters():
             if parameter.requires_grad:
-                self._handles.append(parameter.register_post_accumulate_grad_hook(self._local_hook(name)))
+                self._handles.append(parameter.register_post_accumulate_grad_hook(_LocalHook(self, name)))
 
     def detach(self) -> None:
         """Take the hooks away."""
@@ -59,15 +60,11 @@ class StateRecorder:
             handle.remove()
         self._handles.clear()
 
-    def _local_hook(self, name: str) -> _LocalHook:
-        return _LocalHook(self, name)
-
     def local(self, name: str, parameter: torch.Tensor) -> None:
         """Record one local gradient."""
         try:
             if parameter.grad is not None and not in_replay():
-                module, _, leaf = name.rpartition(".")
-                site = Site(module or ".", leaf, 0, "grad", "local" if self._reduced else "reduced")
+                site = Site.of_parameter(name, "grad") if self._reduced else _reduced(name)
                 with own_work(), torch.no_grad():
                     if self._reduced:
                         self._log.record(site, parameter.grad, self._log.node(), "gradient")
@@ -92,8 +89,7 @@ class StateRecorder:
     def read_by(self, module: str) -> None:
         """Record what a module is about to read, if the step has not yet."""
         for name, tensor, kind in self._pending.pop(module, ()):
-            site = Site(module, name.rpartition(".")[2], 0, "param", "value")
-            self._log.record(site, tensor, self._log.node(), kind)
+            self._log.record(Site.of_parameter(name, "param"), tensor, self._log.node(), kind)
 
     def read_by_none(self) -> None:
         """Record what no module's call announced: modules that were not called, or whose parameters others read."""
@@ -104,22 +100,19 @@ class StateRecorder:
         """Record the gradients as they are now: complete and reduced."""
         for name, parameter in self._root.named_parameters():
             if parameter.grad is not None and not in_replay():
-                module, _, leaf = name.rpartition(".")
-                site = Site(module or ".", leaf, 0, "grad", "reduced")
-                self._log.record(site, parameter.grad, self._log.node(), "gradient")
+                self._log.record(_reduced(name), parameter.grad, self._log.node(), "gradient")
 
     def before_optimizer(self, optimizer: Optimizer) -> None:
         """Record what an optimizer is about to read: gradients (clipped by now), parameters, its state."""
         nodes: dict[nn.Parameter, int] = {}
         for name, parameter, settings in self._held(optimizer):
             node = nodes[parameter] = self._log.node()
-            site = _optimizer_site(name, optimizer)
             inputs = {"grad": parameter.grad, "param": parameter}
             if self._with_state:
                 inputs |= {f"state.{key}": value for key, value in _state(optimizer, parameter)}
             for slot, tensor in inputs.items():
                 if tensor is not None:
-                    self._log.record(site(slot), tensor, node, "optimizer", args=settings)
+                    self._log.record(_update(name, optimizer, slot), tensor, node, "optimizer", args=settings)
         self._began[optimizer] = nodes
 
     def after_optimizer(self, optimizer: Optimizer) -> None:
@@ -128,11 +121,11 @@ class StateRecorder:
         self._log.values.changed(nodes)  # some optimizers write through .data, which no version counts
         for name, parameter, _ in self._held(optimizer):
             if parameter in nodes:
-                site = _optimizer_site(name, optimizer)
-                self._log.values.made(parameter, nodes[parameter])
-                self._log.record(site("out"), parameter, nodes[parameter], "optimizer")
+                node = nodes[parameter]
+                self._log.values.made(parameter, node)
+                self._log.record(_update(name, optimizer, "out"), parameter, node, "optimizer")
                 for key, value in _state(optimizer, parameter) if self._with_state else ():
-                    self._log.record(site(f"out.{key}"), value, nodes[parameter], "optimizer")
+                    self._log.record(_update(name, optimizer, f"out.{key}"), value, node, "optimizer")
 
     def _held(self, optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter, str]]:
         """Yield the root's parameters that an optimizer holds: name, parameter, its group's settings as JSON."""
@@ -162,19 +155,14 @@ class _LocalHook:
         return _LocalHook, (None, self._name)
 
 
-def _optimizer_site(name: str, optimizer: Optimizer) -> _Sites:
-    return _Sites(name, type(optimizer).__name__)
+def _reduced(name: str) -> Site:
+    """Return the site of a parameter's gradient when it is complete."""
+    return replace(Site.of_parameter(name, "grad"), slot="reduced")
 
 
-class _Sites:
-    """The sites of one parameter's update: the parameter's path stands for the module."""
-
-    def __init__(self, name: str, op: str) -> None:
-        self._name = name
-        self._op = op
-
-    def __call__(self, slot: str) -> Site:
-        return Site(self._name, self._op, 0, "optim", slot)
+def _update(name: str, optimizer: Optimizer, slot: str) -> Site:
+    """Return a site of one parameter's update: the parameter's path stands for the module."""
+    return Site(name, type(optimizer).__name__, 0, "optim", slot)
 
 
 def _state(optimizer: Optimizer, parameter: nn.Parameter) -> Iterable[tuple[str, torch.Tensor]]:

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -33,7 +33,13 @@ _FILE_BYTES = 16 << 30
 _FIRST_RESERVE = 64 << 10  # bytes: some 300 tensors
 _MORE_RESERVE = 8
 
-Job = tuple[int, Callable[[], None]]
+
+class _Job(NamedTuple):
+    """What the thread is to do; ``size``: bytes that it holds; ``always``: also when nothing is written any more."""
+
+    size: int
+    action: Callable[[], None]
+    always: bool = False
 
 
 class _Names:
@@ -92,7 +98,7 @@ class RecordingWriter:
         self.broken: str | None = None
         self.bytes_written = 0
         self.files_written = 0
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[_Job] = deque()
         self._waiting = 0
         self._change = threading.Condition()
         self._ending = False
@@ -115,7 +121,7 @@ class RecordingWriter:
         stacks: Sequence[tuple[int, str]],
     ) -> None:
         """Hand over rows with what yields their values' statistics (called on the writer's thread), and new stacks."""
-        self._put(0, lambda: self._take_rows(rows, values, stacks))
+        self._put(_Job(0, lambda: self._take_rows(rows, values, stacks)))
 
     def tensor(self, step: int, key: str, tensor: torch.Tensor, ready: Callable[[], None] = lambda: None) -> str:
         """Hand over a contiguous CPU tensor that nobody else writes to; return where it will lie: ``file|key``.
@@ -128,18 +134,18 @@ class RecordingWriter:
             ready()
             self._take_tensor(file, reserve, key, tensor)
 
-        self._put(tensor.nbytes, write)
+        self._put(_Job(tensor.nbytes, write))
         return f"{file}|{key}"
 
     def step_ended(self) -> None:
         """Close the step's tensor file, and write rows that have waited long."""
-        self._put(0, self._end_step)
+        self._put(_Job(0, self._end_step))
 
     def flush(self) -> None:
         """Have everything so far written, and wait for it."""
         done = threading.Event()
-        self._put(0, self._write_all)
-        self._put(0, done.set)
+        self._put(_Job(0, self._write_all))
+        self._put(_Job(0, done.set, always=True))
         while not done.wait(0.1):
             if not self._thread.is_alive():
                 return
@@ -151,15 +157,15 @@ class RecordingWriter:
             self._change.notify_all()
         self._thread.join()
 
-    def _put(self, size: int, job: Callable[[], None]) -> None:
+    def _put(self, job: _Job) -> None:
         with self._change:
             if self._ending:
                 return
             # A tensor larger than the queue waits until it is alone.
-            while self._waiting and self._waiting + size > _QUEUE_BYTES and self._thread.is_alive():
+            while self._waiting and self._waiting + job.size > _QUEUE_BYTES and self._thread.is_alive():
                 self._change.wait(0.1)
-            self._waiting += size
-            self._jobs.append((size, job))
+            self._waiting += job.size
+            self._jobs.append(job)
             self._change.notify_all()
 
     # -- the thread ----------------------------------------------------------------------------------------------
@@ -171,19 +177,18 @@ class RecordingWriter:
                     self._change.wait()
                 if not self._jobs:
                     break
-                size, job = self._jobs.popleft()
+                job = self._jobs.popleft()
             self._run(job)
             with self._change:
-                self._waiting -= size
+                self._waiting -= job.size
                 self._change.notify_all()
-        self._run(self._write_all)
+        self._run(_Job(0, self._write_all))
 
-    def _run(self, job: Callable[[], None]) -> None:
-        wakes = getattr(job, "__self__", None)
-        if self.broken is not None and not isinstance(wakes, threading.Event):
+    def _run(self, job: _Job) -> None:
+        if self.broken is not None and not job.always:
             return
         try:
-            job()
+            job.action()
         except OSError as error:
             self._break(f"{error.strerror or error} ({error.filename or self._folder})")
         except Exception as error:  # the recording must not end the training, whatever is wrong with it

@@ -18,6 +18,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep 
 _OWN = tuple(_PACKAGE + part for part in ("tap", "guard", "judge", "inject", "sense", "stats", "nonfinite", "record"))
 _REPLAY = _PACKAGE + "replay"
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep  # noqa: PTH120
+_NOT_THE_USERS = (*_OWN, _TORCH, "<")
 
 replayed_line: ContextVar[Line] = ContextVar("bitwitness_replayed_line", default=NOWHERE)
 """The script's line of the taped call that a replay runs now."""
@@ -35,7 +36,7 @@ def current_line() -> Line:
         name = frame.f_code.co_filename
         if name.startswith(_REPLAY):
             return replayed_line.get()
-        if not name.startswith((*_OWN, _TORCH, "<")):
+        if not name.startswith(_NOT_THE_USERS):
             return name, frame.f_lineno, frame.f_code.co_name
         frame = frame.f_back
     return NOWHERE
@@ -59,7 +60,7 @@ class Stacks:
         frame: Any = sys._getframe(1)
         while frame is not None:
             code = frame.f_code
-            if not code.co_filename.startswith((*_OWN, _TORCH, "<")):
+            if not code.co_filename.startswith(_NOT_THE_USERS):
                 found += (code, frame.f_lineno)
             frame = frame.f_back
         key = tuple(found)
