@@ -45,12 +45,8 @@ class Group:
 
 @dataclass(slots=True)
 class Alignment:
-    """What matches what in one step of one rank.
+    """What matches what in one step of one rank."""
 
-    ``same``: both tables have the same rows in the same order, so that pairs need not be listed.
-    """
-
-    same: bool
     pairs: list[Pair] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
     only_a: list[Node] = field(default_factory=list)
@@ -62,15 +58,17 @@ class Alignment:
         return [*(self.only_a if first else self.only_b), *groups]
 
 
-def same_structure(a: Frame, b: Frame, *others: str) -> bool:
-    """Tell whether two steps have the same rows, by all that a site says and ``others`` of their columns."""
+def same_structure(a: Frame, b: Frame) -> bool:
+    """Tell whether two steps have the same rows, by all that a site says."""
     if a.size != b.size:
         return False
-    for key in (*_KEYS, *others):
-        first, second = a.table.column(key), b.table.column(key)
-        if not pc.all(pc.equal(_decoded(first), _decoded(second))).as_py():
-            return bool(a.size == 0)
-    return bool(np.array_equal(_ranked(a.node), _ranked(b.node)))
+    return all(same_column(a, b, key) for key in _KEYS) and bool(np.array_equal(_ranked(a.node), _ranked(b.node)))
+
+
+def same_column(a: Frame, b: Frame, name: str) -> bool:
+    """Tell whether a column holds the same in two steps of one size."""
+    equal = pc.equal(_decoded(a.table.column(name)), _decoded(b.table.column(name)))
+    return a.size == 0 or bool(pc.all(equal).as_py())
 
 
 def _decoded(column: Any) -> Any:
@@ -87,23 +85,19 @@ def _ranked(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return ranked
 
 
-def align(a: Frame, b: Frame, modules: Mapping[str, str] | None = None) -> Alignment:
-    """Match two steps; ``modules`` maps module paths of A to those of B."""
-    if not modules and same_structure(a, b):
-        pairs = [
-            Pair(x, y, _zipped(x.inputs, y.inputs), _zipped(x.outputs, y.outputs))
-            for x, y in zip(a.nodes, b.nodes, strict=True)
-        ]
-        return Alignment(same=True, pairs=pairs)
-    return _aligned(a, b, modules or {})
+def row_by_row(a: Frame, b: Frame) -> Alignment:
+    """Match two steps of the `same_structure`."""
+    nodes = zip(a.nodes, b.nodes, strict=True)
+    return Alignment([Pair(x, y, _zipped(x.inputs, y.inputs), _zipped(x.outputs, y.outputs)) for x, y in nodes])
 
 
 def _zipped(a: list[int], b: list[int]) -> list[tuple[int, int]]:
     return list(zip(a, b, strict=False))
 
 
-def _aligned(a: Frame, b: Frame, modules: Mapping[str, str]) -> Alignment:
-    found = Alignment(same=False)
+def align(a: Frame, b: Frame, modules: Mapping[str, str]) -> Alignment:
+    """Match two steps; ``modules`` maps module paths of A to those of B."""
+    found = Alignment()
     lists_a = _by_place(a, modules)
     lists_b = _by_place(b, {})
     tokens_a, tokens_b = _Tokens(a, modules), _Tokens(b, {})
@@ -125,10 +119,7 @@ def _match_the_rest(found: Alignment, a: Frame, b: Frame, tokens_a: _Tokens, tok
     rest_a, rest_b = (sorted(only, key=lambda node: node.rows[-1]) for only in (found.only_a, found.only_b))
     found.only_a, found.only_b = [], []
     for key in {(node.kind, node.phase, node.micro) for node in [*rest_a, *rest_b]}:
-        ours, theirs = (
-            sorted((n for n in rest if (n.kind, n.phase, n.micro) == key), key=lambda n: n.rows[-1])
-            for rest in (rest_a, rest_b)
-        )
+        ours, theirs = ([n for n in rest if (n.kind, n.phase, n.micro) == key] for rest in (rest_a, rest_b))
         _take(found, a, b, ours, theirs, _matches(ours, theirs, tokens_a, tokens_b))
 
 

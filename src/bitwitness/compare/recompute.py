@@ -7,7 +7,7 @@ tensors, never one that reads files, draws random numbers or changes its argumen
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,7 +157,3 @@ def _worst(value: Tensor, exact: Tensor, bound: Tensor) -> Error:
         return Error(0.0, 0.0, 0.0, 0)
     at = int(ratio.argmax())
     return Error(float(ratio.flatten()[at]), float(value.flatten()[at]), float(exact.flatten()[at]), at)
-
-
-Loader = Callable[[int], Tensor]
-"""Returns the kept tensor of a row."""

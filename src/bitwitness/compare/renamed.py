@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
 
 from bitwitness.compare.frame import Frame
@@ -32,12 +33,16 @@ def read_map(path: Path) -> dict[str, str]:
 class Mapping(dict[str, str]):
     """A mapping whose keys may be globs: ``model.layers.*`` to ``blocks.*``; the most specific fits first."""
 
+    @cached_property
+    def _globs(self) -> list[str]:
+        return sorted((key for key in self if "*" in key), key=len, reverse=True)
+
     def get(self, key: str, default: str | None = None) -> str | None:  # type: ignore[override]
         """Return B's path for one of A's."""
         if key in self:
             return self[key]
-        for pattern in sorted(self, key=len, reverse=True):
-            if "*" in pattern and fnmatchcase(key, pattern):
+        for pattern in self._globs:
+            if fnmatchcase(key, pattern):
                 before, _, after = pattern.partition("*")
                 part = key[len(before) : len(key) - len(after)]
                 return self[pattern].replace("*", part, 1)

@@ -61,4 +61,3 @@ class History:
     named: dict[str, float] = field(default_factory=dict)
     noise: float = 0.0
     parted: bool = False
-    first_step: int | None = None

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,13 +34,21 @@ _GRADIENT = 1e-3  # by which a gradient of which nothing else is known may diffe
 _CANCELLED = 1e-3  # of the usual gradient: one as small may be rounding errors alone, as a key's bias has none
 _VIEWED = 100.0
 _FOLLOWED = 4.0
-_UNMATCHED = ("op", "collective")
 _CASTS = ("_to_copy", "to", "type_as")
 _ILL_CONDITIONED = 1000.0  # unit roundoffs: a result for which so much is explained says nothing about the others
 
 
 Exact = Callable[[dict[tuple[int, int], float]], dict[tuple[int, int], float]]
 """Returns the changes of pairs of rows by the values themselves, where they were kept, given those by statistics."""
+
+
+class Cause(NamedTuple):
+    """Why a node's results differ: one of the reasons above, and words; ``lone``: the operator that only run ``side`` has."""
+
+    reason: str
+    text: str
+    lone: Node | None = None
+    side: str = ""
 
 
 class Judge:
@@ -76,8 +85,6 @@ class Judge:
         self._rank = rank
         self._step = step
         self._history = history
-        if history.first_step is None:
-            history.first_step = step
         self._made_a = {pair.a.number: pair for pair in alignment.pairs if pair.a.outputs}
         self._made_b = {pair.b.number: pair for pair in alignment.pairs if pair.b.outputs}
         self._lone_a = {node.number: node for node in alignment.lone(first=True)}
@@ -158,7 +165,6 @@ class Judge:
         self._out[pair.a.number] = largest
         if largest == 0.0:
             return None
-        source = self._source(pair, carried)
         explained, worst = self._worst(pair, carried, results)
         over = worst > explained
         if not pair.inputs:
@@ -171,14 +177,15 @@ class Judge:
             self._history.noise = max(self._history.noise, worst)
         if pair.a.kind == "collective" or (pair.a.kind == "module" and self._seen_inside(pair)):
             return None  # the one computes nothing, the other's operators are looked at themselves
-        if source is not None and worst > 0:
+        source = self._source(pair, carried) if worst > 0 else None
+        if source is not None:
             self._real.add(pair.a.number)
-            return self._suspect(pair, *source, worst, self._rounding(pair), clean=False)
-        reason = self._own_reason(pair, worst, over=over)
-        if reason is None:
+            return self._suspect(pair, source, worst, self._rounding(pair), clean=False)
+        cause = self._own_cause(pair, worst, over=over)
+        if cause is None:
             return None
-        explained = explained if reason[0] == "computed" else min(explained, self._rounding(pair))
-        return self._suspect(pair, *reason, worst, explained, clean=not differing)
+        explained = explained if cause.reason == "computed" else min(explained, self._rounding(pair))
+        return self._suspect(pair, cause, worst, explained, clean=not differing)
 
     def _rounding(self, pair: Pair) -> float:
         """Return what a node's own rounding explains, with equal inputs."""
@@ -196,23 +203,25 @@ class Judge:
                 best = (explained, change)
         return best
 
-    def _own_reason(self, pair: Pair, worst: float, *, over: bool) -> tuple[str, str] | None:
+    def _own_cause(self, pair: Pair, worst: float, *, over: bool) -> Cause | None:
         if text := self._dtypes(pair):
-            return "dtype", text
+            return Cause("dtype", text)
         carried = max((self.change_of[row] for row, _ in pair.inputs), default=0.0)
         own = self._roundoff(pair)
         first, second = self.a.text("args", pair.a.rows[0]), self.b.text("args", pair.b.rows[0])
         if first != second and worst > max(_STILL * 0.01, _FOLLOWED * carried * (carried < _STILL)):
             differing = argument_differences(arguments(first), arguments(second))
             if differing and (over or worst > own):
-                return "argument", f"called with other arguments: {'; '.join(differing)}"
+                return Cause("argument", f"called with other arguments: {'; '.join(differing)}")
         if not over or (not self._exact and any(self._is_real(pair.a, row) for row, _ in pair.inputs)):
             return None  # statistics say too little of how far apart differing inputs are
         if is_random(pair.a.op):
-            return "random", "it draws random numbers, and drew others: another seed or another number of draws before"
+            return Cause(
+                "random", "it draws random numbers, and drew others: another seed or another number of draws before"
+            )
         if worst == BITS_DIFFER:
             return None
-        return "computed", "its inputs agree and its result does not"
+        return Cause("computed", "its inputs agree and its result does not")
 
     def _roundoff(self, pair: Pair) -> float:
         row_a, row_b = pair.outputs[0]
@@ -241,8 +250,8 @@ class Judge:
         row = pair.outputs[0][0]
         if pair.a.kind == "op":
             self._real.add(pair.a.number)
-            reason = self._own_reason(pair, worst, over=worst > _STILL)
-            return None if reason is None else self._suspect(pair, *reason, worst, _STILL, clean=True)
+            cause = self._own_cause(pair, worst, over=worst > _STILL)
+            return None if cause is None else self._suspect(pair, cause, worst, _STILL, clean=True)
         if pair.a.kind == "collective":
             self._real.add(pair.a.number)
             return None  # it delivers what another rank differs in
@@ -255,7 +264,8 @@ class Judge:
         if pair.a.kind != "gradient" or worst <= _GRADIENT or rms(self.a, row) < _CANCELLED * self._usual:
             return None
         self._real.add(pair.a.number)
-        return self._suspect(pair, "unknown", "it differs, and no recorded operator made it", worst, _STILL, clean=True)
+        cause = Cause("unknown", "it differs, and no recorded operator made it")
+        return self._suspect(pair, cause, worst, _STILL, clean=True)
 
     @cached_property
     def _usual(self) -> float:
@@ -282,7 +292,7 @@ class Judge:
             self._out.get(producer, 0.0) > 0 or producer in self._lone_a or int(self.b.producer[row_b]) in self._lone_b
         )
 
-    def _source(self, pair: Pair, carried: list[float]) -> tuple[str, str] | None:
+    def _source(self, pair: Pair, carried: list[float]) -> Cause | None:
         """Return why an input differs, if no matched operator made the difference."""
         if pair.a.kind == "optimizer":
             return None
@@ -301,18 +311,16 @@ class Judge:
                 return found
         return None
 
-    def _from_lone(
-        self, pair: Pair, row_a: int, row_b: int, change: float, lone: Node, made_a: int
-    ) -> tuple[str, str] | None:
+    def _from_lone(self, pair: Pair, row_a: int, row_b: int, change: float, lone: Node, made_a: int) -> Cause | None:
         if lone.op in _CASTS and self.a.text("dtype", row_a) != self.b.text("dtype", row_b):
             return None  # told as the dtype of what reads it
         own = max(roundoff(self.a.text("dtype", row_a)), roundoff(self.b.text("dtype", row_b)))
         if change <= _VIEWED * (self._history.noise + own) or self._real_before(lone, first=made_a in self._lone_a):
             return None
         side = "a" if made_a in self._lone_a else "b"
-        return f"missing:{side}:{lone.number}", (
-            f"only run {side.upper()} has it, and its result matters to {pair.a.site}.{self.a.text('slot', row_a)}"
-        )
+        reader = f"{pair.a.site}.{self.a.text('slot', row_a)}"
+        text = f"only run {side.upper()} has it, and its result matters to {reader}"
+        return Cause("missing", text, lone, side)
 
     def _real_before(self, lone: Node, *, first: bool) -> bool:
         """Tell whether what a lone operator read differed already."""
@@ -322,15 +330,16 @@ class Judge:
             return self._history.parted
         return any(pair.a.number in self._real for pair in pairs)
 
-    def _from_view(self, pair: Pair, row: int, change: float, made: float) -> tuple[str, str] | None:
+    def _from_view(self, pair: Pair, row: int, change: float, made: float) -> Cause | None:
         own = roundoff(self.a.text("dtype", row))
         if change <= _VIEWED * (max(made, self._history.noise) + own) or pair.a.kind == "module":
             return None
-        return "source", (
-            f"{self.a.text('slot', row)} differs although what it is taken from agrees: another view (a transpose, a slice)"
+        slot = self.a.text("slot", row)
+        return Cause(
+            "source", f"{slot} differs although what it is taken from agrees: another view (a transpose, a slice)"
         )
 
-    def _from_outside(self, pair: Pair, row_a: int, row_b: int, change: float) -> tuple[str, str] | None:
+    def _from_outside(self, pair: Pair, row_a: int, row_b: int, change: float) -> Cause | None:
         name = self.a.text("name", row_a) or self.b.text("name", row_b)
         slot = self.a.text("slot", row_a)
         known = self._written.get(name, self._history.named.get(name))
@@ -345,19 +354,15 @@ class Judge:
         if change <= _STILL + _VIEWED * self._history.noise:
             return None
         if not name:
-            return "unknown", f"{slot} differs, and no recorded operator made it"
+            return Cause("unknown", f"{slot} differs, and no recorded operator made it")
         dtypes = self.a.text("dtype", row_a), self.b.text("dtype", row_b)
         if dtypes[0] != dtypes[1]:
-            return "dtype", f"{name} is {dtypes[0]} against {dtypes[1]}"
+            return Cause("dtype", f"{name} is {dtypes[0]} against {dtypes[1]}")
         if self._begun.get(name) == 0.0 and not self._is_gathered(name, row_a):
-            return (
-                "source",
-                f"{slot} differs although {name} agrees, of which it is a view: another one (a transpose, a slice)",
-            )
-        return (
-            "source",
-            f"{name if name.startswith('input ') else 'its ' + name} differs: {norms(self.a, self.b, row_a, row_b)}",
-        )
+            text = f"{slot} differs although {name} agrees, of which it is a view: another one (a transpose, a slice)"
+            return Cause("source", text)
+        called = name if name.startswith("input ") else f"its {name}"
+        return Cause("source", f"{called} differs: {norms(self.a, self.b, row_a, row_b)}")
 
     def _is_gathered(self, name: str, row: int) -> bool:
         """Tell whether a row shows the whole of a parameter of which this rank holds a part: it differs where others' do."""
@@ -372,26 +377,22 @@ class Judge:
             if name:
                 self._written[name] = self.change_of[row]
 
-    def _suspect(self, pair: Pair, reason: str, text: str, worst: float, explained: float, *, clean: bool) -> Suspect:
-        node, frame, side = pair.a, self.a, ""
-        if reason.startswith("missing:"):
-            reason, side, number = reason.split(":")
-            node = (self._lone_a if side == "a" else self._lone_b)[int(number)]
-            frame = self.a if side == "a" else self.b
+    def _suspect(self, pair: Pair, cause: Cause, worst: float, explained: float, *, clean: bool) -> Suspect:
+        node, frame = cause.lone or pair.a, self.b if cause.side == "b" else self.a
         slot = frame.text("slot", node.outputs[0]) if node.outputs else "out0"
         return Suspect(
             site=f"{node.site}.{slot}",
             rank=self._rank,
             step=self._step,
-            reason=reason,
-            text=text,
+            reason=cause.reason,
+            text=cause.text,
             score=worst / explained if explained else math.inf,
             change=worst,
             explained=explained,
             order=(self._step, pair.a.rows[-1]),
-            side=side,
+            side=cause.side,
             clean=clean,
             stack=int(frame.stack[node.rows[0]]),
             micro=node.micro,
-            pair=None if side else pair,
+            pair=None if cause.lone else pair,
         )
