@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bitwitness.cli.progress import progress_bar
 from bitwitness.errors import EXIT_FINDINGS, UsageError
 
 if TYPE_CHECKING:
@@ -24,11 +22,6 @@ _COLUMNS = (
     "largest_error_at", "max_rel", "mean_rel", "rmse", "ulp_max", "nan_a", "nan_b", "inf_a", "inf_b", "nan_mismatch",
     "inf_mismatch", "why",
 )  # fmt: skip
-
-
-def main(args: argparse.Namespace) -> int:
-    """Compare ``args.a`` and ``args.b``; return the exit code."""
-    return run(args.a, args.b, args.json, args.csv)
 
 
 def run(a: str, b: str, json_path: str | None, csv_path: str | None) -> int:
@@ -47,7 +40,7 @@ def run(a: str, b: str, json_path: str | None, csv_path: str | None) -> int:
         if path is not None:
             _writable(Path(path))  # now, and not after the whole comparison
     first, second = open_checkpoint(a), open_checkpoint(b)
-    with _progress() as progress:
+    with progress_bar("parameters") as progress:
         report = compare_checkpoints(first, second, progress)
     show(report)
     if json_path is not None:
@@ -115,21 +108,6 @@ def _note(row: Any) -> str:
     if row.why:
         notes.append("unreadable" if row.result == "unreadable" else row.why.partition(":")[0])
     return "; ".join(notes)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int], None] | None]:
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
-    with Progress(
-        BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=Console(stderr=True), transient=True
-    ) as bar:
-        task = bar.add_task("parameters", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _csv(report: CheckpointReport) -> str:

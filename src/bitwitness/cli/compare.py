@@ -6,11 +6,11 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bitwitness.cli.progress import progress_bar
 from bitwitness.errors import EXIT_FINDINGS, UsageError
 
 _SHOWN = 10
@@ -59,7 +59,7 @@ def main(args: argparse.Namespace) -> int:
         modules=Mapping(modules), ranks=_numbers(args.ranks, "--ranks"), steps=_numbers(args.steps, "--steps")
     )
     papers = _papers(args)
-    with _progress() as progress:
+    with progress_bar("steps") as progress:
         report = compare(a, b, settings, sinks=[papers.sink] if papers.papers else [], progress=progress)
     papers.finish(report.to_dict())
     if args.json == "-":
@@ -122,20 +122,6 @@ def _propose(modules: dict[str, str], path: Path) -> int:
         raise UsageError(f"cannot write {path}: {error.strerror}; name a file in a folder that exists") from error
     print(f"{len(modules)} modules of A have another name in B: {path}; check it, and give it with --map")
     return 0
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
-    """Show progress on a terminal; nothing in a log."""
-    if not sys.stderr.isatty():
-        yield lambda _done, _all: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("comparing", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _show(report: Any, a: Any, b: Any) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bitwitness.cli.script import Script, ScriptError, add_script_arguments
 from bitwitness.config.recording import CONTENTS, LEVELS, RecordConfig, read_msprobe
 from bitwitness.errors import UsageError
 
@@ -43,19 +44,13 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--config", metavar="FILE", help="msprobe's config.json, read as it is; options here come before it"
     )
-    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name, as in python -m")
-    parser.add_argument(
-        "command", metavar="SCRIPT", nargs=argparse.PARSER, help="the training script, and its own arguments"
-    )
+    add_script_arguments(parser)
     parser.set_defaults(main=main)
 
 
 def main(args: argparse.Namespace) -> int:
     """Check what was asked for before torch is imported, then run; return the exit code."""
-    from bitwitness.cli.script import Script, ScriptError
-
-    command = args.command[1:] if args.command[0] == "--" else args.command
-    script = Script(command[0], command[1:], module=args.module)
+    script = Script.of(args)
     config, out = settings(args)
     _check_folder(Path(out))
     from bitwitness.record.auto import AutoRecorder

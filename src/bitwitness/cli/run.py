@@ -6,6 +6,7 @@ import argparse
 import os
 from typing import Any
 
+from bitwitness.cli.script import Script, ScriptError, add_script_arguments
 from bitwitness.errors import UsageError
 
 
@@ -38,21 +39,15 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--all", action="store_true", help="with --nonfinite: print every origin, not the earliest alone"
     )
-    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name, as in python -m")
-    # One argument, not two: argparse would take a "--" between them away from the script.
-    parser.add_argument(
-        "command", metavar="SCRIPT", nargs=argparse.PARSER, help="the training script, and its own arguments"
-    )
+    add_script_arguments(parser)
     parser.set_defaults(main=main)
 
 
 def main(args: argparse.Namespace) -> int:
     """Check what was asked for before torch is imported, then run; return the exit code."""
-    from bitwitness.cli.script import Script, ScriptError
     from bitwitness.config import load_config
 
-    command = args.command[1:] if args.command[0] == "--" else args.command
-    script = Script(command[0], command[1:], module=args.module)
+    script = Script.of(args)
     overrides = {"act": args.act, "out": args.out, **nonfinite_settings(args)}
     loaded = load_config(args.config, {key: value for key, value in overrides.items() if value is not None})
     from contextlib import ExitStack

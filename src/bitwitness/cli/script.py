@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import runpy
 import sys
 from collections.abc import Sequence
@@ -34,6 +35,15 @@ class ScriptError(Exception):
         return 1
 
 
+def add_script_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the script, or the module, and its own arguments; nothing may come after them."""
+    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name, as in python -m")
+    # One argument, not two: argparse would take a "--" between them away from the script.
+    parser.add_argument(
+        "command", metavar="SCRIPT", nargs=argparse.PARSER, help="the training script, and its own arguments"
+    )
+
+
 class Script:
     """A script or a module, and its arguments.
 
@@ -60,6 +70,12 @@ class Script:
             _check_module(name)
         else:
             _check_file(Path(name))
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Script:
+        """Return the script that a command line names; see `add_script_arguments`."""
+        command = args.command[1:] if args.command[0] == "--" else args.command
+        return cls(command[0], command[1:], module=args.module)
 
     def run(self) -> None:
         """Run it as ``__main__``.
