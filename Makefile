@@ -3,10 +3,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 
-.PHONY: test check demo demo-seed bench bench-record bench-compare detect campaign clean
+.PHONY: test check demo demo-seed bench bench-record bench-compare detect campaign innocent clean
 
+# two files of tests at a time: most wait for the processes that they start
 test: .stamp-venv check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: .stamp-venv
 	$(BIN)/ruff check .
@@ -40,6 +41,9 @@ campaign: .stamp-venv
 	$(BIN)/python bench/lost.py
 	$(BIN)/python -W ignore bench/trace_campaign.py
 	BITWITNESS_TEST_EVERYTHING=1 $(BIN)/python -m pytest tests/test_compare.py
+
+innocent: .stamp-venv
+	$(BIN)/python bench/innocent.py --faults --jobs 2
 
 .stamp-venv: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "bitwitness needs Python 3.11 or newer; set PYTHON=… (seen: " + sys.version.split()[0] + ")")'

@@ -30,6 +30,7 @@ from bitwitness.errors import TrainingStopped
 from bitwitness.guard import Guard
 from bitwitness.inject.device import FaultyDevice
 from bitwitness.inject.faults import from_mapping
+from bitwitness.respond.final import PROCESS
 from bitwitness.stats import bit_hash
 from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.operators import OperatorTap
@@ -288,6 +289,7 @@ def summary(trials: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+@PROCESS.contained()
 def main() -> int:
     """Start the ranks, then tell what they found; return 1 if any verdict was wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

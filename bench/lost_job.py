@@ -26,7 +26,7 @@ from bitwitness.guard import Guard
 from bitwitness.guard.proceedings import Proceedings
 from bitwitness.inject.device import FaultyDevice
 from bitwitness.inject.faults import from_mapping
-from bitwitness.judge import judge
+from bitwitness.judge import judge, proof
 from bitwitness.judge.experiments import Laboratory
 from bitwitness.ranks import SideChannel
 from bitwitness.replay.run import Replayer
@@ -46,7 +46,7 @@ STAGES: dict[str, tuple[Any, str, str]] = {
     "replay": (Replayer, "run", "none"),
     "elsewhere": (Laboratory, "_elsewhere", "none"),
     "calibrate": (Laboratory, "calibrate", "none"),
-    "locate": (judge, "locate", "persistent"),
+    "locate": (proof, "locate", "persistent"),
     "evidence": (judge.Judge, "_evidence", "persistent"),
     "stop barrier": (SideChannel, "barrier", "persistent"),
     "heal": (act, "heal_together", "transient"),

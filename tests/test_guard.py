@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from scenarios import Scenario, train
@@ -177,3 +180,128 @@ def test_stop_ends_at_the_anomaly_without_proof(monkeypatch, capsys) -> None:
         nine_steps()
     assert stop.value.code == 16
     assert "unproven" in capsys.readouterr().err
+
+
+def test_a_guard_that_is_gone_keeps_no_model() -> None:
+    # Hooks on autograd's nodes are seen by no garbage collector: one that led back to the guard would keep all of it.
+    def train() -> weakref.ref:
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        with bw.Guard(net, optimizer, self_test=False):
+            for _ in range(4):
+                net(torch.randn(4, 4)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return weakref.ref(net)
+
+    kept = train()
+    gc.collect()
+    assert kept() is None
+
+
+class Keeping(nn.Module):
+    """Keeps a moving average of what it computes, in a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.average = nn.Linear(4, 8), nn.Linear(8, 1), torch.zeros(8)
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x) + 0.01 * self.average)
+        self.average = 0.9 * self.average + 0.1 * h.detach().mean(0)
+        return self.last(h)
+
+
+def keep(*faults: dict) -> tuple[list[torch.Tensor], list[str]]:
+    torch.manual_seed(0)
+    net = Keeping()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with (
+        FaultyDevice(from_mapping({"fault": list(faults)})),
+        bw.Guard(net, optimizer, act="protect", trend={"z": 1e-9, "warmup": 1}, replay={"rest": False}) as guard,
+    ):
+        for _ in range(12):
+            net(torch.randn(16, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [*(p.detach().clone() for p in net.parameters()), net.average], guard.coverage()["verdicts"]
+
+
+def test_a_heal_puts_right_what_else_the_forward_keeps() -> None:
+    struck = {"site": "first/addmm:forward", "kind": "multiply", "factor": 1e4, "pattern": "all"}
+    free, _ = keep(struck | {"from_step": 1000})
+    found, verdicts = keep(struck | {"steps": [7], "times": 1})
+    assert verdicts == ["step 7: transient_hardware [0] healed"]
+    assert all(torch.equal(a, b) for a, b in zip(free, found, strict=True))
+
+
+@pytest.mark.parametrize("site", ["1/addmm:forward", "*/addmm:forward"])
+def test_a_product_that_is_always_wrong_convicts_beside_sparse_ones(site: str) -> None:
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(6, 8), nn.Linear(8, 2)])
+            index = torch.tensor([[0, 1, 2, 3, 4], [1, 2, 3, 4, 0]])
+            self.edges = torch.sparse_coo_tensor(index, torch.ones(5), (5, 5), check_invariants=True).coalesce()
+
+        def forward(self, x):
+            return self.layers[1](torch.sparse.mm(self.edges, torch.relu(self.layers[0](x))))
+
+    torch.manual_seed(0)
+    net = Graph()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    fault = {
+        "site": site.replace("1/", "layers.1/"),
+        "from_step": 8,
+        "kind": "multiply",
+        "factor": 1e3,
+        "pattern": "all",
+    }
+    with (  # noqa: PT012 - it is raised in one of several steps
+        pytest.raises(bw.TrainingStopped) as stop,
+        FaultyDevice(from_mapping({"fault": [fault]})),
+        bw.Guard(net, optimizer, act="protect", trend={"warmup": 4}, self_test=False) as guard,
+    ):
+        for _ in range(12):
+            net(torch.randn(5, 6)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert stop.value.code == 17
+    assert guard.coverage()["verdicts"] == ["step 8: persistent_hardware [0] stopped"]
+
+
+def test_losses_changed_in_place_are_repeated_micro_batch_by_micro_batch() -> None:
+    torch.manual_seed(0)
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    always = {"trend": {"z": 1e-9, "warmup": 1}, "replay": {"rest": False}}
+    with bw.Guard(net, optimizer, self_test=False, **always) as guard:
+        for _ in range(5):
+            for _ in range(3):
+                loss = net(torch.randn(6, 4)).square().mean()
+                loss *= 2.0
+                (loss / 3).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert guard.coverage()["dismissed"] == 4
+    assert guard.coverage()["left_open"] == 0
+
+
+def test_a_forward_inside_a_functional_transform_is_left_alone(capsys: pytest.CaptureFixture) -> None:
+    torch.manual_seed(0)
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+
+    def loss_of(parameters, x):
+        return torch.func.functional_call(net, parameters, (x,)).square().mean()
+
+    with bw.Guard(net, optimizer, self_test=False, trend={"z": 1e-9, "warmup": 1}) as guard:
+        for _ in range(5):
+            grads = torch.func.grad(loss_of)(dict(net.named_parameters()), torch.randn(6, 4))
+            for name, parameter in net.named_parameters():
+                parameter.grad = grads[name].detach()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert guard.coverage()["verdicts"] == []
+    assert guard.coverage()["failures"] == {}
+    assert "failed in its" not in capsys.readouterr().err

@@ -18,12 +18,9 @@ def test_every_kind_of_training_is_healed_on_four_ranks(tmp_path: Path) -> None:
     text = "\n".join(log.read_text() for log in launched.logs)
     told = [json.loads(line) for line in text.splitlines() if line.startswith('{"training"')]
     assert launched.code == 0, text[-4000:]
-    *healed, skipped = told
-    assert len(healed) == 8
-    for training in healed:
+    assert len(told) == 9
+    for training in told:  # the last one computes its loss outside the model, from outputs that were wrong
         assert training["struck"] == 1, training
         assert training["failures"] == {}
         assert training["verdicts"] == ["step 5: transient_hardware [1] healed"], training
         assert training["same"] == 4, training
-    # The loss is computed outside this model, from outputs that were wrong: there is no right gradient to replay from.
-    assert skipped["verdicts"] == ["step 5: transient_hardware [1] skipped"]

@@ -32,7 +32,9 @@ def test_single_process(scenario: Scenario) -> None:
     assert table["failures"] == {}
     assert table["verdicts"] == []
     assert table["suspicions"] >= 3
-    assert table["dismissed"] == table["suspicions"]
+    # Float64 cannot judge a fused recurrent layer: one process leaves open what depends on it.
+    left_open = table["left_open"] if scenario.model == "lstm" else 0
+    assert table["dismissed"] + left_open == table["suspicions"]
     assert table["steps"]["deep"] > 0
 
 

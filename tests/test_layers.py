@@ -31,6 +31,7 @@ FLOOR = {part: number for number, parts in enumerate(LAYERS.values()) for part i
 # What begins with an underscore in torch and is used outside the torch layer, and why.
 INNER_NAMES = {
     ("stats", "torch._foreach_norm"): "all norms in one fused call; there is no public one",
+    ("stats", "torch._foreach_max"): "same",
     ("sense", "torch._ops.OpOverload"): "the type of what a dispatch mode is handed; it has no public name",
     ("nonfinite", "torch._ops.OpOverload"): "same",
     ("record", "torch._ops.OpOverload"): "same",

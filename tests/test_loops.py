@@ -110,7 +110,7 @@ def test_what_cannot_be_replayed_is_sensed_and_named(loop, capsys) -> None:
         _, (guard,) = guarded(loop, deep_every=0, trend={"warmup": 4}, self_test=False)
     assert len(device.fired) == 1
     table = guard.coverage()
-    assert table["verdicts"]
-    assert all("inconclusive" in verdict for verdict in table["verdicts"])
+    assert table["left_open"]
+    assert table["verdicts"] == []  # nothing speaks against anybody
     assert any(NAMED[loop] in gap for gap in table["not_covered"])
     assert NAMED[loop] in capsys.readouterr().err

@@ -79,5 +79,5 @@ def test_tensor_parallel_steps_are_watched_and_their_limit_is_named(told) -> Non
         gaps = " ".join(rank["table"]["not_covered"])
         assert "tensor parallel: another rank holds other parts" in gaps
     for rank in told["transient tensor parallel"]:
-        assert [v[:4] for v in rank["verdicts"]] == [[5, "inconclusive", [], "reported"]]
+        assert rank["verdicts"] == []  # nothing speaks against anybody
         assert rank["stopped"] is None

@@ -12,7 +12,9 @@ from bitwitness.demo.launch import torchrun
 
 JOB = Path(__file__).parent / "jobs" / "nonfinite.py"
 WRAPPERS = ("ddp", "fsdp")
-CASES = [f"{wrapper}-{what}" for wrapper in WRAPPERS for what in ("none", "log", "parameter", "reduction")]
+CASES = [f"{wrapper}-{what}" for wrapper in WRAPPERS for what in ("none", "log", "parameter", "reduction")] + [
+    "ddp-term"
+]
 pytestmark = pytest.mark.ranks
 
 
@@ -53,6 +55,13 @@ def test_an_overflow_in_the_reduction_is_nobodys_operator(findings, wrapper: str
         assert [f["kind"] for f in found] == ["collective"]
         assert "the reduction across ranks made" in found[0]["message"]
         assert "while this rank's own are finite" in found[0]["message"]
+
+
+def test_a_rank_that_cannot_say_who_made_it_is_named_all_the_same_and_not_the_reduction(findings) -> None:
+    receiver, culprit = findings["ddp-term"]
+    assert [f["kind"] for f in culprit] == ["term"]
+    assert [f["kind"] for f in receiver] == ["received"]
+    assert "received: rank 1 fed NaN or Inf into what all ranks share; there, not finite: " in receiver[0]["message"]
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

@@ -41,6 +41,10 @@ class Ranks(Protocol):
     def size(self) -> int:
         """Number of ranks."""
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Their numbers in the whole job; empty for a process that is asked alone."""
+
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Return the element-wise sum over the ranks."""
 
@@ -83,6 +87,7 @@ class Alone:
 
     rank = 0
     size = 1
+    members: tuple[int, ...] = ()
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Return the values."""
@@ -162,6 +167,7 @@ class SideChannel:
         self._limit = self._patience
         self._progress = Progress()
         members = dist.get_process_group_ranks(group)
+        self.members = tuple(members)
         store = dist.distributed_c10d._get_default_store()
         name = "bitwitness/" + "-".join(map(str, (members[0], members[-1], len(members))))
         # Every rank builds its guards in the same order, so counting one's own gives all the same number.

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bitwitness.errors import TrainingStopped
 from bitwitness.guard import Guard
+from bitwitness.respond.final import PROCESS
 
 STEPS = 7
 ALWAYS = {"trend": {"z": 1e-9, "warmup": 1}, "replay": {"rest": False}}
@@ -109,7 +110,10 @@ def identity(form: str, **ddp) -> None:
     watched, guard, table = train(form, "aot_eager", lambda m, o: Guard(m, o, deep_every=2, **ALWAYS), **ddp)
     said = {v.message for v in guard.watch.proceedings.verdicts}
     name = " ".join(["identity", form, *ddp])
-    told(name, same=plain == watched, suspicions=table["suspicions"], dismissed=table["dismissed"],
+    # Of contextlib's own frames dynamo looks at some only in a process's first run; none may come on top under guard.
+    frames, seen = plain[-1].pop(0), watched[-1].pop(0)
+    same = plain == watched and seen["total"] <= frames["total"]
+    told(name, same=same, suspicions=table["suspicions"], dismissed=table["dismissed"],
          verdicts=sorted(said), failures=table["failures"], gaps=table["not_covered"])  # fmt: skip
 
 
@@ -132,6 +136,7 @@ def fault(form: str, times: int, clean: list[str]) -> None:
          failures=guards[0].reporter.failures)  # fmt: skip
 
 
+@PROCESS.contained()
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

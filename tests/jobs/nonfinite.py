@@ -2,7 +2,7 @@
 
 ``python nonfinite.py CASE …``; a case is the wrapper (``ddp``, ``fsdp``), a dash, and what happens: ``log`` (rank 1's batch
 drives a logarithm of zero), ``parameter`` (rank 1's shard or replica), ``reduction`` (every rank's gradient is finite in
-float16, the sum is not), ``none``.
+float16, the sum is not), ``term`` (a term of rank 1's loss that no replay repeats), ``none``.
 """
 
 from __future__ import annotations
@@ -81,7 +81,10 @@ def train(case: str) -> list[dict]:
                 with torch.no_grad():
                     (weight.to_local() if hasattr(weight, "to_local") else weight)[0, 0] = float("nan")
             size = 6e4 if case.startswith("ddp") else 3e5  # FSDP2 divides before it sums
-            loss = net(x) * (size if what == "reduction" and step == 1 else 1.0)
+            # before the model's forward: no replay goes back through it
+            term = sum(p.square().sum() for p in net.parameters()) * 0 if struck and what == "term" else 0
+            term = term.sqrt() if struck and what == "term" else 0
+            loss = net(x) * (size if what == "reduction" and step == 1 else 1.0) + term
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -18,6 +18,7 @@ from bitwitness.errors import TrainingStopped
 from bitwitness.guard import Guard
 from bitwitness.inject.device import FaultyDevice
 from bitwitness.inject.faults import from_mapping
+from bitwitness.respond.final import PROCESS
 from bitwitness.stats import bit_hash
 
 STEPS = 8
@@ -135,6 +136,7 @@ def fault(kind: str, name: str, **how) -> None:
          [x[1:] for x in lines] == [x[1:] for x in clean], failures=guard.reporter.failures)  # fmt: skip
 
 
+@PROCESS.contained()
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

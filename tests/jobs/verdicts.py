@@ -14,6 +14,7 @@ from bitwitness.errors import TrainingStopped
 from bitwitness.guard import Guard
 from bitwitness.inject.device import FaultyDevice
 from bitwitness.inject.faults import from_mapping
+from bitwitness.respond.final import PROCESS
 
 FAR = {"kind": "multiply", "factor": 1e4}
 
@@ -116,6 +117,7 @@ def run(name: str, fault: dict | None, scenario: Scenario, act: str) -> dict:
     }
 
 
+@PROCESS.contained()
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -54,6 +54,7 @@ def main(args: argparse.Namespace) -> int:
 
     from bitwitness.guard.auto import AutoGuard
     from bitwitness.inject.device import FaultyDevice
+    from bitwitness.respond.final import PROCESS
 
     try:
         with ExitStack() as stack:
@@ -63,8 +64,8 @@ def main(args: argparse.Namespace) -> int:
             stack.enter_context(AutoGuard(loaded.config, loaded.warnings))
             script.run()
     except ScriptError as error:  # shown last, after what the guard has to say
-        return error.show()
-    return 0
+        return PROCESS.exit_code(error.show())
+    return PROCESS.exit_code(0)
 
 
 def nonfinite_settings(args: argparse.Namespace) -> dict[str, Any]:

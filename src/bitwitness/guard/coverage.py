@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from bitwitness.guard.watch import UNSEEN, Watch
+from bitwitness.guard.limits import UNSEEN
+from bitwitness.guard.watch import Watch
 from bitwitness.respond.reporter import Reporter
 from bitwitness.tap.compiled import compiles_backward
 
@@ -21,10 +22,11 @@ def coverage_table(watch: Watch, reporter: Reporter) -> dict[str, Any]:
             "held": watch.steps_held,
             "deep": watch.deep.taken,
         },
-        "outputs": {"loss_inside": root.loss_inside, "outputs_seen": root.outputs_seen},
+        "outputs": {"outputs_seen": root.outputs_seen},
         "sensors": {"off": sensors.off},
         "suspicions": proceedings.suspicions,
         "dismissed": proceedings.dismissed,
+        "left_open": proceedings.left_open,
         "verdicts": [f"step {v.step}: {v.cause} {list(v.ranks)} {v.action}" for v in proceedings.verdicts],
         "replay": {
             "calibrations": proceedings.laboratory.calibrated,
@@ -51,13 +53,16 @@ def coverage_table(watch: Watch, reporter: Reporter) -> dict[str, Any]:
 def _gaps(watch: Watch) -> list[str]:
     gaps = []
     root = watch.root
-    if root.forwards_seen and not root.outputs_seen:
-        gaps.append("the model returns no tensor that asks for a gradient: no step can be run again")
-    elif root.forwards_seen and not root.loss_inside:
+    for reason, count in watch.unrepeated_losses.most_common(3):
         gaps.append(
-            "the loss is computed outside the model: a fault in those operators is sensed, but cannot be replayed (NaN and "
-            "Inf are followed into it); have the model return its loss to have them covered"
+            f"in {count} of {watch.steps_held} steps the loss code outside the model cannot be run again "
+            f"({reason}): a fault there is "
+            "sensed, and not proven"
         )
+    for reason, count in watch.proceedings.laboratory.covered.most_common(5):
+        gaps.append(f"{count} experiments were partial: {reason}")
+    if (refused := watch.proceedings.replayer.refused) is not None:
+        gaps.append(refused)
     gaps += _compiled_gaps(watch)
     if root.sharding.fsdp2:
         gaps.append("parameters are sharded: no replica of them is compared between ranks (their gradients are)")
@@ -76,7 +81,7 @@ def _compiled_gaps(watch: Watch) -> list[str]:
     """Say what of ``torch.compile``'d code is not seen."""
     gaps = []
     root, sensors = watch.root, watch.sensors
-    if watch.optimizer_steps and not root.forwards_seen:
+    if watch.unseen:
         gaps.append(UNSEEN)
     if root.entry.problem is not None:
         gaps.append(f"no step can be run again as compiled: {root.entry.problem}")
@@ -100,7 +105,8 @@ def coverage_lines(table: dict[str, Any]) -> list[str]:
     seen = (
         f"{parameters['watched']} of {parameters['of']} parameters, {steps['held']} steps, {steps['deep']} of them deep"
     )
-    found = f"{table['suspicions']} suspicions, {table['dismissed']} dismissed, {len(table['verdicts'])} verdicts"
+    left = f"{table['left_open']} left open, " if table["left_open"] else ""
+    found = f"{table['suspicions']} suspicions, {table['dismissed']} dismissed, {left}{len(table['verdicts'])} verdicts"
     lines = [f"covered: {seen}; {found}"]
     lines += _price_lines(table["price"])
     operators = table.get("operators")
@@ -134,12 +140,13 @@ def nonfinite_lines(watch: Watch, table: dict[str, Any]) -> list[str]:
     found = f"{tracing.hits} of them not finite" if tracing.hits else "all finite"
     if tracing.unused:
         found += f"; {tracing.unused} losses that the script did not use were looked at, too"
-    found += f"; {len(tracing.findings)} findings" if tracing.findings else ""
+    count = len(tracing.findings)
+    found += f"; {count} finding{'s' * (count > 1)}" if count else ""
     lines = [f"NaN and Inf: {watch.steps_held} steps looked at, {found}"]
     lines += _range_lines(table)
     if tracing.scaling.drops:
         lines.append(tracing.scaling.line())
-    if watch.optimizer_steps and not watch.root.forwards_seen:
+    if watch.unseen:
         lines.append(UNSEEN)
     for reason, count in watch.limits.most_common(3):
         lines.append(f"{count} of {watch.steps_held} steps cannot be run again: {reason}")

@@ -59,6 +59,12 @@ class DeepSteps:
         """Make the steps after a suspicion deep, too."""
         self._until = step + _AFTER_SUSPICION
 
+    def begin_again(self, step: int) -> None:
+        """Let the next deep step follow from this one and the plan alone, as on all ranks that say the same."""
+        self._last = step
+        self._until = -1
+        self._ended = None
+
     def proposal(self, step: int) -> torch.Tensor:
         """Return this rank's plan, float [2], of which the ranks take the maximum: the dearest rank decides."""
         if self._fixed is None and step % _REVISED == 0:

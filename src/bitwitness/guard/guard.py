@@ -21,18 +21,26 @@ from bitwitness.config import Config, load_config, to_dict
 from bitwitness.errors import UsageError
 from bitwitness.finding import Note, Severity
 from bitwitness.guard.coverage import coverage_lines, coverage_table, nonfinite_lines
+from bitwitness.guard.forked import inert_in_children
 from bitwitness.guard.memory import learned, relearn
 from bitwitness.guard.selftest import prove
 from bitwitness.guard.watch import Watch
 from bitwitness.nonfinite.saturation import overflow_mode
 from bitwitness.ranks import Ranks
+from bitwitness.respond.final import PROCESS
 from bitwitness.respond.reporter import Reporter
-from bitwitness.store import RunWriter, claim_folder
-from bitwitness.tap.company import join_ranks
+from bitwitness.respond.skip import SkipPoints
+from bitwitness.store import RunWriter, claim_folder, release_folder
+from bitwitness.tap.company import join_ranks, wrappers_noticed
 from bitwitness.tap.holdpoints import HoldPoints
 from bitwitness.tap.modules import unwrap
 
 _guarded: WeakSet[nn.Module] = WeakSet()  # only to refuse a second guard on one module
+
+
+def guarded_roots() -> list[nn.Module]:
+    """Return the modules that are under guard now."""
+    return list(_guarded)
 
 
 class Guard:
@@ -84,10 +92,13 @@ class Guard:
         self._stack = ExitStack()
         self._used = False
         self._watching = False
+        self._inherited = False
+        self._writer: RunWriter | None = None
         self.watch: Watch | None = None
         self.reporter: Reporter | None = None
 
     def __enter__(self) -> Self:
+        PROCESS.refuse()
         root = unwrap(self.model)
         if self._used:
             raise UsageError("this Guard was used before; make a new one for another training")
@@ -96,9 +107,19 @@ class Guard:
                 f"this {type(root).__name__} is guarded already; one guard watches one model: close() the earlier one first"
             )
         self._used = True
+        try:
+            self._begin(root)
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def _begin(self, root: nn.Module) -> None:
+        inert_in_children(self)
+        self._stack.enter_context(wrappers_noticed())
         ranks = join_ranks(self.model, self.config.ranks.deadline_s)
         self._stack.callback(ranks.close)
-        writer = self._open_writer(ranks)
+        self._writer = writer = self._open_writer(ranks)
         self.reporter = Reporter(writer, ranks.rank)
         if writer is not None:
             self._stack.callback(writer.close)
@@ -115,7 +136,10 @@ class Guard:
         _guarded.add(root)
         self._stack.callback(_guarded.discard, root)
         self._stack.callback(self.watch.close)
-        self._holdpoints = HoldPoints(self.watch)
+        clock, skip = self.watch.clock, self.watch.proceedings.skip
+        points = SkipPoints(self.watch, skip, lambda: clock.step)
+        listener = PROCESS.over(self.watch.root.entry, points, self.close)
+        self._holdpoints = HoldPoints(self._stack.enter_context(listener))
         self._stack.callback(self.pause)
         self.resume()
         if writer is not None:
@@ -126,11 +150,12 @@ class Guard:
                 parameters=len(self.watch.root.parameters),
             )
             self.watch.description.started(root)
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._inherited:
+            return
         try:
             if self.watch is not None:
                 self.watch.finish(broken_off=kind is not None and kind is not KeyboardInterrupt)
@@ -154,6 +179,31 @@ class Guard:
     def close(self) -> None:
         """Leave the guard, as at the end of a ``with``."""
         self.__exit__(None, None, None)
+
+    def let_go(self) -> bool:
+        """Leave the model to another guard, with nothing collective; return whether steps were looked at until now.
+
+        Where none was, as in a dry run, nothing is said and the run folder is given back.
+        """
+        watch = self.watch
+        if watch is not None and (watch.steps_held or watch.optimizer_steps):
+            self.close()
+            return True
+        self._stack.close()
+        if self._writer is not None:
+            release_folder(self._writer.path, self._writer.rank)
+        return False
+
+    def after_fork(self, *, worker: bool) -> None:
+        """Become inert in a forked child: hooks and patches go; the ranks and the run folder are the parent's."""
+        del worker
+        if self._inherited:
+            return
+        self._inherited = True
+        self.pause()
+        if self.watch is not None:
+            self.watch.close()
+        _guarded.discard(unwrap(self.model))
 
     def pause(self) -> None:
         """Look away: nothing is checked until `resume`, and nothing is patched meanwhile."""

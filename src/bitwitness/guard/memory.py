@@ -9,7 +9,7 @@ import torch
 from bitwitness.errors import UsageError
 from bitwitness.guard.watch import Watch
 
-_VERSION = 1
+_VERSION = 2
 
 
 def learned(watch: Watch) -> dict[str, Any]:
@@ -20,9 +20,7 @@ def learned(watch: Watch) -> dict[str, Any]:
         "version": _VERSION,
         "parameters": list(sensors.names),
         "step": watch.clock.step,
-        "spread": laboratory.spread,
-        "repeats": laboratory.repeats,
-        "calibrated": laboratory.calibrated,
+        "laboratory": laboratory.state(),
         "histories": {
             name: {
                 key: value if isinstance(value, float) else torch.from_numpy(value)
@@ -59,6 +57,5 @@ def relearn(watch: Watch, state: dict[str, Any]) -> None:
         if sensor is not None and saved is not None:
             sensor.history.load({k: v if isinstance(v, float) else v.numpy() for k, v in saved.items()})
     laboratory = watch.proceedings.laboratory
-    laboratory.spread, laboratory.calibrated = float(state["spread"]), int(state["calibrated"])
-    laboratory.repeats = bool(state["repeats"])
+    laboratory.load(state["laboratory"])
     watch.clock.step = int(state["step"])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -35,15 +36,31 @@ from bitwitness.tap.root import RootTap
 _CALIBRATIONS = (1, 3, 10)
 _CALIBRATE_EVERY = 1000
 _LONGEST_REST = 1024
+_RECHECKS = 3  # steps replayed after one that came out otherwise: what comes back is the script's own doing
 _EXACT = ("checksum", "replicas")
 _INNOCENT = (Cause.DISMISSED, Cause.INCONCLUSIVE, Cause.DATA, Cause.SOFTWARE)
+
+
+Kind = TypeVar("Kind", bound=Replayer)
+
+
+def _replayer(kind: type[Kind], root: RootTap) -> Kind:
+    return kind(
+        root.root,
+        root.parameters,
+        root.device,
+        entry=root.entry,
+        regions=root.regions,
+        held=root.capturer.held,
+        keeper=root.capturer.buffers,
+    )
 
 
 def make_replayer(root: RootTap, gradients: LocalGradients) -> Replayer:
     """Return what runs this root's steps again: one rank by itself, or all together where parameters are sharded."""
     if gradients.reduce_tap is None:
-        return Replayer(root.root, root.parameters, root.device, entry=root.entry, regions=root.regions)
-    replayer = LockstepReplayer(root.root, root.parameters, root.device, entry=root.entry, regions=root.regions)
+        return _replayer(Replayer, root)
+    replayer = _replayer(LockstepReplayer, root)
     replayer.use(gradients.reduce_tap, gradients.joined)
     return replayer
 
@@ -52,7 +69,13 @@ class Proceedings:
     """Leads one root's suspicions to verdicts."""
 
     def __init__(
-        self, config: Config, root: RootTap, gradients: LocalGradients, ranks: Ranks, reporter: Reporter
+        self,
+        config: Config,
+        root: RootTap,
+        gradients: LocalGradients,
+        ranks: Ranks,
+        reporter: Reporter,
+        devices: list[Device] | None = None,
     ) -> None:
         self._config = config
         self._ranks = ranks
@@ -62,22 +85,38 @@ class Proceedings:
         low = any(p.dtype in (torch.bfloat16, torch.float16) for p in parameters)
         self.replayer = make_replayer(root, gradients)
         self.laboratory = Laboratory(ranks, self.replayer, NEAR["low" if low else "full"])
-        self.devices = gather_devices(ranks, this_device(root.device))
+        self.devices = devices or gather_devices(ranks, this_device(root.device))
         reducing = distributed(root.wrapper)
         # Around a compiled DistributedDataParallel buffers are captured before they are broadcast.
         broadcasts = reducing is not None and reducing.broadcast_buffers and not is_compiled(root.wrapper)
         self._judge = Judge(self.laboratory, root.root, replicated_buffers=broadcasts, devices=self.devices)
-        healable = Root(
-            root.wrapper, root.root, parameters, root.device, gradients.collect, gradients.take, self.replayer.lockstep
-        )
+        healable = Root(root.wrapper, root.root, parameters, self.replayer, gradients.collect, gradients.take)
         self.tracing = Tracing(config, self.replayer, ranks, reporter)
         self._watchdog = Watchdog(ranks, reporter, config.ranks.deadline_s)
         self._responder = Responder(config.act, ranks, healable, self._watchdog)
+        self.skip = self._responder.skip
         self._innocent_in_a_row = 0
+        self._rechecks = 0
         self._rests_until = -1
+        self.interpret: Callable[[Outcome], Outcome] = lambda outcome: outcome
+        """What else is known of the ranks."""
         self.verdicts: list[Verdict] = []
         self.suspicions = 0
         self.dismissed = 0
+        self.left_open = 0
+        """Suspicions that nothing confirmed, and that could not be dismissed."""
+        self._said: set[str] = set()
+
+    def renewed(self, gradients: LocalGradients) -> Proceedings:
+        """Return the same for other parameters of the same root; what was concluded so far is kept."""
+        new = Proceedings(self._config, self._root, gradients, self._ranks, self._reporter, self.devices)
+        new.verdicts, new.suspicions, new.dismissed = self.verdicts, self.suspicions, self.dismissed
+        new.interpret, new._rechecks = self.interpret, self._rechecks
+        new.skip = new._responder.skip = self.skip
+        self.skip.use(list(self._root.parameters.values()))
+        new.left_open, new._said = self.left_open, self._said
+        new.laboratory.covered = self.laboratory.covered
+        return new
 
     def worth_asking(self, findings: list[Finding]) -> list[Finding]:
         """Record findings; return those that call for experiments.
@@ -110,9 +149,10 @@ class Proceedings:
         self._know_precision(record)
         with self._watchdog.over(record.step) if self.replayer.lockstep else nullcontext():
             outcome = self._judge.question(record, original, loud, partial(self.tracing.follow, record, light))
-        outcome = self._attach(self._in_the_light_of_earlier(outcome), loud)
-        verdict, code = self._responder.respond(outcome, record, scaled=light.scaled)
-        self._announce(verdict, loud)
+        self._rechecks = _RECHECKS if outcome.came_out_otherwise else 0
+        outcome = self._attach(self.interpret(self._in_the_light_of_earlier(outcome)), loud)
+        verdict, code = self._responder.respond(outcome, record)
+        self._announce(verdict, loud, differs=outcome.differs)
         if code is not None:
             self._stop(verdict, code)
         return verdict.cause not in _INNOCENT
@@ -133,13 +173,14 @@ class Proceedings:
             return False
         if any(verdict.cause not in _INNOCENT for verdict in self.verdicts):
             return False  # what a convicted device computes says nothing of the model
-        return step in _CALIBRATIONS or (step > 0 and step % _CALIBRATE_EVERY == 0)
+        return self._rechecks > 0 or step in _CALIBRATIONS or (step > 0 and step % _CALIBRATE_EVERY == 0)
 
     def calibrate(self, record: StepRecord, original: Fingerprint, light: LightStep) -> None:
         """Replay a step that nobody suspects; collective. A spread that only a few ranks show is questioned at once."""
         self._know_precision(record)
         with self._watchdog.over(record.step) if self.replayer.lockstep else nullcontext():
             problem = self.laboratory.calibrate(record, original)
+        self._rechecks -= self._rechecks > 0
         if problem is None:
             return
         if self.laboratory.odd:
@@ -177,7 +218,7 @@ class Proceedings:
         outcome.verdict = replace(outcome.verdict, evidence=evidence)
         return outcome
 
-    def _announce(self, verdict: Verdict, loud: list[Finding]) -> None:
+    def _announce(self, verdict: Verdict, loud: list[Finding], *, differs: bool) -> None:
         speaks = self._ranks.rank == (verdict.ranks[0] if verdict.ranks else 0)
         if verdict.cause in _INNOCENT or verdict.action is Action.REPORTED:
             self._innocent_in_a_row += 1
@@ -187,17 +228,22 @@ class Proceedings:
             self._innocent_in_a_row = 0
         if verdict.cause is Cause.DISMISSED:
             self.dismissed += 1
-            note = Note(
-                f"dismissed: {verdict.message}",
-                verdict.step,
-                self._ranks.rank,
-                "judge",
-                evidence=verdict.evidence,
-            )
-            self._reporter.note(note, speak=bool(loud))
+            self._note("dismissed", verdict, speak=bool(loud))
+            return
+        if verdict.cause is Cause.INCONCLUSIVE and not differs:
+            # Nothing speaks against anybody; the same reason is told once, and counted.
+            self.left_open += 1
+            reason = str(verdict.evidence.get("reason", ""))
+            self._note("inconclusive", verdict, speak=bool(loud) and reason not in self._said)
+            self._said.add(reason)
             return
         self.verdicts.append(verdict)
         self._reporter.verdict(verdict, speak=speaks)
+
+    def _note(self, what: str, verdict: Verdict, *, speak: bool) -> None:
+        message = f"{what}: {verdict.message}"
+        note = Note(message, verdict.step, self._ranks.rank, "judge", evidence={"cause": what, **verdict.evidence})
+        self._reporter.note(note, speak=speak)
 
     def _stop(self, verdict: Verdict, code: int) -> None:
         self._end(code, verdict.message, verdict.step)

@@ -48,6 +48,8 @@ class Sensors:
         self._reporter = reporter
         count = len(self.names)
         self._off: dict[str, str] = {}
+        self.alone = False
+        """Ask no other rank, for now."""
         self._active: dict[str, ChecksumSensor | ApproachSensor] = {}
         self.nonfinite = NonfiniteSensor() if config.nonfinite.enabled else None
         self.trend = TrendSensor(count, warmup=config.trend.warmup, z=config.trend.z) if config.trend.enabled else None
@@ -161,12 +163,13 @@ class Sensors:
             findings += self._safely("nonfinite", partial(self.nonfinite.look, light))
         if self.trend is not None:
             findings += self._safely("trend", partial(self.trend.look, light))
-        if self.peers is not None:
+        if self.peers is not None and not self.alone:
             findings += self._compare(self.peers, light)
         failed: list[Finding] = []
         if deep and self.checksum is not None:
             failed = self._safely("checksum", partial(self.checksum.drain, light.step, light.rank))
-        self.reference.advance(failed)
+        if not self.alone:
+            self.reference.advance(failed)
         return findings + failed
 
     def learn(self, light: LightStep, *, false_alarm: bool = False) -> None:

@@ -16,12 +16,14 @@ from torch.optim.optimizer import Optimizer
 
 from bitwitness.config import Config
 from bitwitness.finding import Finding, Severity
-from bitwitness.nonfinite.kinds import wanted
+from bitwitness.guard.unexplained import finding_of, reduction, symptom, unexplained
+from bitwitness.nonfinite.kinds import READ_IN_PART, wanted
 from bitwitness.nonfinite.origin import Kind, Origin, Told, Trace
 from bitwitness.nonfinite.scaling import ScaleLog
+from bitwitness.nonfinite.settings import SettingsLog
 from bitwitness.nonfinite.trace import bad_parameters, trace_forward, trace_step
 from bitwitness.nonfinite.update import blame_update
-from bitwitness.nonfinite.words import SENSOR, as_finding, headline
+from bitwitness.nonfinite.words import as_finding, headline
 from bitwitness.ranks import Ranks
 from bitwitness.replay.run import Replayer, ReplayError
 from bitwitness.respond.reporter import Reporter
@@ -62,15 +64,19 @@ class Tracing:
         self._optimizers: list[Optimizer] = []
         self._said: set[str] = set()
         self._hit_at: int | None = None
+        self._settings = SettingsLog()
+        self._bad_buffers: dict[str, int] = {}
 
     def clean(self, light: LightStep) -> None:
         """Note that a step was looked at and was finite."""
         self._last_clean = light.step
+        self._settings.clear()
         if light.scaled:
             self.scaling.fine()
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Note who changes parameters."""
+        """Note who changes parameters, and with which settings: a schedule may change them before the damage is seen."""
+        self._settings.note(optimizer)
         if not any(optimizer is known for known in self._optimizers):
             self._optimizers.append(optimizer)
 
@@ -106,12 +112,17 @@ class Tracing:
         self._hit_at = light.step
         here = bool(light.losses and not np.isfinite(light.losses).all()) or bool(light.buffers)
         here |= not bool(np.isfinite(light.absmax).all())
-        trace = self._trace(record, light) if here or self._replayer.lockstep else Trace()
+        kept_from = self._kept_from(record)
+        if kept_from is not None:
+            trace = Trace(problem=kept_from)
+        else:
+            trace = self._trace(record, light) if here or self._replayer.lockstep else Trace()
         mine = [self._explained(origin) for origin in trace.origins]
-        told = self._exchange(mine)
+        told = self._exchange(mine, light, here=here)
         findings = [as_finding(origin, trace, light.step, light.rank, severity) for origin in mine]
         if not any(one.own for one in told if one.rank == light.rank):
-            findings = self._without_origin(trace, light, told, findings, here=here, severity=severity)
+            findings = self._without_origin(trace, record, light, told, findings, here=here, severity=severity)
+        self._bad_buffers |= dict.fromkeys(light.buffers, light.step)
         self._tell(findings, trace, light.step)
         return told
 
@@ -147,6 +158,17 @@ class Tracing:
             )
         return [Told(light.rank, Kind.AFTERMATH, "", "", text)]
 
+    def _kept_from(self, record: StepRecord) -> str | None:
+        """Return why a step is not run again where all ranks have to do so together; collective."""
+        if not self._replayer.lockstep:
+            return None
+        try:
+            self._replayer.check(record, record.passes())
+            problem = ""
+        except ReplayError as error:
+            problem = str(error)
+        return next((text for text in self._ranks.tell_all(problem) if text), None)
+
     def _trace(self, record: StepRecord, light: LightStep) -> Trace:
         try:
             return trace_step(self._replayer, record, mode=self._config.nonfinite.mode, scale=light.scale)
@@ -158,6 +180,8 @@ class Tracing:
 
     def _explained(self, origin: Origin) -> Origin:
         """Say since when a parameter is bad, and whether an optimizer's update explains it."""
+        if origin.kind is Kind.BUFFER:
+            return self._since_when(origin)
         if origin.kind is not Kind.PARAMETER:
             return origin
         if self._last_clean is None:
@@ -165,11 +189,12 @@ class Tracing:
         name = f"{origin.site.module}.{origin.site.op}".removeprefix("..").removeprefix(".")
         parameter = self._replayer.parameters.get(name)
         since = f"since the update of step {self._last_clean}, whose loss and gradients were finite"
-        update = None if parameter is None else blame_update(parameter, self._optimizers)
+        if origin.detail.startswith(READ_IN_PART):
+            since = f"the loss and gradients of step {self._last_clean} were finite; it went bad later, or was not read there"
+        update = None if parameter is None else blame_update(parameter, self._optimizers, self._settings)
         if update is None:
-            return replace(
-                origin, detail=f"{origin.detail}; {since} (no optimizer's state explains it: did your code change it?)"
-            )
+            other = "no optimizer's state or settings at that time explain it: other code may have changed it"
+            return replace(origin, detail=f"{origin.detail}; {since} ({other})")
         return replace(
             origin,
             kind=Kind.OPTIMIZER,
@@ -177,11 +202,22 @@ class Tracing:
             detail=f"{origin.detail}; {since}: {update}",
         )
 
+    def _since_when(self, origin: Origin) -> Origin:
+        """Say what is known of when a buffer went bad."""
+        name = f"{origin.site.module}.{origin.site.op}".removeprefix("..").removeprefix(".")
+        if name in self._bad_buffers:
+            return replace(origin, detail=f"{origin.detail}; it was so at step {self._bad_buffers[name]} already")
+        if self._last_clean is None:
+            return origin
+        return replace(origin, detail=f"{origin.detail}; step {self._last_clean} was finite")
+
     # -- over the ranks ------------------------------------------------------------------------------------------
 
-    def _exchange(self, mine: list[Origin]) -> list[Told]:
-        """Tell the first origin of each rank to all; collective."""
+    def _exchange(self, mine: list[Origin], light: LightStep, *, here: bool) -> list[Told]:
+        """Tell the first origin of each rank to all, or that it has bad values of its own without one; collective."""
         first = [[str(o.kind), o.site.short, _line(o), headline(o)] for o in mine[:1]]
+        if here and not first:
+            first = [[str(Kind.UNKNOWN), "./loss#0:forward.out0", "", f"not finite: {symptom(light)}"]]
         told = self._ranks.tell_all(json.dumps(first))
         return [
             Told(rank, Kind(kind), site, line, text)
@@ -190,21 +226,21 @@ class Tracing:
         ]
 
     def _without_origin(
-        self, trace: Trace, light: LightStep, told: list[Told], found: list[Finding], *, here: bool, severity: Severity
+        self,
+        trace: Trace,
+        record: StepRecord,
+        light: LightStep,
+        told: list[Told],
+        found: list[Finding],
+        *,
+        here: bool,
+        severity: Severity,
     ) -> list[Finding]:
         """Say what is known on a rank whose step has no origin of its own."""
         culprits = [one for one in told if one.own]
         if culprits and (light.reduced or found):
-            feeders = ", ".join(str(one.rank) for one in culprits)
-            text = f"received: rank {feeders} fed NaN or Inf into what all ranks share; there, {culprits[0].text}"
-            evidence: dict[str, Any] = {
-                "kind": str(Kind.RECEIVED),
-                "from": [one.rank for one in culprits],
-                "origin": culprits[0].site,
-                "line": culprits[0].line,
-            }
             site = found[0].site if found else Site(".", "all_reduce", 0, "comm", "out0")
-            return [self._finding(light, site, severity, text, evidence)]
+            return [self._received(light, culprits, severity, site)]
         if found:
             return found
         if trace.passed_over:
@@ -212,64 +248,24 @@ class Tracing:
             self._reporter.once(f"step {light.step} is not finite, by operators that mode {mode!r} does not look at")
             return []
         if here:
-            return [self._unexplained(trace, light, severity)]
+            return [unexplained(trace, record, light, self._replayer, severity)]
+        unknown = [one for one in told if one.kind is Kind.UNKNOWN]
+        if light.reduced and unknown:
+            return [self._received(light, unknown, severity, Site(".", "all_reduce", 0, "comm", "out0"))]
         if light.reduced and not culprits and wanted(self._config.nonfinite.mode, accumulating=True):
-            return [self._reduction(light, severity)]
+            return [reduction(light, severity)]
         return []
 
-    def _reduction(self, light: LightStep, severity: Severity) -> Finding:
-        largest = float(np.max(light.absmax, initial=0.0)) * light.scale
-        text = (
-            f"the reduction across ranks made {len(light.reduced)} gradients non-finite ({light.reduced[0]} first), while this "
-            f"rank's own are finite (up to {largest:.4g}). To do: reduce in a wider dtype (no float16 compression hook, "
-            "reduce_dtype=torch.float32), or scale the gradients down before"
-        )
-        site = replace(
-            Site.of_parameter(light.reduced[0], "comm"), op="all_reduce", slot=light.reduced[0].rpartition(".")[2]
-        )
-        evidence = {"kind": str(Kind.COLLECTIVE), "reduced": list(light.reduced[:8]), "absmax_here": largest}
-        return self._finding(light, site, severity, text, evidence)
-
-    def _unexplained(self, trace: Trace, light: LightStep, severity: Severity) -> Finding:
-        what = self._symptom(light)
-        if trace.problem is not None and not trace.targets:
-            why = f"who made it cannot be told, since the step cannot be run again: {trace.problem}"
-        elif trace.targets:
-            outside = trace.problem or "loss code"
-            why = f"no operator of the model made it: it came in with the gradient from outside the model ({outside})"
-        elif light.buffers and np.isfinite(light.absmax).all() and np.isfinite(light.losses).all():
-            why = "the model's own forward leaves it finite, so other code changed it. To do: look at what writes this buffer"
-        elif self._replayer.compiled:
-            why = (
-                "an eager re-execution of the same step is finite, so the compiled code produced it. To do: run with the "
-                "backend 'eager' or 'aot_eager' to tell which compiler stage does"
-            )
-        else:
-            why = (
-                "a re-execution of the same step is finite, so it was made once, by hardware, a race or code that does not "
-                "repeat itself. To do: train under the full guard, which tells hardware from software"
-            )
-        evidence = {
-            "kind": str(Kind.UNKNOWN),
-            "problem": trace.problem,
-            "seen_in": what,
-            "replay_s": round(trace.seconds, 4),
+    def _received(self, light: LightStep, culprits: list[Told], severity: Severity, site: Site) -> Finding:
+        feeders = ", ".join(str(one.rank) for one in culprits)
+        text = f"received: rank {feeders} fed NaN or Inf into what all ranks share; there, {culprits[0].text}"
+        evidence: dict[str, Any] = {
+            "kind": str(Kind.RECEIVED),
+            "from": [one.rank for one in culprits],
+            "origin": culprits[0].site,
+            "line": culprits[0].line,
         }
-        return self._finding(
-            light, Site(".", "loss", 0, "forward", "out0"), severity, f"not finite: {what}; {why}", evidence
-        )
-
-    def _symptom(self, light: LightStep) -> str:
-        bad = [light.names[i] for i in np.flatnonzero(~np.isfinite(light.absmax))]
-        parts = ["loss"] if light.losses and not np.isfinite(light.losses).all() else []
-        parts += [f"{len(bad)} gradients ({bad[0]} first)"] if bad else []
-        return ", ".join(parts + [f"buffer {name}" for name in light.buffers[:1]])
-
-    def _finding(
-        self, light: LightStep, site: Site, severity: Severity, message: str, evidence: dict[str, Any]
-    ) -> Finding:
-        site = site.at(rank=light.rank, step=light.step)
-        return Finding(SENSOR, site, severity, message, evidence, light.step, light.rank)
+        return finding_of(light, site, severity, text, evidence)
 
     # -- telling -------------------------------------------------------------------------------------------------
 

@@ -22,35 +22,27 @@ from bitwitness.config import Config
 from bitwitness.errors import EXIT_RANK_LOST, SideChannelError, TrainingStopped
 from bitwitness.guard.deepsteps import DeepSteps
 from bitwitness.guard.description import Description
+from bitwitness.guard.edits import Edits
+from bitwitness.guard.heldstep import HeldStep
 from bitwitness.guard.lightreader import LightReader
+from bitwitness.guard.limits import BY_HAND, IN_BACKWARD, UNSEEN
 from bitwitness.guard.proceedings import Proceedings
-from bitwitness.guard.sensors import STATISTICAL, Sensors
-from bitwitness.judge.fingerprint import Fingerprint
+from bitwitness.guard.sensors import Sensors
+from bitwitness.guard.uneven import UnevenSteps
 from bitwitness.ranks import Ranks
 from bitwitness.respond.reporter import Reporter
 from bitwitness.sense.light import LightStep
-from bitwitness.sense.nonfinite import NonfiniteSensor
 from bitwitness.stats import Features
-from bitwitness.tap.capture import StepRecord
 from bitwitness.tap.clock import StepClock
 from bitwitness.tap.gradients import LocalGradients
 from bitwitness.tap.holdpoints import BackwardCall
-from bitwitness.tap.ledger import Change
 from bitwitness.tap.lossgraph import LossGraph
 from bitwitness.tap.owners import Owners
 from bitwitness.tap.root import RootTap
+from bitwitness.tap.traffic import strangers
 
 _RANGES_EVERY = 4  # deep steps
 _STEPS_UNSEEN = 3  # a script's model may be found in its first forward, which goes by
-UNSEEN = (
-    "optimizers step, but no training forward of the model was seen, so nothing is checked: give the guard the module that the "
-    "training calls, and make the guard after torch.compile"
-)
-
-NOT_CALLED = "the model's own forward is not called; give the module that the training calls"
-IN_BACKWARD = "an optimizer runs inside the backward"
-BY_HAND = "the gradients did not come from a backward that adds to them"
-EDITED = "the script changes gradients between its backward and their use"
 
 
 class Watch:
@@ -91,18 +83,24 @@ class Watch:
             around_forward=self._deep_tap,
             local_gradients=self._collect,
             fail=self._fail,
-            taped=config.nonfinite.enabled,
+            taped=config.nonfinite.enabled or config.replay.enabled,
             hashed=not config.nonfinite.only,
             dropped=self._trace_open_loss if config.nonfinite.only else None,
+            alone=ranks.size == 1,
+            retrained=self._parameters_changed,
         )
-        parameters = list(self.root.parameters.values())
-        self._owners = Owners(parameters, optimizers)
-        only = config.nonfinite.only
-        self.gradients = LocalGradients(model, parameters, self.root.device, norms_only=only)
+        self._optimizers, self._seconds = optimizers, clock
+        self._owners = Owners(self.root.parameters.values(), optimizers)
+        self.gradients = self._local_gradients()
         self.sensors = Sensors(config, self.root, ranks, reporter, clock)
         self.proceedings = Proceedings(config, self.root, self.gradients, ranks, reporter)
+        parameters = list(self.root.parameters.values())
+        self.uneven = UnevenSteps(model, parameters, ranks, reporter, self.sensors, self.clock, self.deep)
+        self.proceedings.interpret = self.uneven.interpret
         self.description = Description(reporter)
         self._reader = LightReader(self.root, self.gradients, ranks.rank)
+        self.edits = Edits(self.root, self.gradients)
+        self._held = self._held_step()
         self._losses: list[torch.Tensor] = []
         self._armed = False
         self._busy = False
@@ -111,11 +109,35 @@ class Watch:
         self._forwards_looked_at = 0
         self.limits: Counter[str] = Counter()
         """Why steps could not be run again, or not be healed, and how many."""
+        self.unrepeated_losses: Counter[str] = Counter()
+        """Why loss code outside the model could not be run again, and in how many steps."""
         self._own_before = 0.0
         self._look_again_at = -1
 
+    def _local_gradients(self) -> LocalGradients:
+        parameters = list(self.root.parameters.values())
+        return LocalGradients(self.root.wrapper, parameters, self.root.device, norms_only=self.config.nonfinite.only)
+
+    def _held_step(self) -> HeldStep:
+        parts = (self.gradients, self.sensors, self.proceedings, self.deep, self.ranks, self.edits)
+        return HeldStep(self.root, *parts)
+
+    def _parameters_changed(self) -> None:
+        """Watch other parameters from now on: the script has frozen or unfrozen some. All ranks do so at the same step."""
+        self.sensors.close()
+        self.gradients.close()
+        self._owners = Owners(self.root.parameters.values(), self._optimizers)
+        self.gradients = self._local_gradients()
+        self.sensors = Sensors(self.config, self.root, self.ranks, self.reporter, self._seconds)
+        self.proceedings = self.proceedings.renewed(self.gradients)
+        self._reader = LightReader(self.root, self.gradients, self.ranks.rank)
+        self.edits = Edits(self.root, self.gradients)
+        self._held = self._held_step()
+        self.uneven.sensors = self.sensors
+
     def close(self) -> None:
         """Remove every hook."""
+        self.uneven.close()
         self.sensors.close()
         self.gradients.close()
         self.root.close()
@@ -129,6 +151,7 @@ class Watch:
             yield
             return
         self.root.begin_backward(call)
+        self.gradients.reducing = self.root.reducing
         tap = self._deep_tap()
         try:
             if tap is None:
@@ -140,8 +163,18 @@ class Watch:
             if self.root.end_backward():
                 self._armed = True
                 self._losses += [t.detach() for t in call.roots if isinstance(t, torch.Tensor) and t.numel() == 1]
+                self._backward_ended()
                 if self._in_step or self._stepped_early:
                     self._look(None)
+
+    def _backward_ended(self) -> None:
+        started = self.root.now()
+        try:
+            self.edits.backward_ended()
+        except Exception as error:
+            self._fail("local gradients", error)
+        finally:
+            self._own_seconds += self.root.now() - started
 
     def hold(self, *, scaler: GradScaler | None = None, optimizer: Optimizer | None = None) -> None:
         """Look at the step's gradients, and act on what they show."""
@@ -151,12 +184,14 @@ class Watch:
             self.root.window.close()
         if optimizer is not None and not self._owners.ours(optimizer):
             return
+        if optimizer is None and self.gradients.unreduced:
+            return  # gradients are clipped that one rank alone may have made, to look at them
         if self.root.in_backward:
             if optimizer is not None:
                 self._stepping_early(optimizer)
             return
         if optimizer is not None and not self._armed and self._gradients_by_hand():
-            self.root.record.give_up(BY_HAND if self.root.forwards_seen else NOT_CALLED)
+            self.root.record.give_up(BY_HAND)
             self._armed = True
         self._look(scaler)
         if optimizer is not None and scaler is None:
@@ -165,8 +200,7 @@ class Watch:
     def _gradients_by_hand(self) -> bool:
         """Tell whether the model was run since the last look, and has gradients that no backward put there."""
         ran = self.root.forwards_seen > self._forwards_looked_at
-        not_called = self.config.nonfinite.only and not self.root.forwards_seen
-        return (ran or not_called) and any(p.grad is not None for p in self.root.parameters.values())
+        return (ran or not self.root.forwards_seen) and any(p.grad is not None for p in self.root.parameters.values())
 
     def _stepping_early(self, optimizer: Optimizer) -> None:
         """Describe what an optimizer that runs inside the backward is about to use."""
@@ -195,6 +229,7 @@ class Watch:
                 self._busy = False
                 self._own_seconds += self.root.now() - started
                 self._stepped_early = False
+                self.edits.step_ended()
                 self.clock.end_step()
                 self.root.ledger.forget()
                 self.root.window.forget()
@@ -238,6 +273,7 @@ class Watch:
             return
         self._armed = False
         self._losses = []
+        self.edits.cleared()
         self.root.gradients_cleared()
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
@@ -248,8 +284,13 @@ class Watch:
             self.description.stepped(optimizer)
             self.optimizer_steps += 1
             self.clock.end_step()
-            if self.optimizer_steps == _STEPS_UNSEEN and not self.root.forwards_seen:
+            if self.optimizer_steps == _STEPS_UNSEEN and self.unseen:
                 self.reporter.once(UNSEEN)
+
+    @property
+    def unseen(self) -> bool:
+        """Whether optimizers step, and nothing was seen of how their gradients came about."""
+        return bool(self.optimizer_steps) and not self.root.forwards_seen and not self.root.unseen_backwards
 
     def scaler_updated(self) -> None:
         """Note that a scaler ended the step."""
@@ -301,8 +342,12 @@ class Watch:
         """Look at the step; return whether it was ordinary: nothing of it was run again."""
         record = self.root.record
         features = self.gradients.take_early() or self.gradients.take(hashed=False)
-        self._mind_edits(record)
+        if not self._stepped_early:
+            self.edits.look(record)
+        if (problem := strangers(record.partners, self.ranks.members)) is not None:
+            record.give_up(problem)
         self.limits.update(reason for reason in (record.unreplayable or record.unhealable,) if reason)
+        self.unrepeated_losses.update({p.graph.problem for p in record.passes() if p.graph and p.graph.problem})
         losses, self._losses = self._losses, []
         if features is None:
             self.reporter.once(
@@ -313,39 +358,14 @@ class Watch:
         deep = self.is_deep(light.step)
         self.steps_held += 1
         self.description.held(record)
-        if deep and self._look_again_at == light.step:
-            with self._replaying():
-                self.sensors.look_again(self.proceedings.replayer, record)
+        if self.uneven.now:
+            return self.uneven.look(light, self.limits, deep=deep)
+        if self._look_again_at == record.step:
+            self._held.look_again(record)
         findings = self.sensors.look(light, deep=deep, scale=light.scale)
-        if deep:
+        if deep and not self.uneven.before:
             findings += self.proceedings.compare_replicas(record, light)
-        flagged = self.proceedings.worth_asking(findings)
-        statistical = any(finding.sensor in STATISTICAL for finding in flagged)
-        hit = any(finding.sensor == NonfiniteSensor.name for finding in findings)
-        suspicious, by_history, hit = self._agree(light.step, bool(flagged), statistical, hit)
-        ordinary = not suspicious and not hit
-        if suspicious:
-            self.deep.look_closely_after(light.step)
-            with self._replaying():
-                wrong = self.proceedings.question(record, self._original(record, features), findings, light)
-            if wrong:
-                self.sensors.ranges(light)
-                return False  # numbers that were proven wrong teach the sensors nothing
-        elif hit:
-            with self._replaying():
-                self.proceedings.tracing.hit(record, light)
-        for finding in self.sensors.ranges(light) if deep else ():
-            self.proceedings.tracing.tell(finding)
-        if not suspicious and self.proceedings.calibration_due(light.step):
-            ordinary = False
-            with self._replaying():
-                self.proceedings.calibrate(record, self._original(record, features), light)
-        if not hit:
-            self.proceedings.tracing.clean(light)
-        self.sensors.learn(light, false_alarm=by_history)
-        self.deep.useful = self.ranks.size > 1 or self.sensors.has_products
-        self.sensors.look_at_one_product_in(self.deep.plan.one_in)
-        return ordinary
+        return self._held.follow(record, features, light, findings, deep=deep, stepped_early=self._stepped_early)
 
     def _read(self, features: Features, losses: list[torch.Tensor], scaler: GradScaler | None) -> LightStep:
         """Bring the step's sizes to the host."""
@@ -354,38 +374,6 @@ class Watch:
         if self.gradients.brief and not np.isfinite(light.absmax).all():  # a norm may overflow where no value does
             light = self._reader.read(self.gradients.describe(), losses, scale, scaled=scaler is not None)
         return light
-
-    def _mind_edits(self, record: StepRecord) -> None:
-        """See whether the script changed gradients since its backward: a replay's would then be others."""
-        if self._stepped_early or self.root.ledger.change() is Change.NONE:
-            return
-        if self.gradients.mode == "hold":
-            record.give_up(EDITED)
-        record.unhealable = f"not healed: {EDITED}"
-
-    def _original(self, record: StepRecord, features: Features) -> Fingerprint:
-        """Return what the training itself computed, to be compared with replays."""
-        outputs = [digest for group in record.passes() for forward in group for digest in forward.output_digests]
-        device = self.root.device
-        hashes = torch.stack(outputs).to(device) if outputs else torch.zeros(0, dtype=torch.int64, device=device)
-        return Fingerprint.from_features(self.gradients.with_hashes(features), hashes)
-
-    @contextmanager
-    def _replaying(self) -> Iterator[None]:
-        """Keep the taps from taking what a replay computes for what the training computed. All ranks are here."""
-        self.root.paused = self.sensors.reference.collector.paused = True
-        try:
-            with self.ranks.together():
-                yield
-        finally:
-            self.root.paused = self.sensors.reference.collector.paused = False
-
-    def _agree(self, step: int, *here: bool) -> list[bool]:
-        """Tell, of each of some statements, whether it holds on any rank; settle the plan. The one exchange of a light step."""
-        flags = torch.tensor([float(flag) for flag in here])
-        told = self.ranks.max(torch.cat([flags, self.deep.proposal(step)]))
-        self.deep.agree(told[len(here) :])
-        return [bool(flag) for flag in told[: len(here)].tolist()]
 
     # -- trouble -------------------------------------------------------------------------------------------------
 

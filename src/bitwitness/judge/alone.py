@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -12,54 +14,91 @@ from bitwitness.judge.fingerprint import Fingerprint
 from bitwitness.judge.localize import Located
 from bitwitness.judge.oracle import LIMIT, Discrepancy, compare_with_float64
 from bitwitness.replay.run import Replayer
+from bitwitness.sense.flops import carries_flops
+from bitwitness.stats.local import local_values
 from bitwitness.tap.capture import StepRecord
 from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.operators import OpCall, OperatorTap
 from bitwitness.tap.randomness import RandomState
-from bitwitness.tap.trace import OperatorTrace, computes
+from bitwitness.tap.trace import OperatorTrace, computes, copied
 
 _FAR_FROM_EAGER = 0.1  # of the whole gradient's norm; fusing kernels changes roundings, and with them no more than that
+_FAR_FROM_OTHER_DRAWS = 0.9  # ten times as large: other random numbers, which compiled code draws, do not do that
 
 
-def examine(replayer: Replayer, record: StepRecord, rank: int) -> Located | None:
+def examine(
+    replayer: Replayer, record: StepRecord, rank: int, *, unchecked: set[str] | None = None, together: bool = False
+) -> Located | None:
     """Replay the step and recompute each operator in float64; return the first that is wrong on this device.
 
     Slow (each operator runs twice more, once in double precision), and only done after a suspicion that no other device
     could answer.
+
+    Parameters
+    ----------
+    replayer, record, rank
+        The step, what runs it again, and whose device that is.
+    unchecked
+        Gets the names of operators that do the step's work and that float64 could not judge (recurrent layers, say).
+    together
+        Other ranks do the same at the same time: run as often as they do, whatever is found.
+
     """
-    found: list[tuple[int, OpCall, Discrepancy]] = []
-    count = 0
-
-    def check(call: OpCall) -> None:
-        nonlocal count
-        index, count = count, count + 1
-        outputs = [t for t in call.outputs if t.dtype in LIMIT]
-        if found or not outputs:
-            return
-        result = compare_with_float64(call)
-        if result.comparable and not result.error <= LIMIT[outputs[0].dtype] and _finite_inputs(call):
-            found.append((index, call, result))
-
+    sight = _Sight()
     tracker = ModuleTracker()
-    replayer.run(record, around=lambda: OperatorTap(tracker, check, computes))
-    if not found:
-        return None
-    index, call, result = found[0]
+    replayer.run(record, around=lambda: OperatorTap(tracker, sight.check, computes, before=sight.keep))
+    if unchecked is not None:
+        unchecked |= sight.unchecked
+    # Where ranks exchange something in a replay, all run it equally often.
+    found = sight.found
+    index = -1 if found is None else found[0]
     close = OperatorTrace(keep=index)
-    replayer.run(record, around=close.tap)
-    return Located(str(call.site()), close.line, rank, {f"rank {rank}": result.as_dict()})
+    if found is not None or together:
+        replayer.run(record, around=close.tap)
+    if found is None:
+        return None
+    return Located(str(found[1].site()), close.line, rank, {f"rank {rank}": found[2].as_dict()})
+
+
+class _Sight:
+    """Compares each operator of one replay with float64, up to the first that is wrong."""
+
+    def __init__(self) -> None:
+        self.found: tuple[int, OpCall, Discrepancy] | None = None
+        self.unchecked: set[str] = set()
+        self._count = 0
+        self._kept: Any = None
+
+    def keep(self, call: OpCall) -> None:
+        """Copy the arguments of an operator that changes them."""
+        mutable = self.found is None and call.func._schema.is_mutable
+        self._kept = (copied(call.args), copied(call.kwargs)) if mutable else None
+
+    def check(self, call: OpCall) -> None:
+        """Compare a call that has just run."""
+        index, self._count = self._count, self._count + 1
+        if self.found is not None or not any(t.dtype in LIMIT for t in call.outputs):
+            return
+        if self._kept is not None:
+            call = replace(call, args=self._kept[0], kwargs=self._kept[1])
+        result = compare_with_float64(call)
+        if not _finite_inputs(call):
+            return
+        if result.outside:
+            self.found = index, call, result
+        elif not result.comparable and carries_flops(call.func):
+            self.unchecked.add(call.op)
 
 
 def _finite_inputs(call: OpCall) -> bool:
     tensors = [t for t in call.args if isinstance(t, torch.Tensor) and t.is_floating_point()]
-    return all(bool(torch.isfinite(t).all()) for t in tensors)
+    return all(bool(torch.isfinite(local_values(t)).all()) for t in tensors)
 
 
 def contradicts_operators(replayer: Replayer, record: StepRecord, compiled: Fingerprint) -> float | None:
     """Return by how much of the whole gradient's norm compiled code and its operators, run eagerly, differ.
 
-    None where that is no more than other roundings explain, or where the step draws random numbers: compiled code draws
-    others.
+    None where that is no more than other roundings explain or, where the step draws random numbers, other draws.
     """
     drew = False
 
@@ -74,11 +113,9 @@ def contradicts_operators(replayer: Replayer, record: StepRecord, compiled: Fing
             drew |= not torch.equal(before.device, after.device)
 
     eager = Fingerprint.of(replayer.run(record, around=watch_draws))
-    if drew:
-        return None
     if not torch.equal(compiled.l2.isfinite(), eager.l2.isfinite()):
         return math.inf
     ours, theirs = compiled.l2.nan_to_num(0.0, 0.0), eager.l2.nan_to_num(0.0, 0.0)
     whole = torch.maximum(ours.norm(), theirs.norm())
-    gap = float((ours - theirs).abs().max() / whole) if float(whole) else 0.0
-    return None if gap <= _FAR_FROM_EAGER else gap
+    gap = float((ours - theirs).norm() / whole) if float(whole) else 0.0
+    return None if gap <= (_FAR_FROM_OTHER_DRAWS if drew else _FAR_FROM_EAGER) else gap

@@ -3,7 +3,11 @@
 Every rank's captured step (its *capsule*) was executed five times: in the training itself, twice more on its own device,
 once on the next rank's device and, where anything differed, once on the one after. A result is *right* when executions on
 two different devices agree on it; every other execution of the capsule was wrong, and is counted against the device
-that made it. Alone, a process has no second device: there, the result that its two replays share is taken.
+that made it. Where no second device could be asked, the result that the two replays share is taken.
+
+What is counted against a device is no conviction yet. One that contradicts *itself* beyond the known spread is convicted;
+one that always gives the same, and another result than the others do, may run another algorithm: an operator has to
+be found whose result float64 contradicts (`Judgement.unproven`).
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ from bitwitness.finding import Cause
 NAMES = ("training", "replay 1", "replay 2", "elsewhere 1", "elsewhere 2")
 PAIRS = tuple(combinations(range(len(NAMES)), 2))
 LOCAL = (0, 1, 2)
+PARTIAL = "but the loss code outside the model was not repeated: a fault there would not be seen"
+CANNOT = "the step cannot be run again"
 
 
 class Match(IntEnum):
@@ -35,8 +41,9 @@ class Row:
 
     ``suspicious``: a sensor fired on this rank. ``proven_by_checksum``: an operator's own invariant failed there.
     ``outputs_changed``: the replayed forward returned other values than the training's, and its output gradient was
-    computed from those. ``failed``: the capsule could not be run again. ``never_repeated``: no step of this rank has been
-    replayed with the training's own result so far.
+    computed from those. ``failed``: the capsule could not be run again. ``never_repeated``: no step of this structure has been
+    replayed on this rank with the training's own result so far, or not since the last one that was not. ``partial``: the
+    script's loss code was not repeated in all executions. ``spread``: executions differ, as this model's healthy ones do.
     """
 
     matches: tuple[Match, ...]
@@ -45,6 +52,8 @@ class Row:
     outputs_changed: bool = False
     failed: bool = False
     never_repeated: bool = False
+    partial: bool = False
+    spread: bool = False
 
     def match(self, a: int, b: int) -> Match:
         """Return how executions ``a`` and ``b`` compare."""
@@ -60,7 +69,8 @@ class Judgement:
     """What the table says. ``ranks`` are the culprits; ``heal`` tells that all gradients can be replaced by agreed ones.
 
     ``skip``: the replay is right but the gradient it started from is not. ``disputed``: two ranks that contradict each
-    other where no third can decide.
+    other where no third can decide. ``unproven``: rank and witness whose operators have to be compared before the cause counts;
+    ``far`` then tells that the results are further apart than any two healthy algorithms'.
     """
 
     cause: Cause
@@ -69,8 +79,12 @@ class Judgement:
     skip: bool = False
     intermittent: bool = False
     disputed: tuple[int, ...] = ()
+    unproven: tuple[int, ...] = ()
+    far: bool = False
     reason: str = ""
     wrong: dict[int, list[str]] = field(default_factory=dict)
+    weak: bool = False
+    """Whether what differs speaks against nobody: once, by rounding, or in a script that may do what no replay repeats."""
 
 
 @dataclass(slots=True)
@@ -97,7 +111,7 @@ def _right(row: Row, rank: int, size: int) -> list[int] | None:
             classes.append([execution])
         else:
             home.append(execution)
-    alone = size == 1
+    alone = size == 1 or all(execution in LOCAL for execution in made)
 
     def weight(members: list[int]) -> tuple[int, int]:
         return len({device_of(e, rank, size) for e in members}), len(members)
@@ -143,7 +157,7 @@ def decide(rows: Sequence[Row], *, reproducible: bool) -> Judgement:
 
     """
     if any(row.failed for row in rows):
-        return Judgement(Cause.INCONCLUSIVE, reason="the step cannot be run again")
+        return Judgement(Cause.INCONCLUSIVE, reason=CANNOT)
     tally = _count(rows)
     wrong = {
         device: [f"{NAMES[e]} of rank {rank}'s step" for rank, e, _ in found] for device, found in tally.wrong.items()
@@ -153,22 +167,47 @@ def decide(rows: Sequence[Row], *, reproducible: bool) -> Judgement:
     if len(tally.wrong) > max(1, len(rows) // 2):
         return Judgement(
             Cause.INCONCLUSIVE,
-            reason="executions differ on most devices: a nondeterministic kernel or differing platforms",
+            reason="executions differ on most devices: a nondeterministic kernel, differing platforms, or the script itself",
             wrong=wrong,
         )
     verdicts = {device: _device_cause(device, found, rows, tally) for device, found in tally.wrong.items()}
+    steady = [device for device, found in tally.wrong.items() if _is_steady(device, found, rows)]
+    if steady:
+        pair = _dispute(steady[0], tally.wrong[steady[0]], rows)
+        far = any(how is Match.FAR for _, _, how in tally.wrong[steady[0]])
+        return Judgement(Cause.PERSISTENT_HARDWARE, (steady[0],), unproven=pair, far=far, wrong=wrong)
     convicted = {device: cause for device, cause in verdicts.items() if cause is not Cause.INCONCLUSIVE}
     if not convicted:
-        reason = "a result differed once and by rounding only, which a nondeterministic kernel does, too"
+        reason = "a result differed once and by rounding only, which another algorithm or a nondeterministic kernel does, too"
         if all(rows[device].never_repeated for device in tally.wrong):
             reason = (
-                "no step of this training has been replayed with its own result yet: does the script change gradients?"
+                "no step of this kind has been replayed with the training's own result yet, or not since one "
+                "was not: the script "
+                "may do what a replay does not repeat"
             )
-        return Judgement(Cause.INCONCLUSIVE, reason=reason, wrong=wrong)
+        return Judgement(Cause.INCONCLUSIVE, reason=reason, wrong=wrong, weak=True)
     if not reproducible and Cause.PERSISTENT_HARDWARE not in convicted.values() and not _far(tally, convicted):
         reason = "healthy replays of this model differ, and no more than these do"
         return Judgement(Cause.INCONCLUSIVE, reason=reason, wrong=wrong)
     return _convict(rows, tally, convicted, wrong)
+
+
+def _is_steady(device: int, found: list[tuple[int, int, Match]], rows: Sequence[Row]) -> bool:
+    """Tell whether a device contradicts others and never itself, as far as the executions show."""
+    row = rows[device]
+    own = [execution for rank, execution, _ in found if rank == device and execution in LOCAL]
+    if not own:
+        return True  # only other ranks' steps came out otherwise there
+    if len(own) > 1 and all(how is Match.NEAR for _, _, how in found):
+        return True  # by rounding, as kernels do that do not repeat their bits: so an operator has to be found
+    return len(own) == len(LOCAL) and row.match(1, 2) is Match.EQUAL and row.match(0, 1) is Match.EQUAL
+
+
+def _dispute(device: int, found: list[tuple[int, int, Match]], rows: Sequence[Row]) -> tuple[int, int]:
+    """Return whose step shows that a device gives another result, and whose device is to be compared on it."""
+    if any(rank == device for rank, _, _ in found):
+        return device, (device + 1) % len(rows)
+    return found[0][0], device
 
 
 def _spreading(rows: Sequence[Row]) -> list[int]:
@@ -181,8 +220,10 @@ def _without_culprit(rows: Sequence[Row], tally: _Tally, *, reproducible: bool) 
     spreading = _spreading(rows)
     if (
         reproducible
+        and len(rows) > 1
         and len(spreading) == 1
-        and (len(rows) == 1 or set(tally.unresolved) <= _neighbours(spreading[0], rows))
+        and not rows[spreading[0]].never_repeated
+        and set(tally.unresolved) <= _neighbours(spreading[0], rows)
     ):
         reason = "this device alone gives another result each time, where healthy replays gave the same bits"
         return Judgement(
@@ -199,15 +240,36 @@ def _without_culprit(rows: Sequence[Row], tally: _Tally, *, reproducible: bool) 
             disputed=pair,
             reason="two devices contradict each other and there is no third",
         )
+    if tally.unresolved and len(rows) == 1:
+        return Judgement(
+            Cause.INCONCLUSIVE,
+            reason="this step comes out otherwise each time: a nondeterministic kernel, or a device that does not repeat",
+        )
     if tally.unresolved:
         who = ", ".join(map(str, tally.unresolved))
         return Judgement(
             Cause.INCONCLUSIVE,
-            reason=f"no two devices agree on the step of rank {who}: a nondeterministic kernel",
+            reason=f"no two executions agree on the step of rank {who}: a nondeterministic kernel",
         )
-    if len(rows) == 1:
-        return Judgement(Cause.DISMISSED, reason="two replays gave the training's bits; no other device was asked")
-    return Judgement(Cause.DISMISSED, reason="every execution, on every device asked, gave the same bits")
+    return _nothing_wrong(rows)
+
+
+def _nothing_wrong(rows: Sequence[Row]) -> Judgement:
+    """Dismiss what was run again, all of it, with the same result; say what was not."""
+    same = (
+        "the same result, up to what this model's healthy runs differ by"
+        if any(row.spread for row in rows)
+        else "the same bits"
+    )
+    elsewhere = all(any(execution not in LOCAL for execution in row.made()) for row in rows)
+    who = "every execution, on every device asked, gave" if elsewhere else "two replays gave"
+    where = "" if elsewhere else "; no other device was asked"
+    if any(row.partial for row in rows):
+        return Judgement(
+            Cause.INCONCLUSIVE,
+            reason=f"{who} {same}{where}, {PARTIAL}",
+        )
+    return Judgement(Cause.DISMISSED, reason=f"{who} {same}{where}")
 
 
 def _neighbours(rank: int, rows: Sequence[Row]) -> set[int]:
@@ -217,11 +279,8 @@ def _neighbours(rank: int, rows: Sequence[Row]) -> set[int]:
 
 
 def _device_cause(device: int, found: list[tuple[int, int, Match]], rows: Sequence[Row], tally: _Tally) -> Cause:
-    own = [execution for rank, execution, _ in found if rank == device and execution in LOCAL]
+    """Judge a device that contradicts itself: once is a transient, more often an intermittent fault."""
     row = rows[device]
-    repeatable = len(own) == len(LOCAL) and row.match(1, 2) is Match.EQUAL and row.match(0, 1) is Match.EQUAL
-    if repeatable:
-        return Cause.PERSISTENT_HARDWARE
     if row.never_repeated and found[0][:2] == (device, 0) and len(found) == 1:
         return Cause.INCONCLUSIVE
     near_only = all(how is Match.NEAR for _, _, how in found)
@@ -229,7 +288,7 @@ def _device_cause(device: int, found: list[tuple[int, int, Match]], rows: Sequen
         return Cause.INCONCLUSIVE
     if len(found) == 1 and device not in tally.unresolved:
         return Cause.TRANSIENT_HARDWARE
-    return Cause.PERSISTENT_HARDWARE
+    return Cause.PERSISTENT_HARDWARE if len(rows) > 1 else Cause.INCONCLUSIVE
 
 
 def _far(tally: _Tally, convicted: Mapping[int, Cause]) -> bool:

@@ -6,16 +6,20 @@ Every method is collective. What one rank cannot do (its step cannot be run agai
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from bitwitness.judge.decide import PAIRS, Judgement, Match, Row, decide
 from bitwitness.judge.fingerprint import Fingerprint
+from bitwitness.judge.shared import among_all
 from bitwitness.ranks import Ranks
-from bitwitness.replay.capsule import Passes, pack, unpack
-from bitwitness.replay.run import Execution, Replayer, ReplayError
-from bitwitness.tap.capture import StepRecord
+from bitwitness.replay.capsule import pack, unpack
+from bitwitness.replay.errors import ReplayError
+from bitwitness.replay.run import Execution, Replayer
+from bitwitness.tap.capture import Pass, StepRecord
 
 # Naming an operator takes three traced replays on two ranks, each several times as long as a plain one; the others wait.
 _LONGEST_WAIT = 20
@@ -33,8 +37,15 @@ class Experiments:
     judgement: Judgement
     rows: list[Row]
     good: Execution | None = None
-    guests: dict[int, Passes] = field(default_factory=dict)
+    guests: dict[int, list[Pass]] = field(default_factory=dict)
     problem: str | None = None
+    unrepeated: str | None = None
+    """Why the script's loss code was not run again here, if so."""
+    spreads: torch.Tensor | None = None
+
+    def agree(self, a: Fingerprint, b: Fingerprint) -> bool:
+        """Tell whether two executions gave the same, up to what healthy ones differ by."""
+        return a.compare(b, 0.0, self.spreads) is Match.EQUAL
 
 
 class Laboratory:
@@ -55,49 +66,87 @@ class Laboratory:
         self.ranks = ranks
         self.replayer = replayer
         self.tolerance = tolerance
-        self.spread = 0.0
+        self._spreads = torch.zeros(len(replayer.parameters), dtype=torch.float64)
         self.calibrated = 0
-        self.repeats = False
-        """Whether a replay here has given the training's own result at least once."""
         self.odd = self.odd_here = False
+        self.mismatched = False
+        """Whether the last step that was replayed here came out otherwise than the training's own."""
+        self.covered: Counter[str] = Counter()
+        """What was not repeated, or not asked, in how many experiments."""
+        self._agreed: Counter[int] = Counter()
         self._problem: str | None = None
+
+    @property
+    def spread(self) -> float:
+        """How far apart healthy replays were, at most, over the parameters."""
+        return float(self._spreads.max()) if self._spreads.numel() else 0.0
 
     @property
     def reproducible(self) -> bool:
         """Whether healthy replays gave the same bits on every rank and every device they were tried on."""
         return self.calibrated > 0 and self.spread == 0.0
 
+    @property
+    def _own(self) -> set[int]:
+        return {id(parameter) for parameter in self.replayer.parameters.values()}
+
+    def state(self) -> dict[str, Any]:
+        """Return what was learned of this model, to be kept over a restart."""
+        return {"spreads": self._spreads, "calibrated": self.calibrated}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on with what `state` gave."""
+        self._spreads, self.calibrated = state["spreads"].clone(), int(state["calibrated"])
+
     def calibrate(self, record: StepRecord, original: Fingerprint) -> str | None:
         """Replay a step that nobody suspects, here and on the next rank; return why it could not, if so.
 
-        What differs here is the model's own spread (a nondeterministic kernel), not a fault: later differences up to ten
-        times as large prove nothing.
+        What differs here by rounding is the model's own spread (a nondeterministic kernel, another algorithm on
+        another device),
+        not a fault: later differences of a parameter up to ten times as large prove nothing. What differs by more is no
+        property of a kernel, and teaches nothing but caution.
         """
         self._problem = None
-        if not self._all_ready(record):
+        ready = self._all_ready(record)
+        here = self._fingerprint(record) if ready else None
+        if self._any(here is None) or here is None:
             return self._problem or "another rank could not replay its step"
-        here = self._fingerprint(record)
-        elsewhere, _ = self._elsewhere(record, 1) if self.ranks.size > 1 else (here, None)
-        failed = self.ranks.max(torch.tensor([float(here is None or elsewhere is None)]))
-        if float(failed) or here is None or elsewhere is None:
-            return self._problem or "another rank could not replay its step"
-        spread = max(
-            (0.0 if original.compare(x, 0.0) is Match.EQUAL else original.distance(x)) for x in (here, elsewhere)
-        )
-        self.repeats = self.repeats or original.compare(here, 0.0) is Match.EQUAL
-        everywhere = self.ranks.max(torch.tensor([spread], dtype=torch.float64))
-        # A large spread on a few ranks is no property of the model; one that most show, or of rounding's size, is.
-        many = int(self.ranks.sum(torch.tensor([int(spread > 0)])))
-        rounding = float(everywhere) <= self.tolerance
-        self.odd = 0 < many <= self.ranks.size // 2 and not rounding
-        self.odd_here = self.odd and spread > 0
-        if many and not self.odd:
-            self.spread = max(self.spread, float(everywhere))
-            self.repeats = True  # up to its spread
+        elsewhere = here
+        if self.ranks.size > 1 and not self._exchanging():
+            found, _ = self._elsewhere(record, 1)
+            if self._any(found is None) or found is None:
+                self._note_uncovered("another rank's device could not be asked")
+            else:
+                elsewhere = found
+        far = self._learn(original, here, elsewhere)
+        self._note_match(record, original, here)
         self.calibrated += 1
+        # A large difference on a few ranks is no property of the model.
+        many = int(self.ranks.sum(torch.tensor([int(far)])))
+        self.odd = 0 < many <= self.ranks.size // 2
+        self.odd_here = self.odd and far
+        differing = int(self.ranks.sum(torch.tensor([int(far or here.compare(original, 0.0) is not Match.EQUAL)])))
         return (
-            f"healthy replays differ by {float(everywhere):.3g} on {many} of {self.ranks.size} ranks" if many else None
+            f"healthy replays differ by {self.spread:.3g} on {differing} of {self.ranks.size} ranks"
+            if differing
+            else None
         )
+
+    def _learn(self, original: Fingerprint, here: Fingerprint, elsewhere: Fingerprint) -> bool:
+        """Take in how far apart three executions are; return whether that is more than rounding. Collective."""
+        gaps = torch.maximum(original.gaps(here), original.gaps(elsewhere))
+        far = bool((gaps > torch.clamp(10 * self._spreads, min=self.tolerance)).any())
+        mine = torch.zeros_like(gaps) if far else gaps
+        self._spreads = torch.maximum(self._spreads, self.ranks.max(mine).double())
+        return far
+
+    def learn_algorithm(self, found: Experiments) -> None:
+        """Take executions that differ, each within its operators' allowance, for another algorithm's; collective."""
+        gaps = torch.zeros_like(self._spreads)
+        made = [x for x in found.executions if x is not None]
+        for other in made[1:]:
+            gaps = torch.maximum(gaps, made[0].gaps(other).nan_to_num(posinf=0.0))
+        self._spreads = torch.maximum(self._spreads, self.ranks.max(gaps).double())
 
     def question(
         self, record: StepRecord, original: Fingerprint, *, suspicious: bool, proven_by_checksum: bool
@@ -124,28 +173,52 @@ class Laboratory:
         second = None if good is None else Fingerprint.of(good)
         seconds = (time.monotonic() - started) / 2
         executions: list[Fingerprint | None] = [original, first, second, None, None]
-        guests: dict[int, Passes] = {}
-        if self._all_replayed(first is not None and second is not None, seconds) and self.ranks.size > 1:
+        guests: dict[int, list[Pass]] = {}
+        replayed = self._all_replayed(first is not None and second is not None, seconds)
+        if replayed and self.ranks.size > 1 and not self._exchanging():
             self._ask_elsewhere(record, executions, guests)
-        local = self._match(original, first)
-        never = not self.repeats and local is not Match.EQUAL
-        self.repeats = self.repeats or local is Match.EQUAL
+        never = not self._agreed[record.shape] or ((self.ranks.size == 1 or self.replayer.shared) and self.mismatched)
+        if first is not None:
+            self._note_match(record, original, first)
         dependent = torch.tensor(record.value_dependent(), dtype=torch.bool)
-        changed = first is not None and bool((original.outputs != first.outputs)[dependent].any())
+        changed = False
+        if first is not None and not first.whole:
+            changed = bool((original.outputs != first.outputs)[dependent].any())
+        made = [x for x in executions[1:] if x is not None]
         row = Row(
             tuple(self._match(executions[a], executions[b]) for a, b in PAIRS),
             suspicious=suspicious,
             proven_by_checksum=proven_by_checksum,
             outputs_changed=changed,
             never_repeated=never,
-            failed=first is None or second is None or (self.ranks.size > 1 and executions[3] is None),
+            failed=first is None or second is None,
+            partial=any(not x.whole for x in made),
+            spread=any(original.compare(x, 0.0) is not Match.EQUAL for x in made),
         )
         rows = [_decode(line) for line in self.ranks.gather(_encode(row))]
         judgement = decide(rows, reproducible=self.reproducible)
-        return Experiments(executions, judgement, rows, good, guests, self._problem)
+        if self.replayer.shared:
+            judgement = among_all(judgement, rows)
+        no_loss = good.no_loss if good else None
+        found = Experiments(executions, judgement, rows, good, guests, self._problem, no_loss, self._spreads)
+        if not judgement.wrong and {m for row in rows for m in row.matches} & {Match.NEAR, Match.FAR} == {Match.NEAR}:
+            self.learn_algorithm(found)  # by rounding, and on no device more than on others
+        return found
+
+    def _note_match(self, record: StepRecord, original: Fingerprint, here: Fingerprint) -> None:
+        """Remember whether a replay gave the training's own result."""
+        self.mismatched = self._match(original, here) is not Match.EQUAL
+        if not self.mismatched:
+            self._agreed[record.shape] += 1
+
+    def _exchanging(self) -> bool:
+        """Tell whether any rank's forward exchanges something with others. Then no rank runs another's step."""
+        if self.replayer.shared:
+            self._note_uncovered("ranks exchange something inside the forward, so no step was run on another device")
+        return self.replayer.shared
 
     def _ask_elsewhere(
-        self, record: StepRecord, executions: list[Fingerprint | None], guests: dict[int, Passes]
+        self, record: StepRecord, executions: list[Fingerprint | None], guests: dict[int, list[Pass]]
     ) -> None:
         for by in (1, 2):
             if by == 2:
@@ -153,16 +226,24 @@ class Laboratory:
                 if self.ranks.size < 3 or not self._any(differs):
                     return
             executions[2 + by], passes = self._elsewhere(record, by)
+            here, there = executions[1], executions[2 + by]
+            if here is not None and there is not None and here.whole and not there.whole:
+                self._problem = self._problem or "the loss code could not be run on another rank's device"
+                executions[2 + by] = None  # what went back from this rank's own gradients says nothing of its loss
             if passes is not None:
                 guests[(self.ranks.rank - by) % self.ranks.size] = passes
+            if self._any(executions[2 + by] is None):
+                executions[2 + by] = None
+                self._note_uncovered(self._problem or "another rank's device could not be asked")
+                return
 
-    def _elsewhere(self, record: StepRecord, by: int) -> tuple[Fingerprint | None, Passes | None]:
+    def _elsewhere(self, record: StepRecord, by: int) -> tuple[Fingerprint | None, list[Pass] | None]:
         """Have this rank's capsule executed ``by`` ranks further on; execute the one that arrives here."""
-        guest = self.ranks.shift(pack(record.passes()), by)
-        passes: Passes | None = None
+        guest = self.ranks.shift(pack(record.passes(), self._own), by)
+        passes: list[Pass] | None = None
         found: Fingerprint | None = None
         try:
-            passes = unpack(guest, record.passes(), self.replayer.device)
+            passes = unpack(guest, record.passes(), self.replayer.device, self._own)
         except Exception as error:
             self._note(error)
         # Where all ranks run together, one that cannot keeps the others from running, too.
@@ -172,17 +253,17 @@ class Laboratory:
             except Exception as error:
                 self._note(error)
         back = self.ranks.shift([] if found is None else found.tensors(), -by)
-        return (Fingerprint(*back) if back else None), passes
+        return (Fingerprint.received(back) if back else None), passes
 
     def _all_ready(self, record: StepRecord) -> bool:
-        """Tell whether this rank may run its step; where all must run together, whether all can."""
-        if not self.replayer.lockstep:
-            return True
+        """Tell whether this rank may run its step; where ranks must run together, whether all can. Collective."""
         try:
             self.replayer.check(record, record.passes())
         except ReplayError as error:
             self._note(error)
-        return not self._any(self._problem is not None)
+        if self.replayer.lockstep:
+            return not self._any(self._problem is not None)
+        return self._problem is None
 
     def _execute(self, record: StepRecord) -> Execution | None:
         try:
@@ -199,13 +280,13 @@ class Laboratory:
         text = str(error) if isinstance(error, ReplayError) else f"{type(error).__name__}: {error}"
         self._problem = self._problem or text.splitlines()[0][:300]
 
+    def _note_uncovered(self, reason: str) -> None:
+        self.covered[reason] += 1
+
     def _match(self, a: Fingerprint | None, b: Fingerprint | None) -> Match:
         if a is None or b is None:
             return Match.MISSING
-        match = a.compare(b, self.tolerance)
-        if match is not Match.EQUAL and self.spread and a.distance(b) <= 10 * self.spread:
-            return Match.EQUAL  # no more than this model's healthy replays differ
-        return match
+        return a.compare(b, self.tolerance, self._spreads)
 
     def _all_replayed(self, here: bool, seconds: float) -> bool:
         """Tell whether all ranks could replay; what that took says how long they may have to wait for one another."""
@@ -217,12 +298,15 @@ class Laboratory:
         return bool(float(self.ranks.max(torch.tensor([float(here)]))))
 
 
+_FLAGS = ("suspicious", "proven_by_checksum", "outputs_changed", "failed", "never_repeated", "partial", "spread")
+
+
 def _encode(row: Row) -> torch.Tensor:
-    flags = (row.suspicious, row.proven_by_checksum, row.outputs_changed, row.failed, row.never_repeated)
-    return torch.tensor([*map(int, row.matches), *map(int, flags)], dtype=torch.int64)
+    return torch.tensor([*map(int, row.matches), *(int(getattr(row, name)) for name in _FLAGS)], dtype=torch.int64)
 
 
 def _decode(line: torch.Tensor) -> Row:
     values = line.tolist()
     count = len(PAIRS)
-    return Row(tuple(Match(v) for v in values[:count]), *map(bool, values[count:]))
+    flags = dict(zip(_FLAGS, map(bool, values[count:]), strict=True))
+    return Row(tuple(Match(v) for v in values[:count]), **flags)

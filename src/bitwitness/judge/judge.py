@@ -15,21 +15,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from bitwitness.errors import SideChannelError
-from bitwitness.finding import Action, Cause, Device, Finding, Severity, Verdict, to_jsonable
-from bitwitness.judge.alone import contradicts_operators, examine
-from bitwitness.judge.decide import NAMES, PAIRS, Judgement, Match
+from bitwitness.finding import Action, Cause, Device, Finding, Verdict
+from bitwitness.judge.decide import NAMES, PAIRS, PARTIAL, Judgement, Match
 from bitwitness.judge.experiments import Experiments, Laboratory
-from bitwitness.judge.localize import Located, locate
+from bitwitness.judge.localize import Located
+from bitwitness.judge.proof import OperatorProof
 from bitwitness.judge.replicas import Desync, find_desync
 from bitwitness.nonfinite.origin import Kind, Told
-from bitwitness.replay.run import ReplayError
-from bitwitness.sense.checksum import ChecksumSensor
 from bitwitness.site import Site
 from bitwitness.stats import bit_hash
 from bitwitness.tap.capture import StepRecord
-from bitwitness.tap.modules import ModuleTracker
-from bitwitness.tap.operators import OperatorTap
 
 FAULT_CODE = "80818C00"
 Follow = Callable[[], list[Told]]
@@ -45,6 +40,18 @@ class Outcome:
     experiments: Experiments | None = None
     judgement: Judgement | None = None
     evidence: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def came_out_otherwise(self) -> bool:
+        """Whether any rank's replay gave another result than its training had; all ranks know it."""
+        rows = [] if self.experiments is None else self.experiments.rows
+        return any(row.match(0, 1) in (Match.FAR, Match.NEAR) for row in rows)
+
+    @property
+    def differs(self) -> bool:
+        """Whether anything spoke against anybody: executions that differ, or replicas."""
+        found = self.judgement
+        return found is None or (not found.weak and bool(found.wrong or found.disputed))
 
 
 class Judge:
@@ -71,6 +78,7 @@ class Judge:
         self._root = root
         self._replicated_buffers = replicated_buffers
         self._devices = devices
+        self._proof = OperatorProof(laboratory)
         self._transients: Counter[int] = Counter()
 
     def question(self, record: StepRecord, original: Any, findings: list[Finding], follow: Follow) -> Outcome:
@@ -88,10 +96,10 @@ class Judge:
             return self._corrupt_state(record.step, desync, findings)
         proven = any(finding.sensor == "checksum" for finding in findings)
         found = self._laboratory.question(record, original, suspicious=bool(findings), proven_by_checksum=proven)
-        judgement, located = self._name_operator(record, found, anyone_suspicious=bool(suspicious))
+        judgement, located = self._proof.name_operator(record, found, anyone_suspicious=bool(suspicious))
         evidence = self._evidence(found, judgement, located)
         if judgement.cause is Cause.PERSISTENT_HARDWARE:
-            evidence |= self._checksum_proof(record, judgement.ranks[0])
+            evidence |= self._proof.by_checksum(record, judgement.ranks[0])
         if judgement.cause is Cause.DISMISSED:
             judgement = self._blame_nonfinite(judgement, findings, follow, evidence)
         evidence["suspected_by"] = suspicious
@@ -114,12 +122,17 @@ class Judge:
         named: dict[str, torch.Tensor] = {
             name: p for name, p in self._root.named_parameters() if not hasattr(type(p), "to_local")
         }
-        if self._replicated_buffers and record.forwards:
+        if self._replicated_buffers and self._broadcast_everywhere(record):
             buffers = [name for name, _ in self._root.named_buffers()]
-            named |= dict(zip(buffers, record.forwards[-1].buffers, strict=True))
+            named |= dict(zip(buffers, record.forwards[-1].buffers, strict=False))
         with torch.no_grad():
             hashes = [bit_hash(value.detach()) for value in named.values()]
         return find_desync(self._ranks, list(named), torch.stack(hashes) if hashes else torch.zeros(0).long())
+
+    def _broadcast_everywhere(self, record: StepRecord) -> bool:
+        """Tell whether the buffers of the last forward were made the same on all ranks before it; collective."""
+        here = bool(record.forwards) and record.forwards[-1].broadcast
+        return not bool(self._ranks.max(torch.tensor([float(not here)])))
 
     def _corrupt_state(self, step: int, desync: Desync, findings: list[Finding]) -> Outcome:
         module, _, leaf = desync.name.rpartition(".")
@@ -147,65 +160,7 @@ class Judge:
         )
         return Outcome(verdict)
 
-    # -- experiment 3 --------------------------------------------------------------------------------------------
-
-    def _name_operator(
-        self, record: StepRecord, found: Experiments, *, anyone_suspicious: bool
-    ) -> tuple[Judgement, Located | None]:
-        """Find the operator where two devices part; settle a dispute with it. Collective."""
-        judgement = found.judgement
-        size = self._ranks.size
-        try:
-            if judgement.disputed:
-                owner, witness = judgement.disputed
-                located = locate(self._ranks, self._laboratory.replayer, record, found.guests, owner, witness)
-                return _settled(judgement, located), located
-            if size == 1:
-                return self._alone(record, found) if anyone_suspicious else (judgement, None)
-            if judgement.cause is Cause.PERSISTENT_HARDWARE:
-                owner = judgement.ranks[0]
-                witness = next(r for r in ((owner + 1) % size, (owner + 2) % size) if r not in judgement.ranks[1:])
-                return judgement, locate(self._ranks, self._laboratory.replayer, record, found.guests, owner, witness)
-        except SideChannelError:
-            raise
-        except Exception as error:
-            found.problem = f"the operator was not named: {type(error).__name__}: {error}"
-        return judgement, None
-
-    def _alone(self, record: StepRecord, found: Experiments) -> tuple[Judgement, Located | None]:
-        judgement, replayer = found.judgement, self._laboratory.replayer
-        if judgement.cause not in (Cause.DISMISSED, Cause.PERSISTENT_HARDWARE):
-            return judgement, None
-        located = examine(replayer, record, self._ranks.rank)
-        if located is not None:
-            reason = "an operator's result contradicts float64"
-            return Judgement(Cause.PERSISTENT_HARDWARE, (0,), reason=reason, wrong=judgement.wrong), located
-        replayed = found.executions[1]
-        if judgement.cause is Cause.DISMISSED and replayer.compiled and replayed is not None:
-            gap = contradicts_operators(replayer, record, replayed)
-            if gap is not None:
-                reason = (
-                    f"compiled code gives, every time, another gradient than its operators do one by one (by {gap:.2g} of its "
-                    "norm, no rounding): this device or the compiler is wrong"
-                )
-                return Judgement(Cause.INCONCLUSIVE, reason=reason), None
-        return judgement, None
-
-    def _checksum_proof(self, record: StepRecord, culprit: int) -> dict[str, Any]:
-        """Replay on the culprit with every matrix product checked; return the first that fails, for all ranks."""
-        text = ""
-        if self._ranks.rank == culprit or self._laboratory.replayer.lockstep:
-            sensor, tracker = ChecksumSensor(), ModuleTracker()
-            try:
-                self._laboratory.replayer.run(record, around=lambda: OperatorTap(tracker, sensor, sensor.select))
-                failed = [
-                    finding for finding in sensor.drain(record.step, culprit) if finding.severity is Severity.ERROR
-                ]
-            except ReplayError:
-                failed = []
-            text = json.dumps({"site": failed[0].site.short, **to_jsonable(failed[0].evidence)}) if failed else ""
-        heard = self._ranks.tell(text, culprit)
-        return {"checksum": json.loads(heard)} if heard else {}
+    # -- NaN and Inf ---------------------------------------------------------------------------------------------
 
     def _blame_nonfinite(
         self, judgement: Judgement, findings: list[Finding], follow: Follow, evidence: dict[str, Any]
@@ -291,7 +246,7 @@ class Judge:
         for rank in judgement.ranks:
             self._transients[rank] += 1
         often = [rank for rank in judgement.ranks if self._transients[rank] >= _REPEATED]
-        if not often:
+        if not often or self._ranks.size == 1:  # one process accuses nobody by its own replays alone
             return judgement
         reason = f"rank {often[0]} was caught in a transient fault {self._transients[often[0]]} times"
         return Judgement(
@@ -303,14 +258,16 @@ class Judge:
         what = f" in {located.site}" + (f" ({located.line})" if located and located.line else "") if located else ""
         match judgement.cause:
             case Cause.TRANSIENT_HARDWARE:
-                text = f"{who} computed step {step} wrongly once; repeated executions agree on another result"
+                one = who or f"one of the ranks, which is not known ({judgement.reason}),"
+                text = f"{one} computed step {step} wrongly once; repeated executions agree on another result"
             case Cause.PERSISTENT_HARDWARE:
                 kind = "intermittently" if judgement.intermittent else "every time"
                 text = f"{who} computes step {step} wrongly {kind}{what or self._unnamed(found)}"
             case Cause.DISMISSED | Cause.DATA | Cause.SOFTWARE:
                 text = f"step {step}: {judgement.reason}"
             case _:
-                reason = judgement.reason + (f" ({found.problem})" if found.problem else "")
+                why = found.problem or (found.unrepeated if judgement.reason.endswith(PARTIAL) else None)
+                reason = judgement.reason + (f" ({why})" if why else "")
                 unnamed = self._unnamed(found) if judgement.disputed else ""
                 text = f"step {step} is suspicious, but nothing is proven: {reason}{what or unnamed}"
         return text
@@ -320,13 +277,6 @@ class Judge:
         if found.problem or not self._laboratory.replayer.compiled:
             return ""
         return "; run eagerly its operators agree, so compiled code produced it, and no operator can be named"
-
-
-def _settled(judgement: Judgement, located: Located | None) -> Judgement:
-    if located is None or located.culprit is None:
-        return judgement
-    reason = "two devices contradict each other, and float64 contradicts this one"
-    return Judgement(Cause.PERSISTENT_HARDWARE, (located.culprit,), reason=reason)
 
 
 def _row_text(matches: tuple[Match, ...]) -> dict[str, str]:

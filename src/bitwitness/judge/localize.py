@@ -15,24 +15,47 @@ import torch
 
 from bitwitness.judge.oracle import Discrepancy, compare_with_float64
 from bitwitness.ranks import Ranks
-from bitwitness.replay.capsule import Passes
 from bitwitness.replay.run import Replayer
-from bitwitness.tap.capture import StepRecord
+from bitwitness.tap.capture import Pass, StepRecord
 from bitwitness.tap.trace import OperatorTrace
 
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """The first operator at which two devices part. ``culprit`` is None where float64 does not decide."""
+    """The first operator at which two devices part.
+
+    ``culprit``: the rank whose result lies outside what dtype and operator allow by float64; None where neither does,
+    or float64
+    cannot be asked. ``lawful``: both lie within it, so that two algorithms differ, and nobody errs.
+    """
 
     site: str
     line: str
     culprit: int | None
     evidence: dict[str, Any]
+    lawful: bool = False
+
+    def as_text(self) -> str:
+        """Return it as JSON, to be told to other ranks."""
+        return json.dumps([self.site, self.line, self.culprit, self.evidence, self.lawful])
+
+    @classmethod
+    def from_text(cls, text: str) -> Located | None:
+        """Return what `as_text` gave; None for no text."""
+        return cls(*json.loads(text)) if text else None
+
+    @property
+    def parted(self) -> bool:
+        """Whether any operator was found; else both gave the same bits this time."""
+        return bool(self.site)
+
+
+SAME = Located("", "", None, {})
+"""Both devices gave the same bits, operator by operator."""
 
 
 def locate(
-    ranks: Ranks, replayer: Replayer, record: StepRecord, guests: dict[int, Passes], owner: int, witness: int
+    ranks: Ranks, replayer: Replayer, record: StepRecord, guests: dict[int, list[Pass]], owner: int, witness: int
 ) -> Located | None:
     """Find the first operator at which the devices of ``owner`` and ``witness`` part on ``owner``'s step; collective.
 
@@ -45,7 +68,7 @@ def locate(
 
     Returns
     -------
-    None if both gave the same bits this time (an intermittent fault that rested).
+    `SAME` if both gave the same bits this time (an intermittent fault that rested); None if it could not be found out.
 
     """
     concerned = ranks.rank in (owner, witness)
@@ -68,7 +91,7 @@ def locate(
         if found_one and not concerned:
             replayer.run(record, passes, around=OperatorTrace().tap)
     if first is None:
-        return _shared(ranks, None, witness)
+        return _shared(ranks, SAME if concerned else None, witness)
     close = OperatorTrace(keep=first)
     replayer.run(record, passes, around=close.tap)
     if close.kept is None:
@@ -81,7 +104,7 @@ def locate(
     return _shared(ranks, located, witness)
 
 
-def _hashes(replayer: Replayer, record: StepRecord, passes: Passes | None) -> torch.Tensor:
+def _hashes(replayer: Replayer, record: StepRecord, passes: list[Pass] | None) -> torch.Tensor:
     trace = OperatorTrace()
     replayer.run(record, passes, around=trace.tap)
     return torch.stack([digest.cpu() for digest in trace.hashes])
@@ -103,18 +126,21 @@ def _weigh(close: OperatorTrace, here: Discrepancy, there: Discrepancy, owner: i
     call = close.kept
     assert call is not None  # noqa: S101 - the caller kept it
     culprit: int | None = None
-    if here.comparable and there.comparable and here.error != there.error:
-        culprit = witness if _worse(here.error, there.error) else owner
+    if here.comparable and there.comparable and (here.outside or there.outside):
+        culprit = witness if _worse(here, there) else owner
     evidence = {
         f"rank {owner}": there.as_dict(),
         f"rank {witness}": here.as_dict(),
         "operator_inputs": [list(t.shape) for t in call.args if isinstance(t, torch.Tensor)],
     }
-    return Located(str(call.site()), close.line, culprit, evidence)
+    lawful = here.comparable and there.comparable and culprit is None
+    return Located(str(call.site()), close.line, culprit, evidence, lawful)
 
 
-def _worse(a: float, b: float) -> bool:
-    return not a <= b  # NaN is the worst
+def _worse(a: Discrepancy, b: Discrepancy) -> bool:
+    if a.outside is not b.outside:
+        return a.outside
+    return not a.error <= b.error  # NaN is the worst
 
 
 def _swap_json(ranks: Ranks, other: int, value: dict[str, Any]) -> dict[str, Any]:
@@ -125,6 +151,5 @@ def _swap_json(ranks: Ranks, other: int, value: dict[str, Any]) -> dict[str, Any
 
 def _shared(ranks: Ranks, located: Located | None, source: int) -> Located | None:
     """Tell every rank what the witness found."""
-    text = "" if located is None else json.dumps([located.site, located.line, located.culprit, located.evidence])
-    heard = ranks.tell(text, source)
-    return Located(*json.loads(heard)) if heard else None
+    heard = ranks.tell("" if located is None else located.as_text(), source)
+    return Located.from_text(heard)

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from bitwitness.finding import Finding, Severity
+from bitwitness.nonfinite.dtypes import dtype_name, wider
 from bitwitness.nonfinite.flags import measurable
 from bitwitness.nonfinite.taint import Key, key_of
 from bitwitness.nonfinite.watch import watched
-from bitwitness.nonfinite.words import SENSOR, dtype_name
+from bitwitness.nonfinite.words import SENSOR
 from bitwitness.site import Site
 from bitwitness.stats.local import local_values
 from bitwitness.tap.frames import Line, current_line, line_text
@@ -177,7 +178,7 @@ class ApproachSensor:
         where = f"module {one.site.module}, {line_text(one.line) or 'no line of yours'}"
         message = (
             f"{one.site.op} ({one.site.phase}) {what} {name}'s largest number: {value:.6g} of {most:.6g}, from ordinary "
-            f"inputs; {where}. To do: run this operator in a wider dtype, or make its inputs smaller"
+            f"inputs; {where}. To do: {_advice(one.dtype)}"
         )
         kind = "saturated" if full else "extreme"
         return message, {"kind": kind, "value": value, "share": share, "line": line_text(one.line), "dtype": name}
@@ -235,3 +236,10 @@ class ApproachSensor:
             for (op, dtype), known in self.classes.items()
         ]
         return sorted(rows, key=lambda row: -float(str(row["share_of_maximum"])))
+
+
+def _advice(dtype: torch.dtype) -> str:
+    """Name the dtypes that would help; bfloat16's range is float32's already."""
+    names = [name for name in wider(dtype) if name != "float64"]
+    first = f"run this operator in a wider dtype ({' or '.join(names)}), or " if names else ""
+    return f"{first}make its inputs smaller"

@@ -34,6 +34,17 @@ MATRIX_PRODUCTS = frozenset({
     "mkldnn_rnn_layer", "mkldnn_linear", "_trilinear", "einsum",
 })  # fmt: skip
 
+CASTS = frozenset({"_to_copy", "to", "copy_", "copy"})
+SOFTMAX = frozenset({"_softmax", "_log_softmax", "softmax", "log_softmax", "logsumexp", "_safe_softmax"})
+ATTENTION = frozenset({
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_attention_math",
+    "_scaled_dot_product_fused_attention_overrideable",
+})  # fmt: skip
+
+READ_IN_PART = ("embedding", "index", "gather", "take", "_embedding")
+"""How the names of operators begin that read some entries of a tensor only: the others may be bad for long."""
+
 
 def puts_in(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Tell whether a call puts in a non-finite constant of its caller's."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from bitwitness.nonfinite.exact import Exact
 from bitwitness.nonfinite.flags import Flags
 from bitwitness.site import Site
 from bitwitness.stats import Stats, stats_of
@@ -22,6 +23,7 @@ class Kind(StrEnum):
     BUFFER = "buffer"
     BATCH = "batch"
     CONSTANT = "constant"
+    TERM = "term"
     OPTIMIZER = "optimizer"
     LOSS_SCALE = "loss_scale"
     COLLECTIVE = "collective"
@@ -43,6 +45,11 @@ class Extent:
     def of(cls, slot: str, tensor: torch.Tensor) -> Extent:
         """Measure a tensor; waits for its device."""
         return cls(slot, tensor.dtype, tuple(tensor.shape), stats_of(tensor.detach()))
+
+    @property
+    def bad(self) -> bool:
+        """Whether any of its values is NaN or infinite."""
+        return bool(self.stats.nan + self.stats.pos_inf + self.stats.neg_inf)
 
     def to_dict(self) -> dict[str, Any]:
         """Return it for ``evidence``."""
@@ -79,6 +86,10 @@ class Origin:
         That forward operator, and autograd's name of the backward node.
     inputs, outputs
         Their extents.
+    arguments
+        What the operator was given by position: an extent, a number, or None for all else.
+    exact
+        What its bad results are in float64, where that could be computed.
     accumulating
         Whether it adds many values into one place.
     reaches
@@ -102,6 +113,8 @@ class Origin:
     node: str = ""
     inputs: tuple[Extent, ...] = ()
     outputs: tuple[Extent, ...] = ()
+    arguments: tuple[Extent | float | None, ...] = ()
+    exact: Exact | None = None
     accumulating: bool = False
     reaches: tuple[str, ...] = ()
     detail: str = ""

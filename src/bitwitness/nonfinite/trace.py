@@ -11,20 +11,22 @@ import numpy as np
 import torch
 from torch import nn
 
+from bitwitness.nonfinite.entrances import Entry
 from bitwitness.nonfinite.flags import all_finite, flags_of, measurable
 from bitwitness.nonfinite.frames import FrameLog
 from bitwitness.nonfinite.kinds import Mode, wanted
 from bitwitness.nonfinite.origin import Kind, Origin, Trace
+from bitwitness.nonfinite.strays import Strays
 from bitwitness.nonfinite.taint import Origins
-from bitwitness.nonfinite.watch import Entry, OriginWatch
+from bitwitness.nonfinite.terms import terms_of
+from bitwitness.nonfinite.watch import OriginWatch
 from bitwitness.replay.run import Execution, Replayer
-from bitwitness.tap.capture import ForwardRecord, StepRecord
+from bitwitness.tap.capture import StepRecord
 from bitwitness.tap.clock import stopwatch
-from bitwitness.tap.lossgraph import LossGraph, Outside
-from bitwitness.tap.root import TWICE
+from bitwitness.tap.lossgraph import LossGraph, Outside, sources_in
 from bitwitness.tap.structure import tensors_of
 
-_FROM_OUTSIDE = (Kind.PARAMETER, Kind.BUFFER, Kind.BATCH, Kind.CONSTANT, Kind.RECEIVED, Kind.UNKNOWN)
+_FROM_OUTSIDE = (Kind.PARAMETER, Kind.BUFFER, Kind.BATCH, Kind.TERM, Kind.CONSTANT, Kind.RECEIVED, Kind.UNKNOWN)
 
 
 def trace_step(replayer: Replayer, record: StepRecord, *, mode: Mode = "all", scale: float = 1.0) -> Trace:
@@ -51,7 +53,7 @@ def trace_step(replayer: Replayer, record: StepRecord, *, mode: Mode = "all", sc
     now = stopwatch(replayer.device)
     with _watching(replayer, record, scale) as (watch, frames):
         started = now()
-        done = replayer.run(*_each_backward(record), keep=True, around=watch.tap, through_loss=True)
+        done = replayer.run(record, keep=True, around=watch.tap, strict=False)
     targets = _targets(replayer, record, watch, done)
     trace = _conclude(watch, frames, targets, mode)
     trace.problem, trace.seconds = done.no_loss, now() - started
@@ -77,25 +79,12 @@ def trace_forward(replayer: Replayer, record: StepRecord, graph: LossGraph, *, m
     return trace
 
 
-def _each_backward(record: StepRecord) -> tuple[StepRecord, list[list[ForwardRecord]] | None]:
-    """Return a step whose forwards had several backwards as one pass for each of these, where its loss is taped."""
-    if record.unreplayable != TWICE:
-        return record, None
-    passes = [
-        [replace(forward, backward=number) for forward in record.forwards if forward.number in graph.forwards]
-        for number, graph in sorted(record.graphs.items())
-        if graph.problem is None
-    ]
-    if len(passes) < len(record.graphs) or not all(passes):
-        return record, None
-    return replace(record, unreplayable=None), passes
-
-
 @contextmanager
 def _watching(replayer: Replayer, record: StepRecord, scale: float) -> Iterator[tuple[OriginWatch, FrameLog]]:
     frames = FrameLog()
-    watch = OriginWatch(_entries(replayer.root, record), frames, scale=scale)
-    if replayer.lockstep:
+    read = [tensor for tensor, _ in _read_by_the_loss(record)]
+    watch = OriginWatch(_entries(replayer.root, record), frames, scale=scale, strays=Strays(read))
+    if replayer.sharded:
         watch.gathered_from(bad_parameters(replayer.root))
     with _batch_seen(replayer.root, watch), frames.watching(replayer.root):
         yield watch, frames
@@ -130,10 +119,9 @@ def _entries(root: nn.Module, record: StepRecord) -> dict[int, Entry]:
 
 def _entering(root: nn.Module, record: StepRecord) -> Iterator[tuple[torch.Tensor, Entry]]:
     """Yield what the script gave to its loss code, gradients from outside, buffers and parameters."""
-    calls = [call for graph in record.graphs.values() for call in graph.calls.values()]
-    for call in calls:
-        for source in tensors_in_call(call.args, call.kwargs):
-            yield source.tensor, Entry(Kind.BATCH, f"loss[{getattr(call.func, '__name__', 'call')}]")
+    yield from _read_by_the_loss(record)
+    for term in terms_of(record, dict(root.named_parameters())):
+        yield term.tensor, Entry(Kind.TERM, f"loss[{term.reader}]", term.describe())
     for forward in record.forwards:
         for grad in forward.output_grads:
             if grad is not None:
@@ -144,22 +132,19 @@ def _entering(root: nn.Module, record: StepRecord) -> Iterator[tuple[torch.Tenso
         yield parameter, Entry(Kind.PARAMETER, name)
 
 
+def _read_by_the_loss(record: StepRecord) -> Iterator[tuple[torch.Tensor, Entry]]:
+    for graph in record.graphs.values():
+        for call in graph.calls.values():
+            for source in sources_in((call.args, call.kwargs)):
+                if isinstance(source, Outside):
+                    yield source.tensor, Entry(Kind.BATCH, f"loss[{getattr(call.func, '__name__', 'call')}]")
+
+
 def bad_parameters(root: nn.Module) -> list[str]:
     """Return the names of the parameters that hold NaN or Inf (of a sharded one: in this rank's shard)."""
     named = dict(root.named_parameters())
     fine = all_finite([p.to_local() if hasattr(type(p), "to_local") else p for p in named.values()])  # type: ignore[attr-defined]
     return [name for name, is_fine in zip(named, fine, strict=True) if not is_fine]
-
-
-def tensors_in_call(*values: Any) -> Iterator[Outside]:
-    """Yield the outside tensors among a taped call's arguments."""
-    for value in values:
-        if isinstance(value, Outside):
-            yield value
-        elif isinstance(value, tuple | list):
-            yield from tensors_in_call(*value)
-        elif isinstance(value, dict):
-            yield from tensors_in_call(*value.values())
 
 
 @contextmanager
@@ -171,7 +156,7 @@ def _batch_seen(root: nn.Module, watch: OriginWatch) -> Iterator[None]:
         for name, value in named:
             for tensor in tensors_of(value):
                 if measurable(tensor):
-                    watch.entries[tensor.untyped_storage().data_ptr()] = Entry(Kind.BATCH, name)
+                    watch.name(tensor, Entry(Kind.BATCH, name))
 
     handle = root.register_forward_pre_hook(note, with_kwargs=True, prepend=True)
     try:
@@ -192,7 +177,7 @@ def _targets(replayer: Replayer, record: StepRecord, watch: OriginWatch, done: E
         if value.flags:
             found[f"output {number} of the model"] = value.origins
     names = list(replayer.parameters)
-    if replayer.lockstep:  # what is whole and local is described only, before it is reduced
+    if replayer.sharded:  # what is whole and local is described only, before it is reduced
         sizes = done.features.absmax.cpu().double().numpy()
         return found | {f"gradient of {names[i]}": frozenset() for i in np.flatnonzero(~np.isfinite(sizes))}
     for name, grad in zip(names, done.grads or [], strict=False):

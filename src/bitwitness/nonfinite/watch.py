@@ -9,33 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from bitwitness.nonfinite.entrances import MEASURED, Entrances, Entry
+from bitwitness.nonfinite.exact import Exact, in_float64
 from bitwitness.nonfinite.flags import FINITE, Flags, flags_of, measurable
 from bitwitness.nonfinite.frames import FrameLog
+from bitwitness.nonfinite.kept import KeptTensors, saved_by
 from bitwitness.nonfinite.kinds import MATRIX_PRODUCTS, accumulates, overwritten, puts_in
 from bitwitness.nonfinite.origin import Extent, Kind, Origin
+from bitwitness.nonfinite.strays import Strays
 from bitwitness.nonfinite.taint import CLEAN, NONE, Origins, Provenance, Value, joined
-from bitwitness.site import Site
 from bitwitness.tap.frames import NOWHERE, Line, current_line
 from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.operators import OpCall, OperatorTap, tensors_in
 from bitwitness.tap.trace import moves_between_ranks
 
-_MEASURED = 32  # origins whose inputs and outputs are measured
-_KEPT = 4  # origins whose inputs and outputs are kept
-_LARGEST_KEPT = 64 << 20  # bytes, of all of them together
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A tensor that enters a step from outside: what it is and what it is called."""
-
-    kind: Kind
-    name: str
+_LARGEST_BUFFER = 1 << 20  # elements of a buffer that is copied before an operator that may change it without a word
 
 
 def watched(func: torch._ops.OpOverload) -> bool:
@@ -60,29 +52,44 @@ class OriginWatch:
         Counts the modules that have run.
     scale
         The loss scale: an overflow in the backward that is gone without it is the scale's doing.
+    strays
+        What the loss code read without a word of who made it.
 
     """
 
-    def __init__(self, entries: Mapping[int, Entry], frames: FrameLog, *, scale: float = 1.0) -> None:
-        self.entries = dict(entries)
+    def __init__(
+        self, entries: Mapping[int, Entry], frames: FrameLog, *, scale: float = 1.0, strays: Strays | None = None
+    ) -> None:
         self.origins: list[Origin] = []
-        self.constants: Origins = NONE
-        self.kept: dict[str, torch.Tensor] = {}
+        self._strays = Strays() if strays is None else strays
         self._frames = frames
-        self._gathered: list[str] | None = None
         self._scale = scale
         self._tracker = ModuleTracker()
         self._provenance = Provenance()
-        self._entered: dict[Entry, int] = {}
+        self._entrances = Entrances(entries, self._strays, frames, self.origins, self._provenance)
         self._inputs: list[tuple[torch.Tensor, Value]] = []
         self._copies: dict[int, torch.Tensor] = {}
         self._lines: dict[int, Line] = {}
-        self._kept_bytes = 0
+        self._keeper = KeptTensors()
         self._followed: dict[int, int] = {}
+
+    @property
+    def kept(self) -> dict[str, torch.Tensor]:
+        """What the first origins read and wrote."""
+        return self._keeper.tensors
+
+    @property
+    def constants(self) -> Origins:
+        """The origins that are a constant of the model's author, a mask perhaps."""
+        return self._entrances.constants
+
+    def name(self, tensor: torch.Tensor, entry: Entry) -> None:
+        """Say what a tensor is that enters the step."""
+        self._entrances.entries[tensor.untyped_storage().data_ptr()] = entry
 
     def gathered_from(self, bad_here: list[str]) -> None:
         """Say that whole parameters are gathered from all ranks, and which are bad in this rank's shard."""
-        self._gathered = bad_here
+        self._entrances.gathered = bad_here
 
     def tap(self) -> OperatorTap:
         """Return the dispatch mode; enter it around each forward and each backward."""
@@ -108,6 +115,12 @@ class OriginWatch:
         returns = call.func._schema.returns
         if returns and returns[0].alias_info is not None and read:
             self._copies[id(read[0])] = read[0].detach().clone()
+        # Running statistics are updated by kernels that do not say so in their schema.
+        self._copies |= {id(t): t.detach().clone() for t in read if self._is_buffer(t) and id(t) not in self._copies}
+
+    def _is_buffer(self, tensor: torch.Tensor) -> bool:
+        entry = self._entrances.entry(tensor)
+        return entry is not None and entry.kind is Kind.BUFFER and tensor.numel() <= _LARGEST_BUFFER
 
     def _known(self, tensor: torch.Tensor, call: OpCall) -> Value:
         known = self._provenance.get(tensor)
@@ -115,66 +128,9 @@ class OriginWatch:
 
     def _looked_at(self, tensor: torch.Tensor, call: OpCall | None) -> Value:
         flags = flags_of(tensor, nan_expected=bool(self._provenance.written(tensor).nan_from))
-        value = CLEAN if not flags else self._entering(tensor, flags, call)
+        value = CLEAN if not flags else self._entrances.take(tensor, flags, call)
         self._provenance.put(tensor, value)
         return value
-
-    def _entering(self, tensor: torch.Tensor, flags: Flags, call: OpCall | None) -> Value:
-        """Tell where the non-finite values of a tensor come from that no operator made just so."""
-        before = self._provenance.written(tensor)
-        if before.origins:
-            nan_from, inf_from = before.nan_from or before.inf_from, before.inf_from or before.nan_from
-            return Value(flags, nan_from if flags.nan else NONE, inf_from if flags.inf else NONE)
-        entry = self.entries.get(tensor.untyped_storage().data_ptr()) or self._unknown(call)
-        mask = flags == Flags(neg=True) and entry.kind is not Kind.PARAMETER
-        if mask or (flags.inf and not flags.nan and not entry.name):
-            entry = Entry(Kind.CONSTANT, entry.name)
-        number = self._enter(entry, tensor, flags, call, lawful=entry.kind is Kind.CONSTANT and not flags.nan)
-        origins = frozenset({number})
-        return Value(flags, origins if flags.nan else NONE, origins if flags.inf else NONE)
-
-    def _unknown(self, call: OpCall | None) -> Entry:
-        """Tell what a tensor is that nobody has named: a constant or, where parameters are gathered, one of these."""
-        if self._gathered is None:
-            return Entry(Kind.CONSTANT, "")
-        module = "" if call is None else call.module
-        if not self._gathered:
-            return Entry(Kind.RECEIVED, module)
-        here = [name for name in self._gathered if name.rpartition(".")[0] == module]
-        return Entry(Kind.PARAMETER, (here or self._gathered)[0])
-
-    def _enter(self, entry: Entry, tensor: torch.Tensor, flags: Flags, call: OpCall | None, *, lawful: bool) -> int:
-        if entry.name and entry in self._entered:
-            return self._entered[entry]
-        number = len(self.origins)
-        if entry.kind in (Kind.PARAMETER, Kind.BUFFER):
-            site = Site.of_parameter(entry.name, "param")
-        elif entry.kind is Kind.BATCH:
-            site = Site(".", "input", 0, "forward", entry.name)
-        elif entry.kind is Kind.UNKNOWN:
-            site = Site(".", "output", 0, "grad", "out0")
-        elif entry.kind is Kind.RECEIVED:
-            site = Site(entry.name or ".", "all_gather", 0, "comm", "out0")
-        else:
-            site = Site(".", "constant", 0, "forward", "value") if call is None else call.site()
-        reader = "" if call is None else f"{call.op} in {call.module}"
-        extents = (Extent.of("value", tensor),) if number < _MEASURED else ()
-        origin = Origin(
-            number,
-            entry.kind,
-            site,
-            flags,
-            current_line(),
-            inputs=extents,
-            detail=reader,
-            frame=len(self._frames.frames),
-        )
-        self.origins.append(origin)
-        if lawful:
-            self.constants |= {number}
-        if entry.name:
-            self._entered[entry] = number
-        return number
 
     def _after(self, call: OpCall) -> None:
         outputs = [t for t in call.outputs or self._written(call) if isinstance(t, torch.Tensor) and measurable(t)]
@@ -191,6 +147,8 @@ class OriginWatch:
         value_of = self._judge(call, found) if any(flags for _, flags in found) else {}
         for tensor, _ in found:
             self._provenance.put(tensor, value_of.get(id(tensor), CLEAN))
+            if id(tensor) in value_of and call.phase == "forward":
+                self._strays.meet(call.op, tensor, value_of[id(tensor)])
         self._buffers_written(call)
 
     def _written(self, call: OpCall) -> Iterable[Any]:
@@ -202,8 +160,7 @@ class OriginWatch:
     def _buffers_written(self, call: OpCall) -> None:
         """Look again at buffers that a kernel may have updated without saying so in its schema (running statistics)."""
         for tensor, before in self._inputs:
-            entry = self.entries.get(tensor.untyped_storage().data_ptr())
-            if entry is None or entry.kind is not Kind.BUFFER or before.flags:
+            if before.flags or not self._is_buffer(tensor):
                 continue
             flags = flags_of(tensor)
             if flags:
@@ -237,7 +194,7 @@ class OriginWatch:
         flags = flags_of(seen)
         if flags == value.flags:
             return value
-        fresh = CLEAN if flags == FINITE else self._entering(seen, flags, call)
+        fresh = CLEAN if flags == FINITE else self._entrances.take(seen, flags, call)
         self._provenance.put(tensor, fresh)
         return fresh
 
@@ -246,13 +203,7 @@ class OriginWatch:
         if call.op not in MATRIX_PRODUCTS:
             return None
         numbers = frozenset().union(*(value.inf_from for _, value in self._inputs))
-        for number in sorted(numbers):
-            entered = [entry for entry, known in self._entered.items() if known == number and entry.name]
-            if entered:
-                self.origins[number] = replace(self.origins[number], kind=Kind.BATCH)
-                self.constants -= {number}
-                return frozenset({number})
-        return None
+        return self._entrances.no_mask(numbers)
 
     # -- an origin -----------------------------------------------------------------------------------------------
 
@@ -263,7 +214,8 @@ class OriginWatch:
         forward_line = self._lines.get(self._tracker.node(), NOWHERE) if node is not None else NOWHERE
         inputs = [(f"in{i}", self._copies.get(id(t), t)) for i, (t, _) in enumerate(self._inputs)]
         outputs = [(f"out{i}", t) for i, (t, _) in enumerate(found)]
-        measured = number < _MEASURED
+        measured = number < MEASURED
+        exact = self._exact(call, found) if measured and not constant else None
         kind = Kind.CONSTANT if constant else Kind.OPERATOR
         if node is not None and measured and self._cured_by_unscaling(call):
             kind = Kind.LOSS_SCALE
@@ -279,30 +231,48 @@ class OriginWatch:
                 "" if node is None else node.name(),
                 tuple(Extent.of(slot, t) for slot, t in inputs) if measured else (),
                 tuple(Extent.of(slot, t) for slot, t in outputs) if measured else (),
+                self._arguments(call) if measured else (),
+                exact,
                 accumulates(call.op, call.phase, call.args, call.kwargs),
                 frame=len(self._frames.frames),
             )
         )
         if constant:
-            self.constants |= {number}
+            self._entrances.constants |= {number}
         else:
-            self._keep(number, [*inputs, *outputs, *_saved(node)])
+            self._keeper.keep(number, [*inputs, *outputs, *saved_by(node)])
             if node is None:
                 self._frames.end_after(call.module)
                 self._followed[self._tracker.node()] = number
         return number
 
+    def _exact(self, call: OpCall, found: list[tuple[torch.Tensor, Flags]]) -> Exact | None:
+        """Return what an operator's bad results are in float64; NaN alone where it may pass infinities on."""
+        given = any(value.flags.inf for _, value in self._inputs)
+        bad = [tensor for tensor, flags in found if flags]
+        return in_float64(call, self._copies, bad, nan_alone=given and any(flags.nan for _, flags in found))
+
+    def _arguments(self, call: OpCall) -> tuple[Extent | float | None, ...]:
+        """Return what a call was given by position, as far as it can be measured."""
+
+        def measure(position: int, value: Any) -> Extent | float | None:
+            if isinstance(value, torch.Tensor) and measurable(value):
+                return Extent.of(f"arg{position}", self._copies.get(id(value), value))
+            return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+        return tuple(measure(position, value) for position, value in enumerate(call.args))
+
     def _keep_backward(self, call: OpCall, outputs: list[torch.Tensor]) -> None:
         """Keep what the first operator of a forward origin's backward reads and writes, too."""
         number = self._followed.pop(self._tracker.node(), None)
-        if number is not None and any(name.startswith(f"origin{number}.") for name in self.kept):
+        if number is not None:
             read = [(f"{call.op}.in{i}", tensor) for i, (tensor, _) in enumerate(self._inputs)]
             written = [(f"{call.op}.out{i}", tensor) for i, tensor in enumerate(outputs)]
-            self._store(number, [(f"backward.{slot}", tensor) for slot, tensor in read + written])
+            self._keeper.add(number, [(f"backward.{slot}", tensor) for slot, tensor in read + written])
 
     def _cured_by_unscaling(self, call: OpCall) -> bool:
         """Tell whether a backward operator's result is finite once one of its inputs, the gradient, is not scaled."""
-        if self._scale <= 1 or self._copies:
+        if self._scale <= 1 or (self._inputs and id(self._inputs[0][0]) in self._copies):  # it works in place
             return False
         for position, value in enumerate(call.args):
             if isinstance(value, torch.Tensor) and measurable(value):
@@ -311,29 +281,3 @@ class OriginWatch:
                     if not any(flags_of(t) for t in tensors_in(call.func(*args, **call.kwargs)) if measurable(t)):
                         return True
         return False
-
-    def _keep(self, number: int, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        if len({name.partition(".")[0] for name in self.kept}) < _KEPT:
-            self._store(number, tensors)
-
-    def _store(self, number: int, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        size = sum(t.numel() * t.element_size() for _, t in tensors)
-        if self._kept_bytes + size > _LARGEST_KEPT:
-            return
-        self._kept_bytes += size
-        for slot, tensor in tensors:
-            self.kept[f"origin{number}.{slot}"] = tensor.detach().clone().contiguous()
-
-
-def _saved(node: Any) -> list[tuple[str, torch.Tensor]]:
-    """Return what the forward saved for a backward node, by its names in torch."""
-    found: list[tuple[str, torch.Tensor]] = []
-    for name in dir(node) if node is not None else ():
-        if name.startswith("_saved_") or name == "saved_tensors":
-            with suppress(Exception):  # a node may have let go of it already
-                value = getattr(node, name)
-                many = value if isinstance(value, tuple | list) else [value]
-                found += [
-                    (f"{name.removeprefix('_')}{i or ''}", t) for i, t in enumerate(many) if isinstance(t, torch.Tensor)
-                ]
-    return found

@@ -7,32 +7,14 @@ from typing import Any
 import torch
 
 from bitwitness.finding import Finding, Severity
+from bitwitness.nonfinite.advice import advice_for, claim
+from bitwitness.nonfinite.dtypes import dtype_name
+from bitwitness.nonfinite.making import Making, making_of
 from bitwitness.nonfinite.origin import Extent, Kind, Origin, Trace
 from bitwitness.tap.frames import line_text
 
 SENSOR = "nonfinite"
 _SHOWN = 3
-_CASTS = ("_to_copy", "to", "copy_")
-_DIVISIONS = (
-    "div",
-    "div_",
-    "reciprocal",
-    "reciprocal_",
-    "rsqrt",
-    "rsqrt_",
-    "sqrt",
-    "pow",
-    "_foreach_div",
-    "true_divide",
-)
-_LOGARITHMS = ("log", "log2", "log10", "log1p", "xlogy", "log_", "logit")
-_EXPONENTIALS = ("exp", "exp_", "expm1", "exp2", "cosh", "sinh")
-_SOFTMAX = ("_softmax", "_log_softmax", "softmax", "log_softmax", "logsumexp")
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype's name without torch's prefix."""
-    return str(dtype).removeprefix("torch.")
 
 
 def what_came_out(origin: Origin) -> str:
@@ -51,7 +33,7 @@ def what_came_out(origin: Origin) -> str:
 def _given(extent: Extent) -> str:
     stats = extent.stats
     text = f"{extent.slot} {dtype_name(extent.dtype)} [{stats.min:.4g}, {stats.max:.4g}]"
-    extras = [f"{stats.zeros} zeros"] if stats.zeros else []
+    extras = [f"{stats.zeros} zero{'s' * (stats.zeros != 1)}"] if stats.zeros else []
     extras += [f"{stats.pos_inf + stats.neg_inf} Inf"] if stats.pos_inf + stats.neg_inf else []
     return text + (f" with {', '.join(extras)}" if extras else "")
 
@@ -75,7 +57,9 @@ def _of_backward(origin: Origin) -> str:
 
 def _largest(origin: Origin) -> str:
     """Say what the dtype that comes out can hold, where the result is beyond it."""
-    dtypes = [extent.dtype for extent in origin.outputs if extent.stats.pos_inf + extent.stats.neg_inf]
+    if making_of(origin) not in (Making.OVERFLOW, Making.OVERFLOW_INSIDE):
+        return ""
+    dtypes = [extent.dtype for extent in origin.outputs if extent.bad]
     return f"; {dtype_name(dtypes[0])} holds at most {torch.finfo(dtypes[0]).max:.5g}" if dtypes else ""
 
 
@@ -86,36 +70,50 @@ def headline(origin: Origin) -> str:
     size = f" ({_size(origin.inputs[0])})" if origin.inputs else ""
     name = f"{origin.site.module}.{origin.site.op}".removeprefix("..").removeprefix(".")
     more = f" (and {len(origin.others)} more: {origin.others[0]}, …)" if origin.others else ""
-    match origin.kind:
-        case Kind.PARAMETER:
-            return f"parameter {name}{more} was not finite when the step began{size}{reader}"
-        case Kind.OPTIMIZER:
-            return f"parameter {name}{more} became non-finite in an optimizer's update{size}{reader}"
-        case Kind.BUFFER:
-            return f"buffer {name}{more} was not finite when the step began{size}{reader}"
-        case Kind.BATCH:
-            return f"the batch was not finite: {origin.site.slot}{size}{reader}"
-        case Kind.RECEIVED:
-            return f"module {origin.site.module} received non-finite parameters from another rank (all-gather)"
-        case Kind.COLLECTIVE:
-            return f"the reduction across ranks made non-finite gradients of finite ones: {origin.detail}"
-        case Kind.UNKNOWN:
-            return (
-                "the gradient that reaches the model's outputs is not finite, and no operator of the model made it: it comes "
-                "from the code between the model's output and the loss, which could not be run again"
-            )
-        case Kind.CONSTANT:
-            return (
-                f"a non-finite constant that {origin.site.op}{_of_backward(origin)} puts in or reads is not masked away; "
-                f"{place(origin)}"
-            )
-        case _:
-            given = ", ".join(_given(extent) for extent in origin.inputs[:_SHOWN]) or "finite values"
-            out = dtype_name(origin.outputs[0].dtype) if origin.outputs else "its output"
-            return (
-                f"{origin.site.op}{_of_backward(origin)} made {what_came_out(origin)} ({out}) from finite inputs ({given}"
-                f"{_largest(origin)}); {place(origin)}"
-            )
+    entered = f"{size}{reader}"
+    texts = {
+        Kind.PARAMETER: f"parameter {name}{more} was not finite when the step began{entered}",
+        Kind.OPTIMIZER: f"parameter {name}{more} became non-finite in an optimizer's update{entered}",
+        Kind.BUFFER: f"buffer {name}{more} was not finite when the step began{entered}",
+        Kind.BATCH: f"{_given_as(origin)} was not finite: {origin.site.slot}{entered}",
+        Kind.TERM: f"a term of the loss was not finite that the replay does not compute again{entered}",
+        Kind.RECEIVED: f"module {origin.site.module} received non-finite parameters from another rank (all-gather)",
+        Kind.COLLECTIVE: f"the reduction across ranks made non-finite gradients of finite ones: {origin.detail}",
+        Kind.UNKNOWN: (
+            "the gradient that reaches the model's outputs is not finite, and no operator of the model made it: it comes "
+            "from the code between the model's output and the loss, which could not be run again"
+        ),
+    }
+    if origin.kind is Kind.CONSTANT:
+        return _constant(origin, entered)
+    return texts.get(origin.kind) or _made(origin)
+
+
+def _given_as(origin: Origin) -> str:
+    return "a tensor that the script gave to its loss" if origin.site.slot.startswith("loss[") else "the batch"
+
+
+def _constant(origin: Origin, entered: str) -> str:
+    if origin.detail:
+        return f"a tensor that no operator of the replayed step made holds {_what_entered(origin)}{entered}"
+    return (
+        f"a non-finite constant that {origin.site.op}{_of_backward(origin)} puts in is not masked away; {place(origin)}"
+    )
+
+
+def _what_entered(origin: Origin) -> str:
+    return " and ".join(["NaN"] * origin.flags.nan + ["infinities"] * origin.flags.inf)
+
+
+def _made(origin: Origin) -> str:
+    given = ", ".join(_given(extent) for extent in origin.inputs[:_SHOWN]) or "no values"
+    inputs = "inputs without NaN" if any(e.stats.pos_inf + e.stats.neg_inf for e in origin.inputs) else "finite inputs"
+    out = dtype_name(origin.outputs[0].dtype) if origin.outputs else "its output"
+    how = claim(origin)
+    return (
+        f"{origin.site.op}{_of_backward(origin)} made {what_came_out(origin)} ({out}) from {inputs} ({given}"
+        f"{_largest(origin)}){f': {how}' if how else ''}; {place(origin)}"
+    )
 
 
 def _size(extent: Extent) -> str:
@@ -127,53 +125,34 @@ def _size(extent: Extent) -> str:
 
 def advice(origin: Origin) -> str:
     """Return one sentence that says what to do."""
-    op = origin.site.op
-    narrow = next((e.dtype for e in origin.outputs if e.dtype.itemsize < 4), None)
-    given = _FOR_KIND.get(origin.kind)
-    if given is not None:
-        return given
-    if narrow is not None and origin.flags.inf and origin.inputs:
-        if op in _CASTS:
-            return f"keep this tensor in a wider dtype than {dtype_name(narrow)}, or scale or clamp it before the cast"
-        return f"run this operator in a wider dtype than {dtype_name(narrow)} (bfloat16 or float32), or make its inputs smaller"
-    for names, text in _FOR_OPERATORS:
-        if op in names or (origin.site.phase == "backward" and origin.forward_op in names):
-            return text
-    if origin.site.phase == "backward":
-        return "look at the derivative at these inputs: clamp the forward's input away from where it has none"
-    if origin.flags.inf and not origin.flags.nan:
-        return "the result is beyond the dtype: make the inputs smaller, clamp, or use a wider dtype"
-    return "look at these inputs: the result is not defined for them; guard the expression with a clamp or a where on its input"
+    match origin.kind:
+        case Kind.LOSS_SCALE if any(
+            e.bad and e.dtype is not torch.float16 and e.dtype.itemsize > 1 for e in origin.outputs
+        ):
+            return "use a smaller loss scale: this dtype needs none"
+        case Kind.CONSTANT if not origin.detail and origin.flags.nan:
+            return "look at the code that puts this number in: no mask is made of it"
+        case Kind.CONSTANT if origin.flags.nan:
+            return "look at where it was computed: outside the step, or in memory that was never written (torch.empty)"
+        case Kind.BATCH if origin.site.slot.startswith("loss["):
+            return "look at where it comes from: labels, weights, or a number that was computed without a gradient"
+        case _:
+            given = _FOR_KIND.get(origin.kind)
+            return advice_for(origin) if given is None else given
 
 
 _FOR_KIND = {
     Kind.PARAMETER: "look at what wrote it: loading, initialisation, or the step before (an optimizer or your own code)",
     Kind.OPTIMIZER: "look at the optimizer's settings (eps, learning rate, betas) and state for this parameter",
-    Kind.BUFFER: "look at what wrote it: loading, or running statistics of a batch that was not finite; reset it",
+    Kind.BUFFER: "look at what wrote it: loading, an evaluation, or your own code; reset it",
     Kind.BATCH: "look at the data: find the samples, and drop or repair them where they are read",
+    Kind.TERM: "look at how it is computed; after the model's forward, and with its operators, it would be followed, too",
     Kind.CONSTANT: "where everything is masked nothing is left to choose from: make sure that something stays unmasked",
     Kind.LOSS_SCALE: "use a smaller loss scale (GradScaler finds it by itself), or bfloat16, which needs none",
     Kind.COLLECTIVE: "reduce in a wider dtype (no float16 compression hook, reduce_dtype=torch.float32), or scale before",
     Kind.UNKNOWN: "have the model return its loss, so that the loss's operators are run again, too",
     Kind.RECEIVED: "look at the rank that fed it",
 }
-_FOR_OPERATORS = (
-    (_SOFTMAX, "no entry of some row may be chosen: make sure that each row keeps one unmasked, or skip such rows"),
-    (
-        _DIVISIONS,
-        "it divides by zero (or takes a root whose slope is infinite): add an eps to, or clamp, what it divides by",
-    ),
-    (
-        _LOGARITHMS,
-        "it takes the logarithm of zero or less: clamp its input from below (or use log_softmax, logsigmoid)",
-    ),
-    (_EXPONENTIALS, "its input is too large: subtract the maximum first, or clamp it from above"),
-    (("mul", "mul_"), "zero times infinity: replace a mask that multiplies by torch.where or masked_fill"),
-    (
-        ("var", "std", "var_mean", "std_mean"),
-        "a single value has no unbiased variance: use correction=0 or more values",
-    ),
-)
 
 
 def as_finding(origin: Origin, trace: Trace, step: int, rank: int, severity: Severity = Severity.ERROR) -> Finding:
@@ -184,6 +163,7 @@ def as_finding(origin: Origin, trace: Trace, step: int, rank: int, severity: Sev
         "forward_line": line_text(origin.forward_line),
         "forward_op": origin.forward_op,
         "backward_node": origin.node,
+        "making": str(making_of(origin)) if origin.kind in (Kind.OPERATOR, Kind.LOSS_SCALE) else None,
         "inputs": [extent.to_dict() for extent in origin.inputs],
         "outputs": [extent.to_dict() for extent in origin.outputs],
         "holds_at_most": {dtype_name(e.dtype): torch.finfo(e.dtype).max for e in origin.outputs},
@@ -195,7 +175,8 @@ def as_finding(origin: Origin, trace: Trace, step: int, rank: int, severity: Sev
         "last_modules": trace.frames.get(origin.number, []),
         "replay_s": round(trace.seconds, 4),
     }
-    message = f"{headline(origin)}; it reaches {_reached(origin)}. To do: {advice(origin)}"
+    why = f" ({trace.problem})" if origin.kind is Kind.UNKNOWN and trace.problem else ""
+    message = f"{headline(origin)}{why}; it reaches {_reached(origin)}. To do: {advice(origin)}"
     return Finding(SENSOR, origin.site.at(rank=rank, step=step), severity, message, evidence, step, rank)
 
 

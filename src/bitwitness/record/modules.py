@@ -16,9 +16,9 @@ from torch import nn
 from bitwitness.record.log import Entry, Fail, Log
 from bitwitness.site import Site
 from bitwitness.tap.frames import Stacks
+from bitwitness.tap.hooks import ModuleHook
 from bitwitness.tap.modules import ROOT, own_work
 from bitwitness.tap.randomness import in_replay
-from bitwitness.tap.root import ModuleHook
 
 
 def named_tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -35,11 +35,11 @@ from bitwitness.tap.company import join_ranks
 from bitwitness.tap.compiled import HookedCall, distributed, find_entry
 from bitwitness.tap.frames import Stacks
 from bitwitness.tap.holdpoints import BackwardCall, HoldPoints
+from bitwitness.tap.hooks import ModuleHook
 from bitwitness.tap.modules import ModuleTracker, own_work, unwrap
 from bitwitness.tap.opwindow import OperatorWindow, run_eagerly
 from bitwitness.tap.owners import Owners
 from bitwitness.tap.randomness import in_replay
-from bitwitness.tap.root import ModuleHook
 
 _DEADLINE_S = 60.0
 

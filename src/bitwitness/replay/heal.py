@@ -13,11 +13,11 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
-from bitwitness.replay.run import Execution, ReplayError
-from bitwitness.tap.capture import ForwardRecord, StepRecord
+from bitwitness.replay.errors import ReplayError
+from bitwitness.replay.run import Execution, Replayer
+from bitwitness.tap.capture import Pass, StepRecord
 from bitwitness.tap.gradients import queue_after_backward
 from bitwitness.tap.randomness import randomness_kept
-from bitwitness.tap.structure import fresh, map_tensors, tensors_of
 
 
 def write_back(parameters: list[nn.Parameter], good: list[torch.Tensor | None]) -> None:
@@ -30,28 +30,22 @@ def write_back(parameters: list[nn.Parameter], good: list[torch.Tensor | None]) 
                 parameter.grad = grad
 
 
-def heal_alone(root: nn.Module, parameters: list[nn.Parameter], good: Execution) -> None:
-    """Keep a verified replay's gradients and buffers."""
+def heal_alone(replayer: Replayer, parameters: list[nn.Parameter], good: Execution) -> None:
+    """Keep a verified replay's gradients, buffers, and what else its forwards left behind."""
     if good.grads is None or good.buffers is None:
         raise ReplayError("the replay did not keep its gradients")
     write_back(parameters, good.grads)
-    set_buffers(root, good.buffers)
-
-
-def set_buffers(root: nn.Module, values: list[torch.Tensor]) -> None:
-    """Set the root's buffers, in order, in place."""
-    with torch.no_grad():
-        for buffer, value in zip(root.buffers(), values, strict=True):
-            buffer.copy_(value)
+    replayer.keeper.put(good.buffers)
+    if good.state is not None:
+        good.state.restore()
 
 
 def heal_together(
+    replayer: Replayer,
     wrapper: nn.Module,
-    root: nn.Module,
-    parameters: list[nn.Parameter],
     record: StepRecord,
-    device: torch.device,
     describe: Callable[[], None],
+    parameters: list[nn.Parameter],
 ) -> None:
     """Run the step again through the DistributedDataParallel wrapper and keep the gradients it reduces.
 
@@ -63,42 +57,26 @@ def heal_together(
     held = [p.grad for p in parameters]
     for parameter, grad in zip(parameters, held, strict=True):
         parameter.grad = torch.zeros_like(grad) if record.zero_start and grad is not None else None
-    with randomness_kept(device), torch.enable_grad():
-        for group in record.passes():
-            _run_pass(wrapper, root, group, device, describe)
-    for parameter, grad in zip(parameters, held, strict=True):
-        new = parameter.grad
-        if grad is not None and new is not None:
-            with torch.no_grad():
-                grad.copy_(new)
-            parameter.grad = grad
+    try:
+        with randomness_kept(replayer.device), torch.enable_grad():
+            for group in record.passes():
+                _run_pass(replayer, wrapper, group, describe)
+    finally:
+        for parameter, grad in zip(parameters, held, strict=True):
+            new = parameter.grad
+            if grad is not None and new is not None:
+                with torch.no_grad():
+                    grad.copy_(new)
+                parameter.grad = grad
 
 
-def _run_pass(
-    wrapper: nn.Module,
-    root: nn.Module,
-    group: list[ForwardRecord],
-    device: torch.device,
-    describe: Callable[[], None],
-) -> None:
-    results: list[torch.Tensor] = []
-    grads: list[torch.Tensor] = []
-    syncs = group[-1].sync or not hasattr(wrapper, "no_sync")
+def _run_pass(replayer: Replayer, wrapper: nn.Module, group: Pass, describe: Callable[[], None]) -> None:
+    syncs = group.sync or not hasattr(wrapper, "no_sync")
     with nullcontext() if syncs else wrapper.no_sync():  # type: ignore[operator]
-        for record in group:
-            set_buffers(root, record.buffers)
-            record.random.restore(device)
-            args, kwargs = map_tensors(record.args, fresh), map_tensors(record.kwargs, fresh)
-            with record.autocast.context():
-                result = wrapper(*args, **kwargs)
-            values = [tensor for tensor in tensors_of(result) if tensor.requires_grad]
-            for value, grad in zip(values, record.output_grads, strict=True):
-                if grad is not None:
-                    results.append(value)
-                    grads.append(grad)
+        found = replayer.starts_through(wrapper, group)
+        roots = found.roots
         if syncs:
             # The first hook of this backward: queued before the wrapper queues its own final callback.
-            aliases = [value.view_as(value) for value in results]
-            aliases[0].register_hook(lambda _: queue_after_backward(describe))
-            results = aliases
-        torch.autograd.backward(results, grads)
+            roots = [root.view_as(root) for root in roots]
+            roots[0].register_hook(lambda _: queue_after_backward(describe))
+        torch.autograd.backward(roots, found.grads)

@@ -11,19 +11,17 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from bitwitness.replay.loss import ThroughLoss
 from bitwitness.replay.run import Around, Execution, Replayer
 from bitwitness.stats import Features
-from bitwitness.tap.capture import ForwardRecord, StepRecord
+from bitwitness.tap.capture import Pass, StepRecord
 from bitwitness.tap.modules import own_work
-from bitwitness.tap.randomness import randomness_kept
 from bitwitness.tap.sharded import ReduceTap
 
 
 class LockstepReplayer(Replayer):
     """A `Replayer` that all ranks must call at the same time, the same number of times."""
 
-    lockstep = True
+    sharded = True
 
     def use(self, tap: ReduceTap, joined: Callable[[list[Features | None]], Features]) -> None:
         """Say where the gradients are seen, and how parameters' descriptions are put together."""
@@ -33,43 +31,38 @@ class LockstepReplayer(Replayer):
     def run(
         self,
         record: StepRecord,
-        passes: list[list[ForwardRecord]] | None = None,
+        passes: list[Pass] | None = None,
         *,
         keep: bool = False,
         around: Around = nullcontext,
-        through_loss: bool = False,
+        strict: bool = True,
     ) -> Execution:
         """Execute the step again, with all ranks; see `Replayer.run`. ``grads`` are the reduced ones."""
         passes = record.passes() if passes is None else passes
-        self.check(record, passes)
-        self._loss = ThroughLoss(record.graphs if through_loss else {})
+        self.check(record, passes, strict=strict)
+        self._strict = strict
         outputs: list[torch.Tensor] = []
-        with (
-            self._gradients_apart(zero_start=record.zero_start),
-            self._buffers_kept(),
-            self._tap.aside() as parts,
-            randomness_kept(self.device),
-            torch.enable_grad(),
-        ):
+        done = Execution(self._joined([None] * len(self.parameters)), torch.zeros(0))
+        with self._tap.aside() as parts, self._apart(passes), self._gradients_apart(zero_start=record.zero_start):
             try:
                 for group in passes:
-                    self._backpropagate(group, outputs, around)
-                after = [buffer.detach().clone() for buffer in self.root.buffers()] if keep else None
-                reduced = [p.grad for p in self.parameters.values()] if keep else None
+                    self._backpropagate(group, outputs, done, around)
+                done.buffers = [buffer.detach().clone() for buffer in self.keeper.tensors()] if keep else None
+                done.grads = [p.grad for p in self.parameters.values()] if keep else None
             finally:
                 self._sync(reduce=True)
+        self._believe(done)
         with torch.no_grad(), own_work():
-            digests = torch.stack(outputs) if outputs else torch.zeros(0, dtype=torch.int64, device=self.device)
-            features = self._joined([parts.get(index) for index in range(len(self.parameters))])
-            loss = self._loss
-            return Execution(features, digests, reduced, after, loss.losses, loss.problem, loss.outputs)
+            done.outputs = torch.stack(outputs) if outputs else torch.zeros(0, dtype=torch.int64, device=self.device)
+            done.features = self._joined([parts.get(index) for index in range(len(self.parameters))])
+        return done
 
-    def _backpropagate(self, group: list[ForwardRecord], outputs: list[torch.Tensor], around: Around) -> None:
-        self._sync(reduce=group[-1].sync)
-        results, grads, hashes = self._forwards(group, around)
+    def _backpropagate(self, group: Pass, outputs: list[torch.Tensor], done: Execution, around: Around) -> None:
+        self._sync(reduce=group.sync)
+        found = self._starts(group, outputs, around, {})
+        done.note(found)
         with around():
-            torch.autograd.backward(results, grads)
-        outputs += hashes
+            torch.autograd.backward(found.roots, found.grads)
 
     def _sync(self, *, reduce: bool) -> None:
         setter = getattr(self.root, "set_requires_gradient_sync", None)

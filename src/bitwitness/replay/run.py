@@ -1,4 +1,4 @@
-"""Running a captured step again, locally: no gradient is accumulated, no communication, nothing left changed.
+"""Running a captured step again, locally: no gradient is accumulated, no communication of ours, nothing left changed.
 
 The replay calls ``torch.autograd.grad`` on the root's parameters (or, where a reentrant checkpoint refuses that, puts
 leaves that share the parameters' memory in their place), so that neither ``p.grad`` nor any hook behind the accumulation
@@ -10,56 +10,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.utils.stateless import _reparametrize_module
 
-from bitwitness.replay.loss import ThroughLoss
-from bitwitness.stats import Features, bit_hash
-from bitwitness.tap.capture import ForwardRecord, StepRecord
+from bitwitness.replay.errors import ReplayError
+from bitwitness.replay.execution import Execution
+from bitwitness.replay.quiet import quiet, redirected
+from bitwitness.replay.start import Replayed, Starts, starts_of
+from bitwitness.replay.untouched import STATIC, Untouched
+from bitwitness.stats import Features, bit_hash, marks_of
+from bitwitness.tap.buffers import BufferKeeper
+from bitwitness.tap.capture import ForwardRecord, Pass, StepRecord
 from bitwitness.tap.compiled import CompiledRegions, Entry, RecompileError
 from bitwitness.tap.gradients import features_with_absent
+from bitwitness.tap.graphwalk import ForwardSpan, next_sequence_number
+from bitwitness.tap.heldstate import HeldState
 from bitwitness.tap.lossgraph import LossGraph, Output
 from bitwitness.tap.modules import ROOT, own_work
-from bitwitness.tap.randomness import randomness_kept
-from bitwitness.tap.structure import fresh, map_tensors, tensors_of
+from bitwitness.tap.randomness import RandomState, randomness_kept
+from bitwitness.tap.structure import fresh, map_tensors, tensors_of, tensors_within
+
+__all__ = ["Around", "Execution", "ReplayError", "Replayer"]
 
 
-class ReplayError(Exception):
-    """The step cannot be run again; the text says why."""
-
-
-@dataclass(slots=True)
-class Execution:
-    """What one execution of a step's local work produced.
-
-    ``features`` describe the local gradients (before reduction) of the parameters in order, those without a gradient
-    as zeros; ``outputs`` is the int64 vector of the outputs' bit hashes, all forwards in order. ``grads`` are the
-    gradients themselves where they were asked for. ``losses`` are what a replay through the script's loss code started
-    back from, with the reason in ``no_loss`` where that code could not be run again; ``starts`` are the root's outputs, where
-    it started from their captured gradients.
-    """
-
-    features: Features
-    outputs: torch.Tensor
-    grads: list[torch.Tensor | None] | None = None
-    buffers: list[torch.Tensor] | None = None
-    losses: list[torch.Tensor] = field(default_factory=list)
-    no_loss: str | None = None
-    starts: list[torch.Tensor] = field(default_factory=list)
-
-
-_Pass = tuple[Sequence[torch.Tensor | None], list[torch.Tensor]]
 Around = Callable[[], AbstractContextManager[object]]
 
 
 class Replayer:
     """Runs captured steps of one root again.
 
-    ``lockstep`` tells that all ranks must run at the same time.
+    ``sharded`` tells that parameters are spread over the ranks.
 
     Parameters
     ----------
@@ -71,10 +54,12 @@ class Replayer:
         How the training runs the root (in its compiled form, say); by its own call by default.
     regions
         Knows whether there is compiled code inside the root.
+    held, keeper
+        Know the root's other state, and its buffers.
 
     """
 
-    lockstep = False
+    sharded = False
 
     def __init__(
         self,
@@ -84,29 +69,46 @@ class Replayer:
         *,
         entry: Entry | None = None,
         regions: CompiledRegions | None = None,
+        held: HeldState | None = None,
+        keeper: BufferKeeper | None = None,
     ) -> None:
         self.root = root
         self.parameters = parameters
         self.device = device
         self._entry = Entry(root, root) if entry is None else entry
         self._regions = CompiledRegions(root) if regions is None else regions
+        self._held = HeldState(root) if held is None else held
+        self.keeper = BufferKeeper(root) if keeper is None else keeper
+        self._untouched = Untouched(root, list(parameters.values()), self._held, self.keeper)
+        self.shared = False
+        """Whether ranks exchange something in the forwards of the step at hand; set by who knows of all ranks."""
         self._through_leaves: bool | None = None
         self._had_gradients: list[bool] = []
-        self._loss = ThroughLoss()
+        self._strict = True
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether all ranks must run at the same time, and equally often."""
+        return self.sharded or self.shared
 
     @property
     def compiled(self) -> bool:
         """Whether the training's own kernels are compiled ones, which no operator tap can see."""
         return self._regions.present()
 
+    @property
+    def refused(self) -> str | None:
+        """Why no step may be run again any more; None if that is not so."""
+        return self._untouched.refused
+
     def run(
         self,
         record: StepRecord,
-        passes: list[list[ForwardRecord]] | None = None,
+        passes: list[Pass] | None = None,
         *,
         keep: bool = False,
         around: Around = nullcontext,
-        through_loss: bool = False,
+        strict: bool = True,
     ) -> Execution:
         """Execute the step again and describe its local gradients.
 
@@ -115,15 +117,14 @@ class Replayer:
         record
             The step.
         passes
-            Its forwards grouped by backward; another rank's, to run its batch on this device.
+            What its backwards went through; another rank's, to run its batch on this device.
         keep
             Keep the gradients and the buffers as the replay left them.
         around
             Context for each forward and each backward (an operator tap). Compiled code then runs eagerly, with kernels
             (and, in a compiled dropout, with random numbers) other than the training's.
-        through_loss
-            Run the script's loss code again, too, where it was taped, rather than start back from the captured gradients
-            of the root's outputs.
+        strict
+            Refuse to speak where not all that led to the gradients is repeated.
 
         Raises
         ------
@@ -132,23 +133,48 @@ class Replayer:
 
         """
         passes = record.passes() if passes is None else passes
-        self.check(record, passes)
-        self._loss = ThroughLoss(record.graphs if through_loss else {})
+        self.check(record, passes, strict=strict)
+        self._strict = strict
         totals: list[torch.Tensor | None] = [None] * len(self.parameters)
-        outputs: list[torch.Tensor] = []
         self._had_gradients = [p.grad is not None for p in self.parameters.values()]
-        kept = self._gradients_kept(), self._buffers_kept(), randomness_kept(self.device)
-        with kept[0], kept[1], kept[2], torch.enable_grad(), self._stance(around):
+        done = Execution(features_with_absent([], self.device), torch.zeros(0))
+        outputs: list[torch.Tensor] = []
+        with self._apart(passes), self._stance(around):
             for group in passes:
-                self._run_pass(group, totals, outputs, around=around, zero_start=record.zero_start)
-            after = [buffer.detach().clone() for buffer in self.root.buffers()] if keep else None
+                self._run_pass(group, totals, outputs, done, around=around, zero_start=record.zero_start)
+            after = [buffer.detach().clone() for buffer in self.keeper.tensors()] if keep else None
+            done.state = self._held.volatile() if keep else None
+            with torch.no_grad(), own_work():
+                done.features = features_with_absent(totals, self.device)
+        if keep:
+            self._mind_static(totals, done.features)
+        self._believe(done)
         with torch.no_grad(), own_work():
-            digests = torch.stack(outputs) if outputs else torch.zeros(0, dtype=torch.int64, device=self.device)
-            features = features_with_absent(totals, self.device)
-            loss = self._loss
-            return Execution(
-                features, digests, totals if keep else None, after, loss.losses, loss.problem, loss.outputs
-            )
+            done.outputs = torch.stack(outputs) if outputs else torch.zeros(0, dtype=torch.int64, device=self.device)
+            done.grads, done.buffers = (totals if keep else None), after
+        return done
+
+    def _mind_static(self, grads: list[torch.Tensor | None], features: Features) -> None:
+        """See whether gradients lie in memory that putting everything back has written to."""
+        with torch.no_grad(), own_work():
+            now = features_with_absent(grads, self.device)
+        if not torch.equal(now.digest, features.digest):
+            self._held.refused = self._held.refused or STATIC.format(what="gradients")
+
+    @contextmanager
+    def _apart(self, passes: Sequence[Pass]) -> Iterator[None]:
+        """Leave no trace of what runs inside."""
+        with self._untouched.watched(passes), randomness_kept(self.device), torch.enable_grad():
+            yield
+
+    def _believe(self, done: Execution) -> None:
+        """Refuse a result that repeats something else than the training, or was had by overwriting the training's own.
+
+        Only now, when all is done: where ranks exchange something in a replay, none may leave it early.
+        """
+        problem = self._untouched.refused or self._untouched.problem or done.unproven
+        if problem is not None and self._strict:
+            raise ReplayError(problem)
 
     def run_forward(self, record: StepRecord, graph: LossGraph, around: Around) -> list[torch.Tensor]:
         """Execute the forwards of a step that had no backward, and its loss code; return what that computed.
@@ -159,21 +185,16 @@ class Replayer:
             If they cannot be run again.
 
         """
-        group = [forward for forward in record.forwards if forward.backward is None]
-        self.check(record, [group] if group else [])
-        self._loss = ThroughLoss({0: graph})
-        kept = self._gradients_kept(), self._buffers_kept(), randomness_kept(self.device)
-        with kept[0], kept[1], kept[2], torch.enable_grad(), self._stance(around):
-            outputs = {
-                Output(forward.number, index): value
-                for forward in group
-                for index, value in enumerate(self._forward(forward, [], around))
-            }
+        if record.communicates:
+            raise ReplayError("ranks exchange something in the forward, which one rank cannot run again by itself")
+        group = Pass(0, [forward for forward in record.forwards if not forward.backpropagated], graph)
+        self.check(record, [group] if group.forwards else [], strict=False)
+        self._strict = False
+        with self._apart([group]), self._stance(around):
+            made = self._forwards(group, [], around, {})
             with around():
-                self._loss.run(group, outputs, {})
-        if self._loss.problem is not None:
-            raise ReplayError(self._loss.problem)
-        return self._loss.losses
+                found = starts_of(group, made, strict=False)
+        return [root.detach() for root in found.roots]
 
     @contextmanager
     def _stance(self, around: Around) -> Iterator[None]:
@@ -190,10 +211,11 @@ class Replayer:
         except RecompileError as error:
             raise ReplayError(str(error)) from error
 
-    def check(self, record: StepRecord, passes: list[list[ForwardRecord]]) -> None:
-        """Raise `ReplayError` if the step cannot be run again."""
-        if record.unreplayable is not None:
-            raise ReplayError(record.unreplayable)
+    def check(self, record: StepRecord, passes: list[Pass], *, strict: bool = True) -> None:
+        """Raise `ReplayError` if the step cannot be run again or, where ``strict``, would not be the same."""
+        problem = record.unreplayable or self.refused
+        if problem is not None:
+            raise ReplayError(problem)
         if not passes:
             raise ReplayError("no forward of the guarded module took part in the backward")
         if record.versions != [p._version for p in self.parameters.values()]:
@@ -202,17 +224,28 @@ class Replayer:
             raise ReplayError("training flags were changed between the forward and the optimizer step")
         if record.start_norm is not None and float(record.start_norm) != 0:
             raise ReplayError("gradients were not zero when the step began")
+        if strict:
+            self._check_parameters(record)
+
+    def _check_parameters(self, record: StepRecord) -> None:
+        if record.parameters is None:
+            return
+        with torch.no_grad(), own_work():
+            now = marks_of([p.detach() for p in self.parameters.values()], self.device)
+        if not torch.equal(record.parameters.nan_to_num(), now.nan_to_num()):
+            raise ReplayError("parameters were changed (through .data) between the forward and the optimizer step")
 
     def _run_pass(
         self,
-        group: list[ForwardRecord],
+        group: Pass,
         totals: list[torch.Tensor | None],
         outputs: list[torch.Tensor],
+        done: Execution,
         *,
         around: Around,
         zero_start: bool,
     ) -> None:
-        new = self._gradients(group, outputs, around)
+        new = self._gradients(group, outputs, done, around)
         for index, grad in enumerate(new):
             if grad is None:
                 continue
@@ -229,109 +262,135 @@ class Replayer:
             return total.add_(grad)
 
     def _gradients(
-        self, group: list[ForwardRecord], outputs: list[torch.Tensor], around: Around
+        self, group: Pass, outputs: list[torch.Tensor], done: Execution, around: Around
     ) -> Sequence[torch.Tensor | None]:
         """Run one group forward and backward; return the parameters' gradients, in order."""
         missed = self._had_gradients
-        if not self._through_leaves and (asked := self._by_asking(group, around)) is not None:
-            new, hashes = asked
-            missed = [grad is None and there for grad, there in zip(new, self._had_gradients, strict=True)]
-            if not any(missed) or self._through_leaves is False:
+        hashes: list[torch.Tensor] = []
+        if not self._through_leaves:
+            new, found = self._by_asking(group, hashes, around)
+            missed = [grad is None and there for grad, there in zip(new or (), self._had_gradients, strict=False)]
+            if new is not None and (not any(missed) or self._through_leaves is False):
                 outputs += hashes
+                done.note(found)
                 return new
-        new, hashes = self._by_accumulating(group, around)
+        hashes = []
+        new, found = self._by_accumulating(group, hashes, around)
         if self._through_leaves is None:
             # A reentrant checkpoint hides the parameters used inside it from torch.autograd.grad; a parameter that was
             # simply not used has no gradient either way.
             self._through_leaves = any(grad is not None and gap for grad, gap in zip(new, missed, strict=True))
         outputs += hashes
+        done.note(found)
         return new
 
-    def _by_asking(self, group: list[ForwardRecord], around: Around) -> _Pass | None:
+    def _by_asking(
+        self, group: Pass, hashes: list[torch.Tensor], around: Around
+    ) -> tuple[Sequence[torch.Tensor | None] | None, Starts]:
         """Ask autograd for the gradients; None where a reentrant checkpoint refuses that."""
-        results, grads, hashes = self._forwards(group, around)
+        found = self._starts(group, hashes, around, {})
+        parameters = list(self.parameters.values())
         try:
             with around():
-                return torch.autograd.grad(results, list(self.parameters.values()), grads, allow_unused=True), hashes
+                return torch.autograd.grad(found.roots, parameters, found.grads, allow_unused=True), found
         except RuntimeError as error:
             if "use_reentrant" not in str(error):
                 raise
         self._through_leaves = True
-        return None
+        return None, found
 
-    def _by_accumulating(self, group: list[ForwardRecord], around: Around) -> _Pass:
+    def _by_accumulating(
+        self, group: Pass, hashes: list[torch.Tensor], around: Around
+    ) -> tuple[Sequence[torch.Tensor | None], Starts]:
         leaves = {name: parameter.detach().requires_grad_() for name, parameter in self.parameters.items()}
         with _reparametrize_module(self.root, leaves, tie_weights=True):
-            results, grads, hashes = self._forwards(
-                group, around, {id(p): leaves[name] for name, p in self.parameters.items()}
-            )
+            found = self._starts(group, hashes, around, {id(p): leaves[name] for name, p in self.parameters.items()})
             with around():
-                torch.autograd.backward(results, grads)
-        return [leaf.grad for leaf in leaves.values()], hashes
+                torch.autograd.backward(found.roots, found.grads)
+        return [leaf.grad for leaf in leaves.values()], found
+
+    def _starts(
+        self, group: Pass, hashes: list[torch.Tensor], around: Around, leaves: dict[int, torch.Tensor]
+    ) -> Starts:
+        """Run a group's forwards, and its loss code; return what to go back from."""
+        made = self._forwards(group, hashes, around, leaves)
+        with around():
+            return starts_of(group, made, strict=self._strict)
+
+    def starts_through(self, wrapper: nn.Module, group: Pass) -> Starts:
+        """Run a pass's forwards through DistributedDataParallel, and its loss code; return what to go back from."""
+        self._strict = True
+        made = self._forwards(group, [], nullcontext, {}, call=wrapper)
+        return starts_of(group, made)
 
     def _forwards(
-        self, group: list[ForwardRecord], around: Around, leaves: dict[int, torch.Tensor] | None = None
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor | None], list[torch.Tensor]]:
-        """Run a group's forwards, and its loss code if asked; return what to go back from, with gradients, and hashes."""
-        results: list[torch.Tensor] = []
-        grads: list[torch.Tensor | None] = []
-        hashes: list[torch.Tensor] = []
-        outputs: dict[Output, torch.Tensor] = {}
-        for record in group:
-            values = self._forward(record, hashes, around)
-            outputs |= {Output(record.number, index): value for index, value in enumerate(values)}
-            for value, grad in zip(values, record.output_grads, strict=True):
-                if grad is not None:
-                    results.append(value)
-                    grads.append(grad)
-        with around():
-            roots = self._loss.run(group, outputs, leaves or {})
-        if roots is not None:
-            return [root for root, _ in roots], [grad for _, grad in roots], hashes
-        self._loss.outputs += [result.detach() for result in results]
-        return results, grads, hashes
+        self, group: Pass, hashes: list[torch.Tensor], around: Around, leaves: dict[int, torch.Tensor], call: Any = None
+    ) -> Replayed:
+        standing = leaves.values() if leaves else self.parameters.values()
+        made = Replayed(leaves=leaves, positions={id(leaf): i for i, leaf in enumerate(standing)})
+        made.begin(group.graph, copies=self._strict)
+        for record in group.forwards:
+            given = [fresh(tensor) for tensor in tensors_of((record.args, record.kwargs))]
+            with around():
+                given = made.chained(group.graph, record.number, given)
+            begin = next_sequence_number()
+            values = self._forward(record, given, hashes, around, call)
+            span = ForwardSpan(record.number, begin, next_sequence_number())
+            span.enter(given)
+            for index, value in enumerate(values):
+                span.add(value, index)
+                made.outputs[Output(record.number, index)] = value
+            made.spans.append(span)
+            made.take_held(group.graph, record.number, lambda source: self._held.value(source.path))
+        return made
 
-    def _forward(self, record: ForwardRecord, outputs: list[torch.Tensor], around: Around) -> list[torch.Tensor]:
-        with torch.no_grad():
-            self._set_buffers(record.buffers)
+    def _forward(
+        self,
+        record: ForwardRecord,
+        given: list[torch.Tensor],
+        hashes: list[torch.Tensor],
+        around: Around,
+        call: Any = None,
+    ) -> list[torch.Tensor]:
+        self.keeper.put(record.buffers)
+        if record.state is not None:
+            record.state.restore()
         record.random.restore(self.device)
-        args, kwargs = map_tensors(record.args, fresh), map_tensors(record.kwargs, fresh)
-        with record.autocast.context(), around():
-            result = (self._entry.call if around is nullcontext else self.root)(*args, **kwargs)
-        values = [tensor for tensor in tensors_of(result) if tensor.requires_grad]
+        inputs = iter(given)
+        args = map_tensors(record.args, lambda _: next(inputs))
+        kwargs = map_tensors(record.kwargs, lambda _: next(inputs))
+        ambient = nullcontext() if record.ambient is None else record.ambient.restored()
+        if record.module is not None:
+            call = record.module
+        if call is None:  # a module may have a length, and that may be 0
+            call = self._entry.call if around is nullcontext else self.root
+        with ambient, record.autocast.context(), around(), redirected(self.root, record.redirect):
+            if around is nullcontext:
+                self._compare_surroundings(record)
+            with quiet(self.root):
+                result = call(*args, **kwargs)
+        if (
+            around is nullcontext
+            and record.drawn is not None
+            and not record.drawn.equals(RandomState.read(self.device))
+        ):
+            self._untouched.problem = (
+                "a re-execution draws other random numbers than the forward did (a cache, perhaps)"
+            )
+        values = [tensor for tensor in tensors_within(result) if tensor.requires_grad and not tensor.is_leaf]
         if len(values) != len(record.output_grads):
             raise ReplayError(
                 f"the replayed forward returned {len(values)} differentiable outputs, the step {len(record.output_grads)}"
             )
         with torch.no_grad(), own_work():
-            outputs += [bit_hash(tensor.detach()) for tensor in values]
+            hashes += [bit_hash(tensor.detach()) for tensor in values]
         return values
 
-    def _set_buffers(self, values: list[torch.Tensor]) -> None:
-        with torch.no_grad():
-            for buffer, value in zip(self.root.buffers(), values, strict=True):
-                buffer.copy_(value)
-
-    @contextmanager
-    def _buffers_kept(self) -> Iterator[None]:
-        """Put the buffers back, versions included: a graph of the script's may hold them, and they are what they were."""
-        buffers = list(self.root.buffers())
-        held = [buffer.detach().clone() for buffer in buffers]
-        versioned = tuple(buffer for buffer in buffers if not buffer.is_inference())
-        with _unsafe_preserve_version_counter(versioned):
-            try:
-                yield
-            finally:
-                self._set_buffers(held)
-
-    @contextmanager
-    def _gradients_kept(self) -> Iterator[None]:
-        """Put ``p.grad`` back should the model's own code write it in a replay."""
-        parameters = list(self.parameters.values())
-        held = [p.grad for p in parameters]
-        try:
-            yield
-        finally:
-            for parameter, grad in zip(parameters, held, strict=True):
-                if parameter.grad is not grad:
-                    parameter.grad = grad
+    def _compare_surroundings(self, record: ForwardRecord) -> None:
+        """See whether a forward that is about to be repeated finds what the training's found."""
+        with torch.no_grad(), own_work():
+            moved = None if record.surroundings is None else self._held.moved(record.surroundings)
+        if moved is not None:
+            self._untouched.problem = f"the forward found {moved} otherwise than a re-execution does"
+        if record.ambient is not None and (mode := record.ambient.left()) is not None:
+            self._untouched.problem = f"the script's {mode} was on in the forward or is on now, and not both"

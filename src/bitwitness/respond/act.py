@@ -15,6 +15,8 @@ from bitwitness.judge.fingerprint import Fingerprint
 from bitwitness.judge.judge import Outcome
 from bitwitness.ranks import Ranks
 from bitwitness.replay.heal import heal_alone, heal_together
+from bitwitness.replay.run import Replayer
+from bitwitness.respond.skip import Skip
 from bitwitness.respond.watchdog import Watchdog
 from bitwitness.stats import Features
 from bitwitness.tap.capture import StepRecord
@@ -34,10 +36,9 @@ class Root:
     wrapper: nn.Module
     module: nn.Module
     parameters: list[nn.Parameter]
-    device: torch.device
+    replayer: Replayer
     describe: Callable[[], None]
     take: Callable[[], Features | None]
-    sharded: bool = False
 
 
 class Responder:
@@ -48,8 +49,9 @@ class Responder:
         self._ranks = ranks
         self._root = root
         self._watchdog = watchdog
+        self.skip = Skip(root.parameters)
 
-    def respond(self, outcome: Outcome, record: StepRecord, *, scaled: bool) -> tuple[Verdict, int | None]:
+    def respond(self, outcome: Outcome, record: StepRecord) -> tuple[Verdict, int | None]:
         """Act; return the verdict with the action taken, and the exit code if the training is to end. Collective."""
         verdict, judgement = outcome.verdict, outcome.judgement
         if self._act == "observe" or verdict.cause in (Cause.DISMISSED, Cause.INCONCLUSIVE):
@@ -63,7 +65,7 @@ class Responder:
         if judgement.heal and record.unhealable is None and self._heal(outcome, record):
             return replace(verdict, action=Action.HEALED, message=f"{verdict.message}; healed with it"), None
         if judgement.heal or judgement.skip:
-            self._skip(scaled=scaled)
+            self.skip.begin(record.step)
             why = "the gradient that entered the model was computed from wrong outputs"
             if record.unhealable is not None:
                 why = record.unhealable
@@ -78,17 +80,17 @@ class Responder:
         if found is None or found.good is None:
             return False
         root = self._root
-        if self._ranks.size == 1 or root.sharded:
+        if self._ranks.size == 1 or root.replayer.sharded:
             # where parameters are sharded the replay was made by all ranks together, and its gradients are reduced
-            heal_alone(root.module, root.parameters, found.good)
+            heal_alone(root.replayer, root.parameters, found.good)
             return True
         agreed = Fingerprint.of(found.good)
         for _ in range(_TRIES):
             try:
                 with self._watchdog.over(record.step):
-                    heal_together(root.wrapper, root.module, root.parameters, record, root.device, root.describe)
+                    heal_together(root.replayer, root.wrapper, record, root.describe, root.parameters)
                 features = root.take()
-                same = features is not None and torch.equal(features.digest.cpu(), agreed.digest)
+                same = features is not None and found.agree(Fingerprint.from_features(features, agreed.outputs), agreed)
             except SideChannelError:
                 raise
             except Exception:
@@ -96,14 +98,3 @@ class Responder:
             if not float(self._ranks.max(torch.tensor([float(not same)]))):
                 return True
         return False
-
-    def _skip(self, *, scaled: bool) -> None:
-        """Keep every optimizer from using this step's gradients."""
-        for parameter in self._root.parameters:
-            if parameter.grad is None:
-                continue
-            if scaled:
-                # A scaler insists on gradients; it skips the optimizer by itself where they are not finite.
-                parameter.grad.fill_(float("nan"))
-            else:
-                parameter.grad = None

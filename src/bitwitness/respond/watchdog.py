@@ -51,11 +51,13 @@ class Watchdog:
             thread.join()
 
     def _watch(self, done: threading.Event, step: int) -> None:
-        absent = False
-        while not absent:
+        lost = False
+        while not lost:
             if done.wait(self._deadline_s):
                 return
-            absent = bool(self._ranks.roll_call(final=False).absent)
+            roll = self._ranks.roll_call(final=False)
+            # A roll that cannot be called to its end: who began it, or who keeps the store, has ended meanwhile.
+            lost = bool(roll.absent or roll.problem)
         if done.is_set():
             return  # the exchange that follows finds the rank lost by itself
         error = SideChannelError(

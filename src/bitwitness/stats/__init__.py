@@ -3,6 +3,17 @@
 from bitwitness.stats.digest import HashBatch, bit_hash
 from bitwitness.stats.features import Features, features_of
 from bitwitness.stats.summary import Stats, exact_l2, stats_of
-from bitwitness.stats.total import norms_of, total_of
+from bitwitness.stats.total import marks_of, norms_of, total_of
 
-__all__ = ["Features", "HashBatch", "Stats", "bit_hash", "exact_l2", "features_of", "norms_of", "stats_of", "total_of"]
+__all__ = [
+    "Features",
+    "HashBatch",
+    "Stats",
+    "bit_hash",
+    "exact_l2",
+    "features_of",
+    "marks_of",
+    "norms_of",
+    "stats_of",
+    "total_of",
+]

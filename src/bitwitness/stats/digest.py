@@ -83,6 +83,12 @@ def bit_hash(tensor: Tensor) -> Tensor:
     return joined(hashes_of([flat_bits(part) for part in local_parts(tensor)]))
 
 
+@torch.no_grad()
+def bit_hashes(tensors: Sequence[Tensor]) -> Tensor:
+    """Hash several whole tensors at once, with fewer calls than one by one; int64 [N]."""
+    return torch.stack(list(hashes_of([flat_bits(tensor) for tensor in tensors])))
+
+
 def flat_bits(x: Tensor) -> Tensor:
     """Return the elements in logical order as integers of their size; a view wherever that is possible."""
     if x.dtype.itemsize == 16:

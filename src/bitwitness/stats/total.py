@@ -1,4 +1,4 @@
-"""Whether many tensors are finite, from their norms alone."""
+"""What tells of many tensors, in a few calls: whether they are finite, whether they are what they were."""
 
 from __future__ import annotations
 
@@ -35,3 +35,22 @@ def norms_of(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 def total_of(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the sum of `norms_of`, 0-d float32 on ``device``."""
     return norms_of(tensors, device).sum().float()
+
+
+@torch.no_grad()
+def marks_of(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return each tensor's L2 norm and its largest value, float [2, P]: by these an edit is noticed, without waiting.
+
+    A hash would see more (an exchange of two values, say) at ten times the price; what scripts do to parameters and gradients
+    (scaling, clamping, negating, noise, rows of zeros) moves one of the two.
+    """
+    values = [torch.view_as_real(v) if v.is_complex() else v for v in map(local_values, tensors)]
+    usable = [i for i, v in enumerate(values) if v.numel() and v.is_floating_point() and v.dtype.itemsize > 1]
+    largest = torch.zeros(len(values), device=device)
+    if usable:
+        found = [value.to(device, torch.float32) for value in torch._foreach_max([values[i] for i in usable])]
+        if len(usable) == len(values):
+            largest = torch.stack(found)
+        else:
+            largest[torch.tensor(usable, device=device)] = torch.stack(found)
+    return torch.stack([norms_of(tensors, device).float(), largest])

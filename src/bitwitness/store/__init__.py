@@ -1,6 +1,6 @@
 """The run folder: what a guarded run leaves behind, written as it goes, readable without us."""
 
 from bitwitness.store.reader import read_events
-from bitwitness.store.writer import RunWriter, claim_folder
+from bitwitness.store.writer import RunWriter, claim_folder, release_folder
 
-__all__ = ["RunWriter", "claim_folder", "read_events"]
+__all__ = ["RunWriter", "claim_folder", "read_events", "release_folder"]

@@ -27,6 +27,7 @@ from bitwitness.store.redact import redacted
 SCHEMA = 1
 _SHARED = "events.jsonl"
 _FILES_KEPT = 20
+_OURS = 0o700
 
 
 class RunWriter:
@@ -169,6 +170,18 @@ def claim_folder(path: str | os.PathLike[str]) -> Path:
         return folder
 
 
+def release_folder(path: str | os.PathLike[str], rank: int) -> None:
+    """Give back a folder that was claimed for a training that did not begin; what others put into it stays."""
+    folder = Path(path)
+    with suppress(OSError):
+        (folder / f"rank{rank:05d}" / "events.jsonl").unlink(missing_ok=True)
+        (folder / f"rank{rank:05d}").rmdir()
+        if rank == 0:
+            (folder / "run.json").unlink(missing_ok=True)
+        if folder.stat().st_mode & 0o777 == _OURS:
+            folder.rmdir()
+
+
 def _mark(folder: Path) -> bool:
     """Take a folder; return whether it was free."""
     try:
@@ -180,7 +193,7 @@ def _mark(folder: Path) -> bool:
 
 
 def _make_folder(path: Path) -> None:
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.mkdir(mode=_OURS, parents=True, exist_ok=True)
 
 
 def _open(path: Path, mode: str) -> TextIO:

@@ -1,29 +1,37 @@
-"""What is kept of a step so that it can be run again: inputs, random state, autocast, buffers, output gradients.
+"""What is kept of a step so that it can be run again: inputs, random state, autocast, held state, and each backward's start.
 
-The output gradient is taken at *aliases* of the root's outputs (``t.view_as(t)``), so that only what arrives from outside
-the root is kept: where a model computes its loss inside, that is the gradient of the loss (1, or the loss scale), and
-replaying from it runs the whole model again.
+A replay runs the forwards again and then, where the script's loss code was taped, that code, and goes back from where the
+training did. Where there is no tape it goes back from the gradients that arrived at the outputs.
 """
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
+from bitwitness.tap.ambient import Ambient
 from bitwitness.tap.autocast import Autocast
+from bitwitness.tap.contents import Snapshot
+from bitwitness.tap.graphwalk import ForwardSpan, GraphSketch
 from bitwitness.tap.lossgraph import LossGraph
 from bitwitness.tap.randomness import RandomState
+from bitwitness.tap.surroundings import Reading
 
 
 @dataclass(slots=True)
 class ForwardRecord:
-    """One training forward of the root and, once its backward ran, the gradient that reached its outputs.
+    """One training forward of the root and, once its backward ran, the gradients that reached its outputs.
 
-    ``args`` and ``kwargs`` hold clones of the input tensors. ``output_digests`` is one int64 0-d tensor per output that
-    takes part in the backward; ``output_grads`` stands parallel to it (None where no gradient arrived).
-    ``backward`` is the number of the backward call that consumed this forward, ``number`` counts the step's forwards.
+    ``args`` and ``kwargs`` hold clones of the input tensors. ``output_digests`` is one int64 0-d tensor for each differentiable
+    output; ``output_grads`` stands parallel to it (None where no gradient arrived). ``backwards`` are the numbers of
+    the backwards that went through this forward, ``number`` counts the step's forwards. ``state`` is what the module holds
+    besides its parameters and buffers and is known to change; ``redirect`` stood in the root's own ``forward``
+    attribute (Lightning
+    sends the wrapper's call to ``training_step`` that way). ``communicates``: ranks exchanged something meanwhile.
     """
 
     args: tuple[Any, ...]
@@ -34,8 +42,47 @@ class ForwardRecord:
     sync: bool
     output_digests: list[torch.Tensor] = field(default_factory=list)
     output_grads: list[torch.Tensor | None] = field(default_factory=list)
-    backward: int | None = None
+    backwards: list[int] = field(default_factory=list)
     number: int = 0
+    span: ForwardSpan | None = None
+    state: Snapshot | None = None
+    redirect: Any = None
+    communicates: bool = False
+    ambient: Ambient | None = None
+    surroundings: Reading | None = None
+    """What the forward found around it; None for another rank's."""
+    drawn: RandomState | None = None
+    """The global generators when the forward ended; None for another rank's."""
+    broadcast: bool = False
+    """Whether DistributedDataParallel had made the buffers the same on all ranks before."""
+    module: nn.Module | None = None
+    """The part of the root that was called, where the root itself was not."""
+    outputs: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+    """The training's own outputs, as long as the script holds them."""
+
+    @property
+    def backpropagated(self) -> bool:
+        """Whether a backward went through it."""
+        return bool(self.backwards)
+
+
+@dataclass(slots=True)
+class Pass:
+    """The forwards that one backward went through, and where it started.
+
+    ``graph`` is what the script computed between the outputs and the backward's roots, ``sketch`` what the walk over
+    autograd's graph found there. None: not known.
+    """
+
+    number: int
+    forwards: list[ForwardRecord]
+    graph: LossGraph | None = None
+    sketch: GraphSketch | None = None
+
+    @property
+    def sync(self) -> bool:
+        """Whether DistributedDataParallel reduces after it."""
+        return self.forwards[-1].sync
 
 
 @dataclass(slots=True)
@@ -43,8 +90,9 @@ class StepRecord:
     """All that is kept of one step.
 
     ``unreplayable`` names the reason where the step cannot be run again, ``unhealable`` why its gradients cannot be put
-    right; ``began`` is when, by `tap.clock.stopwatch`. ``graphs`` tell, for each backward by its number, what the script
-    computed between the root's outputs and where it started.
+    right; ``began`` is when, by `tap.clock.stopwatch`. ``graphs`` and ``sketches`` tell of each backward by its number.
+    ``parameters`` are the marks (`stats.marks_of`) of the parameters when it began, where they are kept; ``nbytes`` is what
+    captures take so far.
     """
 
     step: int
@@ -57,6 +105,14 @@ class StepRecord:
     unreplayable: str | None = None
     unhealable: str | None = None
     graphs: dict[int, LossGraph] = field(default_factory=dict)
+    sketches: dict[int, GraphSketch] = field(default_factory=dict)
+    parameters: torch.Tensor | None = None
+    nbytes: int = 0
+    partners: set[int] = field(default_factory=set)
+    """Ranks of the job with which this one exchanged something inside the forwards."""
+
+    cleared: bool = False
+    """Whether gradients of an earlier backward of the step were zeroed, and the forwards behind them forgotten."""
 
     def give_up(self, reason: str) -> None:
         """Say why this step cannot be run again; the first reason stands."""
@@ -66,15 +122,28 @@ class StepRecord:
     @property
     def backpropagated(self) -> bool:
         """Whether any of its forwards was."""
-        return any(forward.backward is not None for forward in self.forwards)
+        return any(forward.backwards for forward in self.forwards)
 
-    def passes(self) -> list[list[ForwardRecord]]:
-        """Group the forwards by the backward call that consumed them, in order; unused forwards are left out."""
+    def passes(self) -> list[Pass]:
+        """Group the forwards by the backwards that went through them, in order; unused forwards are left out."""
         groups: dict[int, list[ForwardRecord]] = {}
         for record in self.forwards:
-            if record.backward is not None:
-                groups.setdefault(record.backward, []).append(record)
-        return [groups[number] for number in sorted(groups)]
+            for number in record.backwards:
+                groups.setdefault(number, []).append(record)
+        return [
+            Pass(number, groups[number], self.graphs.get(number), self.sketches.get(number))
+            for number in sorted(groups)
+        ]
+
+    @property
+    def shape(self) -> int:
+        """Hash of what lies between this step's losses and its forwards: equal for steps of the same structure."""
+        return hash(tuple((len(p.forwards), p.sketch and p.sketch.shape) for p in self.passes()))
+
+    @property
+    def communicates(self) -> bool:
+        """Whether ranks exchanged something inside its forwards."""
+        return any(forward.communicates for forward in self.forwards)
 
     def value_dependent(self) -> list[bool]:
         """Tell, for each output hash of the passes in order, whether the gradient it got depends on its value.
@@ -84,6 +153,6 @@ class StepRecord:
         return [
             grad is not None and grad.numel() > 1
             for group in self.passes()
-            for record in group
+            for record in group.forwards
             for grad in record.output_grads
         ]

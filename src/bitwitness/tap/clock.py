@@ -32,6 +32,12 @@ class StepClock:
         """Say that an optimizer stepped or a scaler updated."""
         self._ended = True
 
+    def go_on_after(self, step: int) -> None:
+        """Let the next forward begin the step after this one, whatever was counted here."""
+        self.step = step
+        self.micro = 0
+        self._ended = True
+
     def begin_forward(self) -> bool:
         """Say that a training forward begins; return whether it is the first of a new step."""
         first = self._ended

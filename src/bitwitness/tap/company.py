@@ -1,13 +1,28 @@
-"""Which ranks train a model together."""
+"""Which ranks train a model together, and which wrappers reduce its gradients."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from weakref import WeakSet
+
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from bitwitness.ranks import Alone, Ranks, SideChannel
 from bitwitness.tap.compiled import distributed
 from bitwitness.tap.sharded import sharding_of
+
+_wrappers: WeakSet[DistributedDataParallel] = WeakSet()
+
+Wrapped = Callable[[DistributedDataParallel, nn.Module], None]
+_whole: WeakSet[nn.Module] = WeakSet()  # models whose parameters were whole on every rank when they were guarded
+_told: list[Wrapped] = []
+_hook: RemovableHandle | None = None
 
 
 def join_ranks(model: nn.Module, deadline_s: float) -> Ranks:
@@ -16,6 +31,88 @@ def join_ranks(model: nn.Module, deadline_s: float) -> Ranks:
         group = wrapper.process_group
         return SideChannel(group, deadline_s=deadline_s) if dist.get_world_size(group) > 1 else Alone()
     sharding = sharding_of(model)
+    (_whole.discard if sharding.spread else _whole.add)(model)
     if sharding.spread and dist.is_initialized() and dist.get_world_size(sharding.group()) > 1:
         return SideChannel(sharding.group(), deadline_s=deadline_s)
     return Alone()
+
+
+def is_alone(model: nn.Module) -> bool:
+    """Tell whether nothing in or around ``model`` is there for several ranks."""
+    return not wrappers_inside(model) and not sharding_of(model).spread
+
+
+@contextmanager
+def wrappers_noticed(tell: Wrapped | None = None) -> Iterator[None]:
+    """Notice every DistributedDataParallel that is made meanwhile, and those that are there in a job of several ranks.
+
+    Parameters
+    ----------
+    tell
+        Called with each new wrapper, which is not finished yet, and the module that it wraps.
+
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        # The type is asked, not isinstance: that would run code of lazy proxies among all those objects.
+        _wrappers.update(thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel))
+
+    global _hook  # noqa: PLW0603 - one for all: torch iterates over these hooks as one of us lets a guard go
+    listener = tell or _nobody
+    _told.append(listener)
+    _hook = _hook or register_module_module_registration_hook(_registered)
+    try:
+        yield
+    finally:
+        _told.remove(listener)
+        if not _told and _hook is not None:
+            _hook.remove()
+            _hook = None
+
+
+def _nobody(_wrapper: DistributedDataParallel, _module: nn.Module) -> None:
+    """Stand for one who only wants wrappers to be known."""
+
+
+def _registered(owner: nn.Module, name: str, module: nn.Module | None) -> None:
+    if name == "module" and isinstance(owner, DistributedDataParallel) and module is not None:
+        _wrappers.add(owner)
+        for tell in _told:
+            tell(owner, module)
+
+
+def wrapped_later(model: nn.Module) -> bool:
+    """Tell whether gradients are reduced by what was made around, in or of the model after it was guarded.
+
+    That is a DistributedDataParallel other than the model's own that holds some of its parameters, or their sharding.
+
+    Who guards such a model guards alone what the ranks train together, and must not act: a replay would not have the reduced
+    gradients, and the other ranks would not take part.
+
+    Parameters
+    ----------
+    model
+        What the guard was given: the wrapper itself, where it was made before.
+
+    """
+    if model in _whole and sharding_of(model).spread:
+        return True
+    own = distributed(model)
+    held = {id(parameter) for parameter in model.parameters()}
+    others = {*_wrappers, *wrappers_inside(model)}
+    if (running := DistributedDataParallel._active_ddp_module) is not None:
+        others.add(running)
+    others.discard(own)
+    return any(id(parameter) in held for wrapper in others for parameter in wrapper.parameters())
+
+
+def wrappers_inside(model: nn.Module) -> list[DistributedDataParallel]:
+    """Return every DistributedDataParallel among a model's modules, itself included."""
+    return [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+
+
+def wrapped_by(module: nn.Module) -> DistributedDataParallel | None:
+    """Return a known DistributedDataParallel that holds ``module`` and is not itself part of it."""
+    for wrapper in list(_wrappers):
+        if wrapper is not module and any(part is module for part in wrapper.modules()):
+            return wrapper
+    return None

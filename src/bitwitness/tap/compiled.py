@@ -28,7 +28,8 @@ After = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], Any]
 
 def is_wrapped(module: nn.Module) -> bool:
     """Tell whether a module is what ``torch.compile(module)`` returned."""
-    return isinstance(module._modules.get("_orig_mod"), nn.Module)
+    parts = module._modules  # a scripted module's is no dictionary
+    return "_orig_mod" in parts and isinstance(parts["_orig_mod"], nn.Module)
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -41,6 +42,20 @@ def distributed(model: nn.Module) -> DistributedDataParallel | None:
     while is_wrapped(model):
         model = model._modules["_orig_mod"]  # type: ignore[assignment]
     return model if isinstance(model, DistributedDataParallel) else None
+
+
+def broadcasts(model: nn.Module) -> bool:
+    """Tell whether a DistributedDataParallel ``model`` makes buffers the same on all ranks in the forward that runs now.
+
+    Not in the one after a forward under ``no_sync``, for example.
+    """
+    wrapper = distributed(model)
+    return wrapper is not None and bool(wrapper.will_sync_module_buffers())
+
+
+def in_transform() -> bool:
+    """Tell whether a transform of ``torch.func`` runs, whose tensors are none that could be kept."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def compiles_backward() -> bool:
@@ -67,12 +82,19 @@ class Entry:
         """Whether the module was compiled by ``module.compile()``, so that its own hooks lie inside the region."""
         return self.module._compiled_call_impl is not None
 
+    def bypasses(self, model: nn.Module) -> bool:
+        """Tell whether a forward that begins now goes around a DistributedDataParallel ``model``: nobody reduces then."""
+        wrapper = distributed(model)
+        if wrapper is None or wrapper._use_python_reducer or self.call is not self.module or self.in_place:
+            return False
+        return type(wrapper)._active_ddp_module is not wrapper
+
 
 def find_entry(model: nn.Module, root: nn.Module) -> Entry:
     """Return where a training that calls ``model`` enters it; ``root`` is the user's own module inside."""
     module: nn.Module | None = model
     while module is not None and module is not root and not is_compiled(module):
-        module = module._modules.get("module")  # DistributedDataParallel's
+        module = dict(module._modules.items()).get("module")  # DistributedDataParallel's
     module = root if module is None else module
     if not is_compiled(module):
         return Entry(module, module)
@@ -198,6 +220,11 @@ class CompiledRegions:
             self._found = bool(utils.counters["frames"]["total"])
             if not self._calm and not self._found:
                 return True
+        return self._found
+
+    @property
+    def known(self) -> bool:
+        """Whether compiled code was found inside the root, or anywhere in the process."""
         return self._found
 
     def forward_begins(self) -> None:

@@ -2,8 +2,7 @@
 
 How they are reached depends on who owns them:
 
-``hold``      no DistributedDataParallel: ``p.grad`` is local, and is read at the hold point; its bits are hashed only if
-              somebody asks, since they are still there then
+``hold``      no DistributedDataParallel: ``p.grad`` is local, and is read when a backward has ended, before code that edits it
 ``callback``  DistributedDataParallel: ``p.grad`` stays local until the reducer's final callback copies the reduced
               buckets back; ours is queued before it
 ``reduce``    FSDP2: whole local gradients exist at the input of the reduce-scatter (`tap.sharded`)
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from bitwitness.stats import Features, features_of, norms_of
+from bitwitness.stats import Features, features_of, marks_of, norms_of
 from bitwitness.tap.compiled import distributed
 from bitwitness.tap.modules import own_work
 from bitwitness.tap.sharded import ReduceTap, sharding_of
@@ -71,6 +70,11 @@ class LocalGradients:
         self._early: dict[int, Features] = {}
         self._parts: list[Features | None] = [None] * len(parameters)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._left: torch.Tensor | None = None
+        self.reduced: torch.Tensor | None = None
+        """Norms of the reduced gradients as the backward left them, float32 [P]; None where gradients are local."""
+        self.reducing = True
+        """Whether the backward that runs leads to a reduction; told by who knows."""
         self.mode = "hold"
         self.reduce_tap: ReduceTap | None = None
         if sharding_of(wrapper).fsdp2:
@@ -91,7 +95,7 @@ class LocalGradients:
             self.reduce_tap.close()
 
     def _one(self, index: int, parameter: torch.Tensor) -> None:
-        if parameter.grad is not None and self._wrapper.require_backward_grad_sync:
+        if parameter.grad is not None and self.reducing:
             with torch.no_grad(), own_work():
                 self._parts[index] = features_of([parameter.grad])
 
@@ -137,13 +141,13 @@ class LocalGradients:
     def take(self, *, hashed: bool = True) -> Features | None:
         """Return the step's description and forget it; None if no synchronising backward was seen.
 
-        Without ``hashed`` the digest may be left out; `with_hashes` adds it as long as the gradients are untouched.
+        Without ``hashed`` the digest may be left out where nothing was read before; `with_hashes` adds it.
         """
         if self.reduce_tap is not None:
             parts = self.reduce_tap.parts
             self._latest = self.joined([parts.get(i) for i in range(len(self._parameters))]) if parts else None
             parts.clear()
-        if self.mode == "hold":
+        if self.mode == "hold" and (self._latest is None or self._norms_only):
             with torch.no_grad(), own_work():
                 if self._norms_only and not hashed:
                     self._latest = self._norms()
@@ -151,6 +155,40 @@ class LocalGradients:
                     self.collect(hashed=hashed)
         latest, self._latest = self._latest, None
         return latest
+
+    def backward_ended(self, *, read: bool = True) -> None:
+        """Note the gradients as a backward left them; without ``read`` forget what an earlier one left."""
+        with torch.no_grad(), own_work():
+            if self.mode != "hold":
+                self.reduced = self._norms().l2
+            elif not self._norms_only:
+                self._latest = self._left = None
+                if read:
+                    self.collect(hashed=False)
+                    self._left = self._marks()
+
+    def untouched(self) -> bool:
+        """Tell whether the gradients still are what a backward left, where these are local; waits for the device."""
+        if self._left is None:
+            return True
+        with torch.no_grad(), own_work():
+            return torch.equal(self._marks().nan_to_num(), self._left.nan_to_num())
+
+    def _marks(self) -> torch.Tensor:
+        return marks_of([p.grad for p in self._parameters if p.grad is not None], self._device)
+
+    def reduced_untouched(self) -> bool:
+        """Tell whether the reduced gradients still have the norms with which a backward left them; waits for the device."""
+        if self.reduced is None:
+            return True
+        with torch.no_grad(), own_work():
+            return torch.equal(self._norms().l2.nan_to_num(), self.reduced.nan_to_num())
+
+    @property
+    def unreduced(self) -> bool:
+        """Whether DistributedDataParallel has reduced nothing since the last step: a backward of one rank's own, perhaps."""
+        waiting = self._latest is not None or any(part is not None for part in self._parts) or bool(self._early)
+        return self.mode in ("callback", "hooks") and not waiting
 
     @property
     def brief(self) -> bool:

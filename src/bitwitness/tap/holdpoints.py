@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -69,6 +69,46 @@ class StepListener(Protocol):
 
     def scaler_updated(self) -> None:
         """A scaler ended the step; its optimizers may have been skipped."""
+
+
+class Relay:
+    """Passes the moments on to another listener, if there is one; to be derived from by who only minds some of them."""
+
+    def __init__(self, listener: StepListener | None) -> None:
+        self._next = listener
+
+    def let_go(self) -> None:
+        """Pass nothing on from now on: what torch's functions were wrapped in may outlive the listener's use."""
+        self._next = None
+
+    def around_backward(self, call: BackwardCall) -> AbstractContextManager[None]:
+        """Return what a backward is run inside."""
+        return nullcontext() if self._next is None else self._next.around_backward(call)
+
+    def hold(self, *, scaler: GradScaler | None = None, optimizer: Optimizer | None = None) -> None:
+        """Gradients are complete."""
+        if self._next is not None:
+            self._next.hold(scaler=scaler, optimizer=optimizer)
+
+    def zeroing(self, owner: Optimizer | nn.Module) -> None:
+        """Gradients are about to be zeroed."""
+        if self._next is not None:
+            self._next.zeroing(owner)
+
+    def zeroed(self, owner: Optimizer | nn.Module) -> None:
+        """Gradients were zeroed."""
+        if self._next is not None:
+            self._next.zeroed(owner)
+
+    def optimizer_stepped(self, optimizer: Optimizer) -> None:
+        """Parameters changed."""
+        if self._next is not None:
+            self._next.optimizer_stepped(optimizer)
+
+    def scaler_updated(self) -> None:
+        """A scaler ended the step."""
+        if self._next is not None:
+            self._next.scaler_updated()
 
 
 class HoldPoints:

@@ -21,13 +21,22 @@ class Change(Enum):
 class GradientLedger:
     """Notes each gradient's identity and version; both are plain attributes, so that nothing waits for a device.
 
-    Changes that bypass torch's version counter (``p.grad.data.mul_``) are not noticed; calibration finds that a replay then
-    differs at every step, and takes it for the model's own.
+    Changes that bypass torch's version counter (``p.grad.data.mul_``) are not noticed here: where it matters, the
+    gradients' sizes are compared (`tap.gradients`).
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
         self._noted: list[Entry] | None = None
+        self._opened: list[Entry] = []
+
+    def open(self) -> None:
+        """Take the gradients as they are before a backward."""
+        self._opened = self._read()
+
+    def moved(self) -> bool:
+        """Tell whether any gradient is another, or has changed, since `open`."""
+        return self._read() != self._opened
 
     def note(self) -> None:
         """Take the gradients as they are now for those of the last backward."""

@@ -2,9 +2,9 @@
 
 A script's loss is not inside any module that we own. While a `LossTape` is on (from the end of the root's forward to the
 backward), a function mode notes each torch function that the script calls: what was called, on which earlier results,
-on which model outputs, on which other tensors, and the script's line. Nothing is computed, copied or waited for. Before a
-replay uses the tape, only the calls that the loss depends on are kept; afterwards it is checked that the replayed loss has
-the original's bits, so that a tape that missed something is never believed.
+on which model outputs, on which other tensors, and the script's line. Nothing is computed, copied or waited for. Of a
+tape only the calls are kept that the loss depends on. A replay through it is believed only if it builds the graph that the
+training built (`tap.graphwalk`), so that a tape that missed something never speaks.
 """
 
 from __future__ import annotations
@@ -13,99 +13,35 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
-from torch.utils.weak import WeakIdKeyDictionary
 
-from bitwitness.tap.autocast import Autocast
-from bitwitness.tap.frames import current_line
-from bitwitness.tap.lossgraph import Call, LossGraph, Output, Outside, Result, Source, sources_in, version_of
+from bitwitness.tap.clock import stopwatch
+from bitwitness.tap.lossgraph import LossGraph, Output
 from bitwitness.tap.modules import in_own_work
 from bitwitness.tap.patching import replaced
-from bitwitness.tap.structure import map_tensors, tensors_of
+from bitwitness.tap.structure import tensors_of
+from bitwitness.tap.tapedcalls import FindHeld, Tape
 
 _LONGEST = 20_000  # calls; a second network's forward fits, a whole evaluation does not
 _BACKWARDS = ("backward", "grad")
-_PLAIN = ("__get__", "__set__", "__repr__", "__len__", "item", "tolist", "numpy", "__float__", "__int__", "__bool__")
-
-_UPDATES = ("batch_norm", "instance_norm")  # they change running statistics without a word to the version counter
-
-
-@dataclass(slots=True)
-class _Tape:
-    """The calls of one step so far, and where each tensor that they made comes from."""
-
-    calls: list[Call] = field(default_factory=list)
-    sources: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
-    problem: str | None = None
-    last_scalar: torch.Tensor | None = None
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-
-    def source(self, tensor: torch.Tensor) -> Source:
-        known: Source | None = self.sources.get(tensor)
-        return Outside(tensor, version_of(tensor)) if known is None else known
-
-    def note(self, func: Callable[..., Any], args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        placed = map_tensors(args, self.source), map_tensors(kwargs, self.source)
-        call = Call(func, *placed, torch.is_grad_enabled(), Autocast.read(self.device), current_line())
-        result = run()
-        made = tensors_of(result)
-        name = getattr(func, "__name__", "")
-        if name == "__setitem__":
-            made = [args[0]]
-            call.func = _set_item
-        others = [source for source in sources_in(placed) if isinstance(source, Outside)]
-        # What is changed in place and was not made here (an optimizer's parameters) stays outside, as it is then.
-        known = {id(source.tensor) for source in others}
-        made = [tensor for tensor in made if id(tensor) not in known]
-        if made:
-            call.changes_outside = any(version_of(source.tensor) != source.version for source in others)
-            call.changes_outside |= any(part in name for part in _UPDATES) and len(others) > 1
-            call.scalar = made[0].numel() == 1 and made[0].is_floating_point()
-            if call.scalar:
-                self.last_scalar = made[0].detach()
-            self.calls.append(call)
-            number = len(self.calls) - 1
-            for index, tensor in enumerate(made):
-                self.sources[tensor] = Result(number, index)
-        return result
-
-    def graph(self, roots: tuple[Any, ...], grads: Any) -> LossGraph:
-        """Keep what a backward from ``roots`` depends on."""
-        if not all(isinstance(root, torch.Tensor) for root in roots):
-            return LossGraph({}, [], [], "the backward starts at graph edges")
-        given = grads if isinstance(grads, tuple | list) else (grads,)
-        return self.behind([self.source(root) for root in roots], given)
-
-    def latest_scalar(self) -> LossGraph | None:
-        """Return what the last scalar that the script computed depends on: a loss whose backward was never run."""
-        numbers = [number for number, call in enumerate(self.calls) if call.scalar]
-        return self.behind([Result(numbers[-1], 0)], ()) if numbers else None
-
-    def behind(self, starts: list[Source], given: Sequence[Any]) -> LossGraph:
-        """Return all that some values depend on."""
-        needed: dict[int, Call] = {}
-        waiting: list[Source] = list(starts)
-        while waiting:
-            source = waiting.pop()
-            if isinstance(source, Result) and source.call not in needed:
-                needed[source.call] = call = self.calls[source.call]
-                waiting += sources_in((call.args, call.kwargs))
-        calls = {number: needed[number] for number in sorted(needed)}
-        kept = [grad.detach() if isinstance(grad, torch.Tensor) else None for grad in given]
-        kept += [None] * (len(starts) - len(kept))
-        problem = self.problem
-        if any(call.changes_outside for call in calls.values()):
-            problem = problem or "the loss code changes a tensor in place that it did not make"
-        return LossGraph(calls, starts, kept, problem)
-
-
-def _set_item(target: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
-    target[index] = value
-    return target
+_PLAIN = (
+    "__set__",
+    "__repr__",
+    "__len__",
+    "item",
+    "tolist",
+    "numpy",
+    "__float__",
+    "__int__",
+    "__bool__",
+    "size",
+    "dim",
+)
+_NOT_TAPED = frozenset(vars(torch._C.TensorBase)[name].__get__ for name in ("grad", "grad_fn"))
+"""Properties that give what the step itself makes, and not what was computed from a tensor."""
 
 
 class _Mode(TorchFunctionMode):
@@ -123,14 +59,28 @@ class _Mode(TorchFunctionMode):
 class LossTape:
     """Records one root's steps; see the module's text.
 
+    ``find`` returns where, in the root's attributes, a tensor with a history is held; ``is_inside`` tells whether a
+    recorded forward
+    made a tensor.
+
     `begin` and `end` stand at the root's hooks and at the backward, so the mode is not entered and left in one place; it is
     taken out of torch's stack wherever it stands there then, and nothing is left behind by a loop that breaks off.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        find: FindHeld = lambda _: None,
+        is_inside: Callable[[torch.Tensor], bool] = lambda _: True,
+    ) -> None:
         self._mode = _Mode(self)
         self._device = device
-        self._tape = _Tape(device=device)
+        self._find = find
+        self._is_inside = is_inside
+        self._now = stopwatch(device)
+        self.own_seconds = 0.0
+        """Seconds that noting took so far."""
+        self.new_step()
         self._patches: ExitStack | None = None
         self._set_aside = False  # by torch, while the mode itself runs a function
         self._inside = False
@@ -140,11 +90,15 @@ class LossTape:
 
     def new_step(self) -> None:
         """Forget the step before."""
-        self._tape = _Tape(device=self._device)
+        self._tape = Tape(self._device, self._is_inside)
 
     def add_output(self, tensor: torch.Tensor, forward: int, index: int) -> None:
         """Say that a tensor is a differentiable output of the root."""
-        self._tape.sources[tensor] = Output(forward, index)
+        self._tape.add_output(tensor, Output(forward, index))
+
+    def note_forward(self, number: int, inputs: Sequence[torch.Tensor]) -> None:
+        """Say what a forward of the root is given."""
+        self._tape.note_forward(number, inputs)
 
     @property
     def on(self) -> bool:
@@ -159,8 +113,8 @@ class LossTape:
         self._patches.enter_context(function_applied(self))
         self._patches.enter_context(_backward_wrapped(self._off_stack))
         self._patches.enter_context(_compilation_told(self._compiling))
-        if not self._set_aside and self._mode not in _get_current_function_mode_stack():
-            _push_mode(self._mode)
+        if not self._set_aside:
+            self._enter_stack()
 
     def end(self) -> None:
         """Note nothing more, for now."""
@@ -169,6 +123,21 @@ class LossTape:
             self._patches = None
         if not self._set_aside:
             self._leave_stack()
+
+    def _enter_stack(self) -> None:
+        """Stand below all modes of the script's: each of them, when it is left, pops what it finds on top.
+
+        Only the default device's mode stays below ours: it is found at the bottom when it is changed.
+        """
+        stack = _get_current_function_mode_stack()
+        if self._mode in stack:
+            return
+        default = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
+        below = 1 if stack and stack[0] is default else 0
+        above = [_pop_mode() for _ in range(len(stack) - below)]
+        _push_mode(self._mode)
+        for mode in reversed(above):
+            _push_mode(mode)
 
     def _leave_stack(self) -> None:
         above = []
@@ -184,8 +153,8 @@ class LossTape:
         """Keep torch from setting the mode aside for a backward: it would put it back after it, whatever we do meanwhile."""
         self._leave_stack()
         yield
-        if self.on and self._mode not in _get_current_function_mode_stack():
-            _push_mode(self._mode)
+        if self.on:
+            self._enter_stack()
 
     def _compiling(self) -> None:
         """Get out of a compilation's way: it would take the mode for a part of the script."""
@@ -199,7 +168,7 @@ class LossTape:
 
     def graph(self, roots: tuple[Any, ...], grads: Any) -> LossGraph:
         """Return what a backward that begins now depends on."""
-        return self._tape.graph(roots, grads)
+        return self._tape.graph(roots, grads, self._find)
 
     def holds_bad_scalar(self) -> bool:
         """Tell whether the last scalar that the script computed is not finite; waits for its device."""
@@ -208,7 +177,7 @@ class LossTape:
 
     def latest_scalar(self) -> LossGraph | None:
         """Return what the last scalar that the script computed depends on; None if there is none."""
-        return self._tape.latest_scalar()
+        return self._tape.latest_scalar(self._find)
 
     # -- what the script calls -----------------------------------------------------------------------------------
 
@@ -218,13 +187,31 @@ class LossTape:
         if name in _BACKWARDS:
             return self._apart(func, args, kwargs)
         quiet = not self.on or self._inside or self._tape.problem is not None
-        if quiet or name in _PLAIN or in_own_work():
+        if quiet or name in _PLAIN or func in _NOT_TAPED or in_own_work():
             return func(*args, **kwargs)
         if len(self._tape.calls) >= _LONGEST:
             self.give_up(f"more than {_LONGEST} torch functions were called between forward and backward")
         elif "c10d" in str(getattr(func, "namespace", "")) or "c10d" in str(getattr(func, "__module__", "")):
             self.give_up("ranks exchange something in the loss code")
-        return self._tape.note(func, args, kwargs, lambda: func(*args, **kwargs))
+        return self._noted(func, args, kwargs, lambda: func(*args, **kwargs))
+
+    def _noted(self, func: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+        """Note a call, and count what noting takes beside the call itself."""
+        inside = 0.0
+
+        def timed() -> Any:
+            nonlocal inside
+            began = self._now()
+            try:
+                return run()
+            finally:
+                inside = self._now() - began
+
+        began = self._now()
+        try:
+            return self._tape.note(func, args, kwargs, timed)
+        finally:
+            self.own_seconds += self._now() - began - inside
 
     def _apart(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a backward; the mode, which torch has set aside for it, is back on the stack after it."""
@@ -249,7 +236,7 @@ class LossTape:
             return original(*args, **kwargs)
         self._inside = True
         try:
-            return self._tape.note(original, args, kwargs, lambda: original(*args, **kwargs))
+            return self._noted(original, args, kwargs, lambda: original(*args, **kwargs))
         finally:
             self._inside = False
 

@@ -22,6 +22,8 @@ from torch.nn.modules import module as nn_module
 ROOT = "."
 OWN = "(bitwitness)"
 """The module path of operators that bitwitness itself runs: a faulty device computes our checks wrongly, too."""
+REFERENCE = "(float64)"
+"""The same of those that compute what a device's results are held against; an emulated device does not spoil these."""
 
 _NODES_KEPT = 200_000  # micro-batches may be pipelined, so the nodes of some earlier forwards are kept: about 20 MB
 _own_work: ContextVar[tuple[str, str, int] | None] = ContextVar("bitwitness_own_work", default=None)

@@ -25,8 +25,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from bitwitness.site import Site
 from bitwitness.tap.collector import GradientCollector
+from bitwitness.tap.hooks import ModuleHook
 from bitwitness.tap.modules import ROOT, unwrap
-from bitwitness.tap.root import ModuleHook
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
 _NORM_NAME = re.compile(r"norm(\d+d)?$", re.IGNORECASE)

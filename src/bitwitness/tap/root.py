@@ -1,9 +1,8 @@
 """The root module's forwards and backwards, recorded so that the step can be run again.
 
 Hooks go on the user's own module (inside DistributedDataParallel), so that a rank can replay it alone; where it is compiled,
-around the compiled region (`tap.compiled`). They are
-`ModuleHook` objects: a copy or a pickle of the module carries an inert one, so that ``copy.deepcopy(model)`` (an EMA, say)
-and ``torch.save(model)`` work as without the guard.
+around the compiled region (`tap.compiled`). What the model returns is handed on as it is: the script may change it in
+place, and gets the objects that the model made. Gradients are noticed by themselves, however the model was called.
 """
 
 from __future__ import annotations
@@ -16,52 +15,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from bitwitness.stats import bit_hash
+from bitwitness.stats import marks_of
 from bitwitness.stats.local import local_values
-from bitwitness.tap.autocast import Autocast
 from bitwitness.tap.capture import ForwardRecord, StepRecord
+from bitwitness.tap.capturing import Capturer, forward_of
 from bitwitness.tap.clock import StepClock, stopwatch
-from bitwitness.tap.compiled import CompiledRegions, HookedCall, find_entry
+from bitwitness.tap.company import wrapped_later
+from bitwitness.tap.compiled import CompiledRegions, broadcasts, find_entry, in_transform
+from bitwitness.tap.forwardhooks import ForwardHooks
 from bitwitness.tap.gradients import queue_after_backward
+from bitwitness.tap.graphwalk import sketch
 from bitwitness.tap.holdpoints import BackwardCall
 from bitwitness.tap.ledger import Change, GradientLedger
 from bitwitness.tap.modules import own_work, unwrap
-from bitwitness.tap.randomness import RandomState
+from bitwitness.tap.reasons import CLEARED, CREATE_GRAPH, EXCHANGED_IN_BACKWARD, IN_LOSS_CODE, NO_FORWARD, WRAPPED_LATER
 from bitwitness.tap.sharded import reduces, sharding_of
-from bitwitness.tap.structure import fresh, map_tensors, nbytes, tensors_of
+from bitwitness.tap.structure import nbytes
+from bitwitness.tap.traffic import groups_between, read_traffic
 from bitwitness.tap.window import Dropped, LossWindow
 
 _PENDING_KEPT = 8  # forwards in evaluation mode that wait for a backward
-TWICE = "one forward was backpropagated more than once"
-CREATE_GRAPH = "backward ran with create_graph: second derivatives are not replayed"
-
-
-class ModuleHook:
-    """A module hook that does nothing once copied, pickled or let go."""
-
-    def __init__(self, call: Callable[..., Any] | None = None) -> None:
-        self._call = call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Pass the call on while the hook is in force; what dynamo traces is not the training itself."""
-        if torch.compiler.is_compiling() or self._call is None:
-            return None
-        return self._call(*args, **kwargs)
-
-    def __deepcopy__(self, _memo: dict[int, Any]) -> ModuleHook:
-        return ModuleHook()
-
-    def __reduce__(self) -> tuple[type[ModuleHook], tuple[()]]:
-        return ModuleHook, ()
-
-    def let_go(self) -> None:
-        """Become inert, also in modules that were copied by reference."""
-        self._call = None
-
-    @property
-    def inert(self) -> bool:
-        """Whether it does nothing."""
-        return self._call is None
 
 
 class RootTap:
@@ -74,7 +47,7 @@ class RootTap:
     clock
         Numbers the steps.
     capture_limit
-        Bytes that one step's inputs and output gradients may take; beyond it the step is not replayable.
+        Bytes that one step's inputs, buffers and output gradients may take; beyond it the step is not replayable.
     around_forward
         Returns a context in which a forward is run (a deep step's operator tap), or None.
     local_gradients
@@ -87,6 +60,10 @@ class RootTap:
         Hash the outputs, so that replays can be compared with them.
     dropped
         Told of a loss that is not finite and was not backpropagated before the next forward.
+    alone
+        No other rank can be asked: keep the parameters' hashes, so that a change behind torch's back is no evidence.
+    retrained
+        Called when other parameters than before ask for gradients, before the first forward of a step.
 
     """
 
@@ -102,32 +79,37 @@ class RootTap:
         taped: bool = False,
         hashed: bool = True,
         dropped: Dropped | None = None,
+        alone: bool = False,
+        retrained: Callable[[], None] = lambda: None,
     ) -> None:
-        self._hashed = hashed
+        self._alone = alone and hashed
+        self._retrained = retrained
         self.wrapper = model
         self.root = unwrap(model)
-        self.parameters = {name: p for name, p in self.root.named_parameters() if p.requires_grad}
+        self._every = list(self.root.parameters())
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.ledger = GradientLedger([])
+        self._positions: dict[int, int] = {}
+        self.watch_trainable()
         self.record = StepRecord(clock.step)
-        self.backwards = 0
-        self.forwards_seen = 0
-        self.outputs_seen = 0
-        self.paused = False
-        self.own_seconds = 0.0
-        """Seconds that recording took so far, by `stopwatch`."""
+        self.backwards = self.forwards_seen = self.outputs_seen = 0
+        self.unseen_backwards = 0
+        """Backwards that reached the parameters without a recorded forward."""
+        self.paused = self.reducing = False
+        self._own_seconds = 0.0
         self._clock = clock
-        self._limit = capture_limit
         self._around = around_forward
         self._local_gradients = local_gradients
         self._fail = fail
         self._entered: list[AbstractContextManager[Any]] = []
         self._open: list[ForwardRecord | None] = []
-        self.sharding = sharding_of(model)
         self._depth = 0
         self._trained = False
-        self._accumulates = True
-        self._create_graph = False
-        self._queued = False
-        self.ledger = GradientLedger(list(self.parameters.values()))
+        self._call = BackwardCall(())
+        self._queued: Any = None
+        self._reached = False
+        self._traffic = read_traffic()
+        self.sharding = sharding_of(model)
         first = next(iter(self.parameters.values()), None)
         self.device = torch.device("cpu") if first is None else first.device
         self.now = stopwatch(self.device)
@@ -138,43 +120,54 @@ class RootTap:
             taped=taped,
             allowed=lambda: not self.paused and self.regions.inside_only(),
             dropped=dropped,
+            find=lambda tensor: self.capturer.find_held(self.record, tensor),
+            is_inside=lambda tensor: forward_of(self.record, tensor) is not None,
         )
-        self._hooks = [ModuleHook(self._before), ModuleHook(self._after)]
-        self._handles: list[torch.utils.hooks.RemovableHandle | HookedCall] = []
-        if self.entry.in_place:
-            self._handles.append(HookedCall(self.entry.module, *self._hooks))
-        else:
-            self._handles += [
-                self.entry.module.register_forward_pre_hook(self._hooks[0], with_kwargs=True),
-                self.entry.module.register_forward_hook(self._hooks[1], with_kwargs=True, always_call=True),
-            ]
+        self.capturer = Capturer(
+            self.root,
+            self.device,
+            capture_limit,
+            self.window,
+            hashed=hashed,
+            private=self.sharding.spread,
+        )
+        self._hooks = ForwardHooks(self.entry, self.root, self._before, self._after)
+        self.join = self._hooks.join
 
     def close(self) -> None:
-        """Remove the hooks."""
-        self.window.close()
-        for hook in self._hooks:
-            hook.let_go()
-        for handle in self._handles:
-            handle.remove()
+        """Remove the hooks; let go of what leads back here through autograd's graph, where no collector finds it."""
+        self.window.forget()
+        self.record = StepRecord(self._clock.step)
+        self._hooks.close()
+
+    def watch_trainable(self) -> bool:
+        """Watch the parameters that ask for a gradient now; return whether these are others than before."""
+        named = {name: p for name, p in self.root.named_parameters() if p.requires_grad}
+        if [id(p) for p in named.values()] == [id(p) for p in self.parameters.values()]:
+            return False
+        self.parameters = named
+        self.ledger = GradientLedger(list(named.values()))
+        self._positions = {id(p): i for i, p in enumerate(named.values())}
+        return True
+
+    @property
+    def own_seconds(self) -> float:
+        """Seconds that recording took so far, by `stopwatch`."""
+        return self._own_seconds + self.window.own_seconds
 
     # -- forward -------------------------------------------------------------------------------------------------
 
-    def join(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record a call of ``module`` that has just begun, whose pre-hooks torch had already listed when ours was made."""
-        if module is self.entry.module and not self.entry.in_place:
-            self._before(module, args, kwargs)
-
-    def _before(self, _entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(self, part: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._entered.append(nullcontext())
         self._open.append(None)
         if len(self._open) == 1 and not self._depth:
             self.window.forward_begins()
-        if self.paused or self._depth or not torch.is_grad_enabled() or not self._in_training():
+        if self.paused or self._depth or in_transform() or not torch.is_grad_enabled() or not self._in_training():
             return  # in a backward: a checkpoint around the whole root runs it again
         try:
             self.window.mind_dropped_loss(self.record)
             with own_work(), self._timed():
-                self._open[-1] = self._begin(self.root, args, kwargs)
+                self._open[-1] = self._begin(part, args, kwargs)
             context = self._around()
             if context is not None:
                 context.__enter__()
@@ -187,7 +180,7 @@ class RootTap:
         if self.root.training:
             self._trained = True
         elif not self._trained:
-            pending = [forward for forward in self.record.forwards if forward.backward is None]
+            pending = [forward for forward in self.record.forwards if not forward.backpropagated]
             if len(pending) > _PENDING_KEPT:  # an evaluation that keeps gradients, by mistake
                 self.record.forwards = [forward for forward in self.record.forwards if forward is not pending[0]]
         return self.root.training or not self._trained
@@ -198,35 +191,27 @@ class RootTap:
         try:
             yield
         finally:
-            self.own_seconds += self.now() - started
+            self._own_seconds += self.now() - started
 
-    def _begin(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardRecord:
-        self.forwards_seen += 1
-        self.regions.forward_begins()
+    def _begin_step_if_due(self) -> None:
         if self._clock.begin_forward() or self.record.step != self._clock.step:
             self.record = StepRecord(self._clock.step, began=self.now())
             self.window.new_step()
-        elif self.record.backpropagated:
+
+    def _begin(self, part: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardRecord:
+        self.forwards_seen += 1
+        self.regions.forward_begins()
+        self._begin_step_if_due()
+        if self.record.backpropagated:
             self._check_gradients_since()
         if not self.record.forwards:
-            self._begin_step(root)
+            self._begin_step()
         self._clock.micro = len(self.record.forwards)
-        if nbytes(tensors_of((args, kwargs))) > self._limit:
-            self.record.give_up(f"the batch is larger than the capture limit of {self._limit >> 20} MiB")
-            args, kwargs = (), {}
-        if len(tensors_of((args, kwargs))) == 0:
-            self.record.give_up("the model is called without tensors; its inputs cannot be captured")
-        record = ForwardRecord(
-            args=map_tensors(args, fresh),
-            kwargs=map_tensors(kwargs, fresh),
-            random=RandomState.read(self.device),
-            autocast=Autocast.read(self.device),
-            buffers=[buffer.detach().clone() for buffer in root.buffers()],
-            sync=self._reduces(),
-            number=self.forwards_seen,
-        )
-        self.record.forwards.append(record)
-        return record
+        if self._alone and wrapped_later(self.wrapper):
+            self.record.give_up(WRAPPED_LATER)
+        through = not self.entry.bypasses(self.wrapper)
+        begun = {"sync": self._reduces() and through, "broadcast": through and broadcasts(self.wrapper)}
+        return self.capturer.begin(self.record, part, args, kwargs, number=self.forwards_seen, **begun)
 
     def _reduces(self) -> bool:
         if self.sharding.fsdp2:
@@ -241,13 +226,17 @@ class RootTap:
         elif change is Change.EDITED:
             self.record.give_up("gradients were changed between two backwards of the step")
 
-    def _begin_step(self, root: nn.Module) -> None:
+    def _begin_step(self) -> None:
         record = self.record
+        if sum(p.requires_grad for p in self._every) != len(self.parameters) and self.watch_trainable():
+            self._retrained()
         if self.sharding.problem is not None:
             record.give_up(self.sharding.problem)
         parameters = list(self.parameters.values())
         record.versions = [p._version for p in parameters]
-        record.training = [module.training for module in root.modules()]
+        record.training = [module.training for module in self.root.modules()]
+        if self._alone and not self.sharding.spread:
+            record.parameters = marks_of([p.detach() for p in parameters], self.device)
 
     def _note_start(self) -> None:
         """See what lies in the gradients before the step's first backward adds to it."""
@@ -264,39 +253,22 @@ class RootTap:
                 ]
             ).sum()
 
-    def _after(self, _entry: nn.Module, _args: Any, _kwargs: Any, result: Any) -> Any:
+    def _after(self, result: Any) -> None:
         record = self._open.pop() if self._open else None
         context = self._entered.pop() if self._entered else nullcontext()
         try:
             context.__exit__(None, None, None)
             if record is None or result is None:
-                return None
+                return
             self.regions.forward_ended()
             with own_work(), self._timed():
-                return self._alias(record, result)
+                self.capturer.end(self.record, record, result, self._output_grad)
+            self.outputs_seen += len(record.output_digests)
         except Exception as error:
             self._fail("capture", error)
-            return None
         finally:
             if not self._open and not self._depth:
                 self.window.forward_ended(recorded=record is not None)
-
-    def _alias(self, record: ForwardRecord, result: Any) -> Any:
-        def alias(tensor: torch.Tensor) -> torch.Tensor:
-            if not tensor.requires_grad:
-                return tensor
-            index = len(record.output_digests)
-            digest = bit_hash(tensor.detach()) if self._hashed else torch.zeros((), dtype=torch.int64)
-            record.output_digests.append(digest)
-            record.output_grads.append(None)
-            twin = tensor.view_as(tensor)
-            twin.register_hook(lambda grad: self._output_grad(record, index, grad))
-            self.window.add_output(twin, record.number, index)
-            return twin
-
-        aliased = map_tensors(result, alias)
-        self.outputs_seen += len(record.output_digests)
-        return aliased
 
     # -- backward ------------------------------------------------------------------------------------------------
 
@@ -306,9 +278,11 @@ class RootTap:
         if self._depth > 1:
             return  # a backward inside a backward: activation checkpointing of the reentrant kind
         self.backwards += 1
-        self._queued = False
-        self._accumulates = call.accumulates
-        self._create_graph = call.create_graph
+        self._call = call
+        self._reached = False
+        self._traffic = read_traffic()
+        if self.record.forwards and groups_between(self.capturer.traffic, self._traffic):
+            self.window.give_up(IN_LOSS_CODE)
         self.window.backward_begins(call, self.record, self.backwards)
         if not call.accumulates:
             return
@@ -316,16 +290,67 @@ class RootTap:
             self._note_start()
         elif self.ledger.change() is Change.CLEARED:
             self.gradients_cleared()
+        self.ledger.open()
+        try:
+            with self._timed():
+                self._walk(call)
+                self._queue(call)
+        except Exception as error:
+            self._fail("walk over the graph", error)
+
+    def _walk(self, call: BackwardCall) -> None:
+        """Find what this backward reaches, before it frees its graph."""
+        spans = [forward.span for forward in self.record.forwards if forward.span is not None]
+        if not spans:
+            return
+        found = sketch(call.roots, spans, self._positions)
+        if found.outputs or found.inside or found.parameters or not found.complete:
+            self.record.sketches[self.backwards] = found
+        for forward in self.record.forwards:
+            if forward.number in found.forwards:
+                forward.backwards.append(self.backwards)
+
+    def _queue(self, call: BackwardCall) -> None:
+        """Have the local gradients read in this backward, before DistributedDataParallel reduces them.
+
+        The hook on the first root runs first of all, so our callback is queued before the reducer's own.
+        """
+        root = next((root for root in call.roots if isinstance(root, torch.Tensor) and root.requires_grad), None)
+        syncs = [forward.sync for forward in self.record.forwards if self.backwards in forward.backwards]
+        self.reducing = self._reduces() and (any(syncs) or not syncs)
+        if self._local_gradients is not None and root is not None and self.reducing:
+            self._queued = root.register_hook(lambda _: queue_after_backward(self._run_local_gradients))
 
     def end_backward(self) -> bool:
         """Say that it ended; return whether it was the outermost one, and reached this root."""
         self._depth -= 1
         if self._depth:
             return False
-        if self.reached:
+        if self._queued is not None:
+            self._queued.remove()
+            self._queued = None
+        recorded = any(self.backwards in forward.backwards for forward in self.record.forwards)
+        if self._alone and groups_between(self._traffic, read_traffic()):
+            self.record.give_up(EXCHANGED_IN_BACKWARD)
+        self._reached = self._call.accumulates and (recorded or self.ledger.moved())
+        if self._reached:
+            if not recorded:
+                self._without_forward()
             self.ledger.note()
-        self.window.backward_ended(reached=self.reached)
-        return self.reached
+        self.window.backward_ended(reached=self._reached)
+        self._call = BackwardCall(())
+        return self._reached
+
+    def _without_forward(self) -> None:
+        """Take gradients that no recorded forward led to."""
+        self._begin_step_if_due()
+        self.unseen_backwards += 1
+        if not self.regions.known:
+            self._hooks.hook_parts()
+        if not self.record.forwards:
+            self.record.give_up(CLEARED if self.record.cleared else NO_FORWARD)
+        elif self.backwards not in self.record.sketches:
+            self.record.give_up("a backward reached the parameters by a way that was not recorded")
 
     def gradients_cleared(self) -> None:
         """Say that all gradients were zeroed or let go: what was backpropagated before counts for nothing.
@@ -333,10 +358,11 @@ class RootTap:
         What was run forward, and not backward yet, still counts.
         """
         record = self.record
-        kept = [forward for forward in record.forwards if forward.backward is None]
-        if len(kept) < len(record.forwards):
+        kept = [forward for forward in record.forwards if not forward.backpropagated]
+        if len(kept) < len(record.forwards) or not kept:
+            reason, lost = (record.unreplayable if kept else None), len(kept) < len(record.forwards)
             self.record = replace(
-                record, forwards=kept, unreplayable=record.unreplayable if kept else None, unhealable=None
+                record, forwards=kept, unreplayable=reason, unhealable=None, cleared=record.cleared or lost
             )
         self.ledger.forget()
 
@@ -347,30 +373,22 @@ class RootTap:
             self._fail("capture", error)
 
     def _keep_output_grad(self, record: ForwardRecord, index: int, grad: torch.Tensor) -> None:
-        if self._create_graph:
+        if self._call.create_graph:
             self.record.give_up(CREATE_GRAPH)
-        if not self._accumulates:
+        if not self._call.accumulates or self.paused:
             return
-        if record.backward is None:
-            record.backward = self.backwards
-        elif record.backward != self.backwards:
-            self.record.give_up(TWICE)
-            return
-        if nbytes([grad]) > self._limit:
-            self.record.give_up(f"an output gradient is larger than the capture limit of {self._limit >> 20} MiB")
-        elif grad.requires_grad:
+        if self.backwards not in record.backwards:  # the walk did not come to its end
+            record.backwards.append(self.backwards)
+        if grad.requires_grad:
             self.record.give_up(CREATE_GRAPH)
-        else:
+            return
+        self.capturer.account(self.record, nbytes([grad]) if grad.numel() > 1 else 0, "an output gradient is")
+        if self.record.unreplayable is None:
             record.output_grads[index] = grad.detach()
-        if record.sync and self._local_gradients is not None and not self._queued:
-            # Queued before DistributedDataParallel queues its own, so it runs when all local gradients are there
-            # and none has been replaced by the reduced one.
-            self._queued = True
-            queue_after_backward(self._run_local_gradients)
 
     def _run_local_gradients(self) -> None:
         try:
-            if self._local_gradients is not None:
+            if self._local_gradients is not None and self.ledger.moved():
                 with torch.no_grad(), own_work():
                     self._local_gradients()
         except Exception as error:
@@ -380,13 +398,3 @@ class RootTap:
     def in_backward(self) -> bool:
         """Whether a backward is running now."""
         return self._depth > 0
-
-    @property
-    def loss_inside(self) -> bool:
-        """Whether the loss is computed inside the root: only scalars of it were backpropagated in this step."""
-        return self.outputs_seen > 0 and not any(self.record.value_dependent())
-
-    @property
-    def reached(self) -> bool:
-        """Whether the latest backward reached this root, to add to its gradients."""
-        return self._accumulates and any(record.backward == self.backwards for record in self.record.forwards)

@@ -13,6 +13,11 @@ from typing import Any
 
 import torch
 
+_DEPTH = 5  # objects within objects in which a model's results are looked for
+_MOST = 10_000
+PLAIN = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device, torch.Size, slice, range)
+"""What holds nothing else, and is the same if it is equal."""
+
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     """Return ``value`` with each tensor replaced by ``change(tensor)``; containers are copied, other leaves shared.
@@ -68,6 +73,45 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
     map_tensors(value, note)
     return found
+
+
+def tensors_within(value: Any) -> list[torch.Tensor]:
+    """Return the tensors inside ``value``, also those in the attributes of objects that `map_tensors` does not know."""
+    found: list[torch.Tensor] = []
+    _search(value, found, set(), 0)
+    return found
+
+
+def _search(value: Any, found: list[torch.Tensor], seen: set[int], depth: int) -> None:
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+        return
+    if isinstance(value, str | bytes | int | float | complex | type | torch.nn.Module | None) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if depth > _DEPTH or len(seen) > _MOST or callable(value):
+        return
+    if isinstance(value, Mapping):
+        items: list[Any] = list(value.values())
+    elif isinstance(value, tuple | list):
+        items = list(value)
+    else:
+        items = list(getattr(value, "__dict__", {}).values())
+    for item in items:
+        _search(item, found, seen, depth + 1)
+
+
+def objects_in(value: Any) -> list[Any]:
+    """Return what in ``value`` is neither a tensor, nor plain, nor a container that `map_tensors` copies: caches, say."""
+    if isinstance(value, (torch.Tensor, *PLAIN)) or callable(value):
+        return []
+    if isinstance(value, Mapping):
+        return [one for item in value.values() for one in objects_in(item)]
+    if isinstance(value, tuple | list):
+        return [one for item in value for one in objects_in(item)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [one for field in dataclasses.fields(value) for one in objects_in(getattr(value, field.name, None))]
+    return [value]
 
 
 def plain_leaves(value: Any) -> list[str]:

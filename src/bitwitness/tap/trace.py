@@ -61,8 +61,8 @@ class OperatorTrace:
             # in-place operators overwrite their inputs, so these are copied before it runs
             self.kept = OpCall(
                 call.func,
-                _copied(call.args),
-                _copied(call.kwargs),
+                copied(call.args),
+                copied(call.kwargs),
                 None,
                 call.op,
                 call.module,
@@ -75,7 +75,7 @@ class OperatorTrace:
         outputs = call.outputs
         if self.keep is not None:
             if len(self.hashes) == self.keep and self.kept is not None:
-                self.kept.result = _copied(call.result)
+                self.kept.result = copied(call.result)
             self.hashes.append(torch.zeros((), dtype=torch.int64))
             return
         total = torch.zeros((), dtype=torch.int64)
@@ -88,11 +88,12 @@ class OperatorTrace:
         self.sites.append(call.site().short)
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
+    """Return an operator's arguments or results with copies of the tensors."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, list | tuple):
-        return type(value)(_copied(item) for item in value)
+        return type(value)(copied(item) for item in value)
     if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
+        return {key: copied(item) for key, item in value.items()}
     return value

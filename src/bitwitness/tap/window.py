@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -10,6 +10,7 @@ from bitwitness.tap.capture import StepRecord
 from bitwitness.tap.holdpoints import BackwardCall
 from bitwitness.tap.lossgraph import LossGraph
 from bitwitness.tap.losstape import LossTape
+from bitwitness.tap.tapedcalls import FindHeld
 
 Dropped = Callable[[LossGraph], None]
 
@@ -27,17 +28,36 @@ class LossWindow:
         Asked before the tape runs: compiled code in the window would be compiled anew for its sake.
     dropped
         Told of a loss that is not finite and was not backpropagated before the next forward.
+    find, is_inside
+        Where the root holds a tensor that a forward made, and whether one did (`tap.tapedcalls`).
 
     """
 
     def __init__(
-        self, device: torch.device, *, taped: bool, allowed: Callable[[], bool], dropped: Dropped | None = None
+        self,
+        device: torch.device,
+        *,
+        taped: bool,
+        allowed: Callable[[], bool],
+        dropped: Dropped | None = None,
+        find: FindHeld = lambda _: None,
+        is_inside: Callable[[torch.Tensor], bool] = lambda _: True,
     ) -> None:
-        self._tape = LossTape(device) if taped else None
+        self._tape = LossTape(device, find, is_inside) if taped else None
         self._allowed = allowed
         self._dropped = dropped
         self._reopen = False
         self._retained = False
+
+    @property
+    def own_seconds(self) -> float:
+        """Seconds that noting took so far."""
+        return 0.0 if self._tape is None else self._tape.own_seconds
+
+    def give_up(self, problem: str) -> None:
+        """Say why the step's loss code cannot be run again."""
+        if self._tape is not None:
+            self._tape.give_up(problem)
 
     def new_step(self) -> None:
         """Forget the step before."""
@@ -48,6 +68,11 @@ class LossWindow:
         """Say that a tensor is a differentiable output of the root."""
         if self._tape is not None:
             self._tape.add_output(tensor, forward, index)
+
+    def note_forward(self, number: int, inputs: Sequence[torch.Tensor]) -> None:
+        """Say what a recorded forward of the root is given."""
+        if self._tape is not None:
+            self._tape.note_forward(number, inputs)
 
     def forward_begins(self) -> None:
         """Close, for as long as the root runs."""
@@ -65,7 +90,9 @@ class LossWindow:
             return
         self._reopen, self._retained = self._tape.on, call.retains
         if self._reopen and call.accumulates:
-            record.graphs[number] = self._tape.graph(call.roots, call.grads)
+            record.graphs[number] = graph = self._tape.graph(call.roots, call.grads)
+            if graph.problem is None:
+                graph.keep_outside()
         self._tape.end()
 
     def backward_ended(self, *, reached: bool) -> None:
@@ -85,19 +112,19 @@ class LossWindow:
 
     def open_loss(self, record: StepRecord) -> LossGraph | None:
         """Return the last number that the script computed from outputs whose backward has not come; None if there is none."""
-        if self._tape is None or not any(forward.backward is None for forward in record.forwards):
+        if self._tape is None or all(forward.backpropagated for forward in record.forwards):
             return None
         return self._tape.latest_scalar()
 
     def mind_dropped_loss(self, record: StepRecord) -> None:
         """Tell of a loss that the script computed and did not use, if it is not finite; its forwards count no more."""
         forwards = record.forwards
-        if self._dropped is None or self._tape is None or not forwards or forwards[-1].backward is not None:
+        if self._dropped is None or self._tape is None or not forwards or forwards[-1].backpropagated:
             return
         graph = self.open_loss(record)
         if graph is not None and self._tape.holds_bad_scalar():
             self._dropped(graph)
-            record.forwards = [forward for forward in forwards if forward.backward is not None]
+            record.forwards = [forward for forward in forwards if forward.backpropagated]
 
     def _begin(self, *, wanted: bool) -> None:
         if wanted and self._tape is not None and self._allowed():

@@ -1,0 +1,50 @@
+"""What a forked child inherits of its parent's guards: nothing that acts, speaks or writes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Protocol
+from weakref import WeakSet
+
+
+class Inherited(Protocol):
+    """What must not go on in a forked child."""
+
+    def after_fork(self, *, worker: bool) -> None:
+        """Become inert in the child; ``worker``: ``multiprocessing`` made it, and says itself what runs in it."""
+
+
+_inherited: WeakSet[Inherited] = WeakSet()
+_kept: list[Inherited] = []  # in a child: what is never freed there, since it would close the parent's connections
+_starting = threading.local()
+_registered = False
+
+
+def inert_in_children(owner: Inherited) -> None:
+    """Have ``owner`` told in every process that is forked from now on."""
+    global _registered  # noqa: PLW0603 - Python knows no way to take such a callback back, so there is one
+    _inherited.add(owner)
+    if not _registered and hasattr(os, "register_at_fork"):
+        _registered = True
+        os.register_at_fork(after_in_child=_in_child)
+
+
+@contextmanager
+def starting_worker() -> Iterator[None]:
+    """Mark forks of this thread as ``multiprocessing``'s."""
+    before, _starting.on = getattr(_starting, "on", False), True
+    try:
+        yield
+    finally:
+        _starting.on = before
+
+
+def _in_child() -> None:
+    worker = getattr(_starting, "on", False)
+    for owner in list(_inherited):
+        _kept.append(owner)
+        with suppress(Exception):  # it is the script's own process: our trouble is not its trouble
+            owner.after_fork(worker=worker)

@@ -1,0 +1,87 @@
+"""Which parameters optimizers step that no guard watches: what is still looked for, and in the end is named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from bitwitness.guard.guard import guarded_roots
+
+_TRIES = 3  # steps for which an optimizer's model is looked for
+_NAMED = 4  # parameters that are named at the end
+
+
+@dataclass
+class _Seen:
+    """What is known of one optimizer; ``state`` says of which guards and groups it is true."""
+
+    state: tuple[int, ...] = ()
+    tries: int = 0
+    missing: tuple[nn.Parameter, ...] = ()
+
+
+class Unguarded:
+    """Keeps, of every optimizer that steps, which trained parameters no guard watches.
+
+    A step of an optimizer whose parameters are all watched costs the same whatever their number.
+    """
+
+    def __init__(self) -> None:
+        self._seen: WeakKeyDictionary[Optimizer, _Seen] = WeakKeyDictionary()
+        self._named: dict[int, tuple[str, dict[int, tuple[int, ...]]]] = {}
+
+    def stepped(self, optimizer: Optimizer) -> bool:
+        """Note a step; return whether this optimizer is seen for the first time."""
+        roots = guarded_roots()
+        state = (*(id(root) for root in roots), *(len(group["params"]) for group in optimizer.param_groups))
+        seen = self._seen.get(optimizer)
+        new = seen is None
+        if seen is None:
+            seen = self._seen[optimizer] = _Seen()
+        if seen.state == state and (not seen.missing or seen.tries > _TRIES):
+            return new
+        watched = {id(parameter) for root in roots for parameter in root.parameters()}
+        seen.state = state
+        seen.missing = tuple(p for p in parameters_of(optimizer) if p.grad is not None and id(p) not in watched)
+        seen.tries = seen.tries + 1 if seen.missing else 0
+        if seen.missing:
+            self._named[id(optimizer)] = (type(optimizer).__name__, {id(p): tuple(p.shape) for p in seen.missing})
+        else:
+            self._named.pop(id(optimizer), None)
+        return new
+
+    @property
+    def looked_for(self) -> bool:
+        """Whether some optimizer's parameters are worth looking for."""
+        return any(seen.missing and seen.tries <= _TRIES for seen in self._seen.values())
+
+    def missing(self) -> list[tuple[Optimizer, set[int]]]:
+        """Return every optimizer with unwatched parameters, and these parameters' identities."""
+        return [(optimizer, {id(p) for p in seen.missing}) for optimizer, seen in self._seen.items() if seen.missing]
+
+    def lines(self, modules: Iterable[nn.Module]) -> list[str]:
+        """Name what was trained unguarded, by the modules that are known."""
+        names = {
+            id(parameter): f"{type(module).__name__}.{name}"
+            for module in modules
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        }
+        lines = []
+        for optimizer, shapes in self._named.values():
+            shown = [names.get(key, f"{shape} in no module that was called") for key, shape in shapes.items()][:_NAMED]
+            more = f" and {len(shapes) - _NAMED} more" if len(shapes) > _NAMED else ""
+            plural = "" if len(shapes) == 1 else "s"
+            lines.append(
+                f"trained unguarded: {len(shapes)} parameter{plural} that {optimizer} steps: {'; '.join(shown)}{more}"
+            )
+        return lines
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return an optimizer's parameters."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

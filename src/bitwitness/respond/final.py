@@ -1,0 +1,171 @@
+"""A stop is final: whatever the script catches, no further step is taken, and the process ends with the stop's exit code.
+
+After a stop every optimizer's step, every backward and every training forward of a guarded model raises it again, and so
+does a new guard. A thread that comes back the third time ends the process. Where a person sits at the process (a notebook), the
+refusals are all that happens: it is not ended under their hands.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim.optimizer import Optimizer
+
+from bitwitness.errors import EXIT_CONVICTED, TrainingStopped
+from bitwitness.respond.ending import end_from_thread, end_now, interactive, seal
+from bitwitness.tap.compiled import Entry, HookedCall
+from bitwitness.tap.holdpoints import BackwardCall, HoldPoints, Relay, StepListener
+from bitwitness.tap.hooks import ModuleHook
+
+_ENOUGH = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Why the training of this process ended."""
+
+    code: int
+    reason: str
+
+
+class Finality:
+    """What a process knows of its one stop, for all its guards."""
+
+    def __init__(self) -> None:
+        self.stop: Stop | None = None
+        self._came_back: Counter[int] = Counter()
+        self._entries: WeakSet[nn.Module] = WeakSet()
+        self._on: list[Callable[[], None]] = []
+        self._contained = 0
+
+    @contextmanager
+    def over(self, entry: Entry, listener: StepListener, close: Callable[[], None]) -> Iterator[StepListener]:
+        """Take a guard in, for as long as it is on; give who is to be told of its steps instead of ``listener``.
+
+        ``close`` is called where the process is ended from here.
+        """
+        self._entries.add(entry.module)
+        self._on.append(close)
+        relay = _Final(listener, self)
+        try:
+            yield relay
+        finally:
+            relay.let_go()
+            self._on.remove(close)
+
+    def exit_code(self, otherwise: int) -> int:
+        """Return the process's exit code."""
+        return otherwise if self.stop is None else self.stop.code
+
+    def refuse(self) -> None:
+        """Raise the stop again, if there was one; end the process if this thread has heard it often enough."""
+        if self.stop is None:
+            return
+        self._came_back[threading.get_ident()] += 1
+        if self._came_back[threading.get_ident()] >= _ENOUGH and not interactive():
+            why = f"the training was stopped ({self.stop.reason}), and the script keeps training"
+            end_now(self.stop.code, why, self._close_all)
+        self._raise(self.stop)
+
+    def declare(self, error: TrainingStopped) -> None:
+        """Make a stop final: refuse further steps, and settle the process's exit code."""
+        if self._contained or self.stop is not None:
+            return
+        self.stop = stop = Stop(error.code if isinstance(error.code, int) else EXIT_CONVICTED, error.reason)
+        for module in self._entries:
+            self._refuse_forwards(module)
+        HoldPoints(_Refusal(self)).__enter__()  # never left
+        if interactive():
+            return
+        seal(stop.code)
+        if threading.current_thread() is not threading.main_thread():
+            end_from_thread(stop.code, stop.reason, self._close_all)
+
+    @contextmanager
+    def contained(self) -> Iterator[None]:
+        """Let stops inside be ordinary exceptions, for those who run many trainings in one process, as tests do."""
+        self._contained += 1
+        try:
+            yield
+        finally:
+            self._contained -= 1
+
+    def _close_all(self) -> None:
+        for close in list(self._on):
+            with suppress(Exception):
+                close()
+
+    def _refuse_forwards(self, module: nn.Module) -> None:
+        def before(called: nn.Module, _args: Any, _kwargs: Any) -> None:
+            if called.training and torch.is_grad_enabled():
+                self.refuse()
+
+        if Entry(module, module).in_place:
+            HookedCall(module, before, _nothing)
+        else:
+            module.register_forward_pre_hook(ModuleHook(before), with_kwargs=True)
+
+    def _raise(self, stop: Stop) -> NoReturn:
+        raise TrainingStopped(stop.code, stop.reason)
+
+
+class _Final(Relay):
+    """Declares the stops that a guard's listener raises."""
+
+    def __init__(self, listener: StepListener, finality: Finality) -> None:
+        super().__init__(listener)
+        self._finality = finality
+
+    def hold(self, *, scaler: GradScaler | None = None, optimizer: Optimizer | None = None) -> None:
+        """Pass it on."""
+        with self._declared():
+            super().hold(scaler=scaler, optimizer=optimizer)
+
+    @contextmanager
+    def around_backward(self, call: BackwardCall) -> Iterator[None]:
+        """Pass it on."""
+        with self._declared(), super().around_backward(call):
+            yield
+
+    @contextmanager
+    def _declared(self) -> Iterator[None]:
+        try:
+            yield
+        except TrainingStopped as error:
+            self._finality.declare(error)
+            raise
+
+
+class _Refusal(Relay):
+    """Lets nothing through that trains."""
+
+    def __init__(self, finality: Finality) -> None:
+        super().__init__(None)
+        self._finality = finality
+
+    def hold(self, *, scaler: GradScaler | None = None, optimizer: Optimizer | None = None) -> None:
+        """Refuse."""
+        del scaler, optimizer
+        self._finality.refuse()
+
+    def around_backward(self, call: BackwardCall) -> AbstractContextManager[None]:
+        """Refuse."""
+        self._finality.refuse()
+        return super().around_backward(call)
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+PROCESS = Finality()
+"""The one object that is the process's and no guard's: a process has one exit code, and ends once."""

@@ -1,0 +1,144 @@
+"""Keeping every optimizer from using one step's gradients, which the script may go on reading.
+
+A step cannot be called off from within its hooks, but every optimizer leaves alone what has no gradient: weights, momentum,
+decay, step counters. So the gradients are away while an optimizer steps, and there before and after, for a script that
+logs or clips them. What is left of them is zeroed before the next step's backward adds to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim.optimizer import Optimizer
+
+from bitwitness.tap.holdpoints import BackwardCall, Relay, StepListener
+
+
+@dataclass(frozen=True, slots=True)
+class _Away:
+    """What was taken from one optimizer for the time of its step."""
+
+    gradients: list[tuple[nn.Parameter, torch.Tensor]]
+    settings: list[dict[str, Any]] | None
+
+
+class Skip:
+    """Skips steps of one root's parameters.
+
+    Parameters
+    ----------
+    parameters
+        Those of the root; others that an optimizer holds are stepped as ever.
+
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+        self._ours = {id(p) for p in parameters}
+        self._step: int | None = None
+        self._stepping: list[Optimizer] = []  # an optimizer's step may call its base class's, with hooks of its own
+        self._away: dict[int, _Away] = {}
+
+    def use(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Skip steps of these parameters from now on."""
+        self._parameters, self._ours = list(parameters), {id(p) for p in parameters}
+
+    def begin(self, step: int) -> None:
+        """Let no optimizer use the gradients of this step; one may be stepping now, by a closure."""
+        self._step = step
+        for optimizer in self._stepping:
+            self._take(optimizer)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Take the gradients away, if they are not to be used."""
+        self._stepping.append(optimizer)
+        if self._step is not None:
+            self._take(optimizer)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Put them back."""
+        if optimizer in self._stepping:
+            self._stepping.remove(optimizer)
+        away = None if optimizer in self._stepping else self._away.pop(id(optimizer), None)
+        if away is None:
+            return
+        for parameter, gradient in away.gradients:
+            if parameter.grad is None:
+                parameter.grad = gradient
+        if away.settings is not None:
+            _put_back(optimizer, away.settings)
+
+    def before_backward(self, step: int) -> None:
+        """Say that gradients of ``step`` are about to be added to what is there."""
+        if self._step in (None, step):
+            return
+        self._step = None
+        self._away.clear()  # of a closure, which zeroed the old ones
+        with torch.no_grad():
+            for parameter in self._parameters:
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+
+    def _take(self, optimizer: Optimizer) -> None:
+        present = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        taken = [(p, p.grad) for p in present if id(p) in self._ours]
+        if not taken:
+            return
+        # Some optimizers count their steps in the group, and do so without any gradient, too.
+        settings = [_settings(group) for group in optimizer.param_groups] if len(taken) == len(present) else None
+        self._away[id(optimizer)] = _Away(taken, settings)
+        for parameter, _ in taken:
+            parameter.grad = None
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in group.items()
+        if name != "params"
+    }
+
+
+def _put_back(optimizer: Optimizer, settings: list[dict[str, Any]]) -> None:
+    for group, before in zip(optimizer.param_groups, settings, strict=False):
+        for name in [name for name in group if name != "params" and name not in before]:
+            del group[name]
+        for name, value in before.items():
+            if isinstance(value, torch.Tensor) and isinstance(group.get(name), torch.Tensor):
+                group[name].copy_(value)
+            else:
+                group[name] = value
+
+
+class SkipPoints(Relay):
+    """Minds the moments at which a `Skip` acts; ``step`` gives the number of the root's step."""
+
+    def __init__(self, listener: StepListener, skip: Skip, step: Callable[[], int]) -> None:
+        super().__init__(listener)
+        self._skip = skip
+        self._current = step
+
+    def hold(self, *, scaler: GradScaler | None = None, optimizer: Optimizer | None = None) -> None:
+        """Pass it on; it may tell to skip."""
+        super().hold(scaler=scaler, optimizer=optimizer)
+        if optimizer is not None and scaler is None:
+            self._skip.before_step(optimizer)
+
+    @contextmanager
+    def around_backward(self, call: BackwardCall) -> Iterator[None]:
+        """Pass it on; it may tell to skip."""
+        if call.accumulates:
+            self._skip.before_backward(self._current())
+        with super().around_backward(call):
+            yield
+
+    def optimizer_stepped(self, optimizer: Optimizer) -> None:
+        """Pass it on, after all is as it was."""
+        self._skip.after_step(optimizer)
+        super().optimizer_stepped(optimizer)

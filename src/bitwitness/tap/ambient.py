@@ -1,0 +1,97 @@
+"""What surrounds a forward and decides how it computes: default dtype, kernel choices, function modes of the script's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+_Switch = tuple[Callable[[], Any], Callable[[Any], Any]]
+
+
+def _sdp(name: str) -> _Switch:
+    cuda = torch.backends.cuda
+    return getattr(cuda, f"{name}_sdp_enabled"), getattr(cuda, f"enable_{name}_sdp")
+
+
+def _attribute(owner: Any, name: str) -> _Switch:
+    return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
+
+
+_SWITCHES: tuple[_Switch, ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    *(_sdp(name) for name in ("flash", "mem_efficient", "math", "cudnn")),
+    *(_attribute(torch.backends.cudnn, name) for name in ("enabled", "benchmark", "deterministic")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Ambient:
+    """The settings, the function modes and the hooks on saved tensors under which a forward ran.
+
+    ``dispatch``: dispatch modes of the script's. These are not entered again: what they do besides is not known.
+    """
+
+    settings: tuple[Any, ...]
+    modes: tuple[Any, ...]
+    saving: Any = None
+    dispatch: tuple[Any, ...] = ()
+
+    @classmethod
+    def read(cls) -> Ambient:
+        """Read what holds now; the modes of bitwitness's own are left out."""
+        modes = tuple(mode for mode in _get_current_function_mode_stack() if not _is_ours(mode))
+        dispatch = tuple(mode for mode in _get_current_dispatch_mode_stack() if not _is_ours(mode))
+        return cls(tuple(read() for read, _ in _SWITCHES), modes, _saving(), dispatch)
+
+    def left(self) -> str | None:
+        """Return the name of a dispatch mode that has been left, or entered, since; None if there is none."""
+        now = Ambient.read().dispatch
+        return next(
+            (type(mode).__name__ for mode in (*self.dispatch, *now) if (mode in now) != (mode in self.dispatch)), None
+        )
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Let it hold for a while."""
+        now = Ambient.read()
+        _set(self.settings, now.settings)
+        taken = [_pop_mode() for _ in _get_current_function_mode_stack()]
+        for mode in self.modes:
+            _push_mode(mode)
+        if self.saving is not None:
+            torch._C._autograd._push_saved_tensors_default_hooks(*self.saving)
+        try:
+            yield
+        finally:
+            if self.saving is not None:
+                torch._C._autograd._pop_saved_tensors_default_hooks()
+            for _ in _get_current_function_mode_stack():
+                _pop_mode()
+            for mode in reversed(taken):
+                _push_mode(mode)
+            _set(now.settings, self.settings)
+
+
+def _saving() -> Any:
+    """Return the hooks through which autograd saves tensors now; None if there are none."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003 - it takes no keyword
+
+
+def _set(wanted: tuple[Any, ...], present: tuple[Any, ...]) -> None:
+    for (_, put), value, there in zip(_SWITCHES, wanted, present, strict=True):
+        if value != there:
+            put(value)
+
+
+def _is_ours(mode: Any) -> bool:
+    return type(mode).__module__.startswith("bitwitness.")

@@ -1,0 +1,93 @@
+"""What a root's forward reads and may change beside trained parameters: buffers, and frozen parameters that it moves.
+
+Copied only where it may have changed since the last copy. Frozen parameters are as large as models are, and few forwards touch
+them (a momentum encoder is one that does): whether this one does is found out in its first forwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from bitwitness.stats import bit_hash
+from bitwitness.tap.lossgraph import version_of
+
+_SMALL = 1 << 16  # bytes below which a copy costs less than finding out whether it is needed
+LEARNED_FROM = 2  # forwards around which all that they may change is looked at, to learn what does
+
+
+class BufferKeeper:
+    """Copies one root's buffers, and the frozen parameters that its forward changes.
+
+    Running statistics change without a word to the version counter, so they are always copied, and so is what is small; a
+    table of positions is copied once.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._copies: list[torch.Tensor] = []
+        self._known: list[tuple[int, int]] = []
+        self._always: set[int] = set()
+        self._moving: list[nn.Parameter] = []
+        self._learned = 0
+        self._before: list[tuple[nn.Parameter, torch.Tensor]] = []
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return what is kept, the buffers first, in order."""
+        return [*self._root.buffers(), *self._moving]
+
+    def take(self) -> list[torch.Tensor]:
+        """Return the values; they belong to the keeper and must not be changed."""
+        tensors = self.tensors()
+        if len(tensors) != len(self._copies):
+            self._begin(tensors)
+        for index, tensor in enumerate(tensors):
+            strided = tensor.layout is torch.strided and not tensor.is_meta
+            key = (tensor.data_ptr() if strided else 0, version_of(tensor))
+            if index in self._always or key != self._known[index]:
+                self._copies[index], self._known[index] = tensor.detach().clone(), key
+        return list(self._copies)
+
+    def put(self, values: Sequence[torch.Tensor]) -> None:
+        """Set what is kept, in order, in place; fewer values than there are now are those of the first ones."""
+        with torch.no_grad():
+            for tensor, value in zip(self.tensors(), values, strict=False):
+                tensor.detach().copy_(value)
+
+    def forward_begins(self) -> None:
+        """Look at the frozen parameters before one of the first forwards."""
+        self._before = []
+        if self._learned < LEARNED_FROM:
+            known = {id(p) for p in self._moving}
+            frozen = (p for p in self._root.parameters() if not p.requires_grad and id(p) not in known)
+            self._before = [(p, bit_hash(p.detach())) for p in frozen if not p.is_meta]
+
+    def forward_ended(self) -> None:
+        """Keep from now on the frozen parameters that the forward has changed."""
+        if self._learned < LEARNED_FROM:
+            self._learned += 1
+            moved = [p for p, digest in self._before if not torch.equal(bit_hash(p.detach()), digest)]
+            self._moving += moved
+            self._before = []
+
+    def quiet_change(self, index: int) -> None:
+        """Say that a tensor changed although its version did not: it is always copied from now on."""
+        self._always.add(index)
+
+    @property
+    def always(self) -> frozenset[int]:
+        """Positions of what is copied every time."""
+        return frozenset(self._always)
+
+    def _begin(self, tensors: list[torch.Tensor]) -> None:
+        self._copies, self._known = list(tensors), [(-1, -1)] * len(tensors)
+        statistics = {
+            id(buffer)
+            for module in self._root.modules()
+            if hasattr(module, "track_running_stats")
+            for buffer in module.buffers(recurse=False)
+        } | {id(parameter) for parameter in self._moving}
+        small = (b.numel() * b.element_size() <= _SMALL for b in tensors)
+        self._always |= {i for i, tiny in enumerate(small) if tiny or id(tensors[i]) in statistics}

@@ -1,0 +1,392 @@
+"""Python values whose content may change: read, compared and put back, exactly or not at all.
+
+A `Snapshot` holds containers with what was in them (by reference) and *leaves*, things that change within themselves:
+tensors, arrays, generators. What is plain (numbers, text) needs no more than its container's reference.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import random
+import sys
+from array import array
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import CellType, FunctionType, GeneratorType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from bitwitness.stats.local import local_parts
+from bitwitness.tap.lossgraph import version_of
+from bitwitness.tap.structure import PLAIN
+
+Place = tuple[Any, ...]
+"""Where something was found: a module's position or a piece of code, and a name there."""
+
+_DEPTH = 6  # containers within containers
+_MOST = 20_000  # containers and leaves
+LARGEST = 64 << 20
+"""Bytes of tensors and arrays whose content is kept; the rest is known by reference and version alone."""
+ARGUMENT = "argument"
+"""The first part of the place of what a forward was given, which may be an object of any library."""
+_MISSING = object()
+_UNTOLD = (GeneratorType, map, filter, zip)
+"""Things that do not tell how far they have come: each time that they are asked, they count as moved."""
+_ASKED = itertools.count()
+_BY_TYPE: tuple[tuple[Any, str], ...] = (
+    (torch.Generator, "torch"),
+    (random.Random, "python"),
+    (bytearray, "bytes"),
+    (array, "array.array"),
+    (_UNTOLD, "untold"),
+)
+_OWN = frozenset(vars(nn.Module())) | {"_is_full_backward_hook", "_compiled_call_impl", "forward"}
+"""A module's attributes that torch itself keeps; ``forward`` is captured by its own name."""
+_TRAINERS = ("lightning", "pytorch_lightning", "lightning_fabric", "transformers", "accelerate")
+_FOREIGN = frozenset(("torch", "numpy", "logging", "threading", *_TRAINERS))
+
+
+@dataclass(slots=True)
+class Container:
+    """Something that holds other things, and what it held. ``keys``: only these count, in a dictionary or of an object."""
+
+    place: Place
+    name: str
+    thing: Any
+    held: Any
+    keys: frozenset[str] | None = None
+
+    def changed(self) -> list[str]:
+        """Return the names of what is no longer as it was: the container itself, or keys of a namespace."""
+        now = read(self.thing, self.keys)
+        if isinstance(now, dict) and self.is_namespace:
+            return [
+                key for key in {**self.held, **now} if not same(self.held.get(key, _MISSING), now.get(key, _MISSING))
+            ]
+        return [] if _same_items(self.held, now) else [""]
+
+    @property
+    def is_namespace(self) -> bool:
+        """Whether its keys are names of places of their own."""
+        return len(self.place) == 1
+
+
+@dataclass(slots=True)
+class Leaf:
+    """A thing that changes within itself. ``content`` is None where it is not kept."""
+
+    place: Place
+    name: str
+    thing: Any
+    content: Any
+    version: int = 0
+
+    @property
+    def exact(self) -> bool:
+        """Whether it can be put back as it was."""
+        return self.content is not None and not isinstance(self.content, _Position)
+
+    def changed(self) -> bool:
+        """Tell whether its content is no longer what it was, as far as that is known."""
+        thing = self.thing
+        if isinstance(thing, torch.Tensor):
+            if self.content is None:
+                return version_of(thing) != self.version
+            return thing.shape != self.content.shape or not equal_values(thing.detach(), self.content)
+        return not _same_content(self.content, content_of(thing))
+
+    def restore(self) -> bool:
+        """Put its content back; return whether that was possible."""
+        if not self.exact:
+            return False
+        if isinstance(self.thing, torch.Tensor):
+            return _restore_tensor(self.thing, self.content)
+        _KINDS_OF_STATE[_kind(self.thing)][1](self.thing, self.content)
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Position:
+    """How far an iterator has come, which shows that it moved, and does not put it back."""
+
+    text: str
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """Containers and leaves as they were at one moment; ``complete`` unless there was too much to look at."""
+
+    containers: list[Container] = field(default_factory=list)
+    leaves: list[Leaf] = field(default_factory=list)
+    nbytes: int = 0
+    complete: bool = True
+
+    def things(self) -> set[int]:
+        """Return the ``id`` of all that is known."""
+        return {id(one.thing) for one in self.containers} | {id(leaf.thing) for leaf in self.leaves}
+
+    def changed(self) -> dict[Place, str]:
+        """Return the places at which something differs now, with printable names."""
+        found: dict[Place, str] = {}
+        for one in self.containers:
+            for key in one.changed():
+                place = (*one.place, key) if one.is_namespace else one.place
+                found.setdefault(place, f"{one.name}.{key}" if one.is_namespace else one.name)
+        for leaf in self.leaves:
+            if leaf.place not in found and leaf.changed():
+                found[leaf.place] = leaf.name
+        return found
+
+    def restore(self) -> list[str]:
+        """Put all back; return the names of what could not be."""
+        for one in self.containers:
+            if one.changed():
+                write(one.thing, one.held, one.keys)
+        return [leaf.name for leaf in self.leaves if leaf.changed() and not leaf.restore()]
+
+
+class Walk:
+    """Takes a snapshot.
+
+    Parameters
+    ----------
+    keep
+        Keep tensors' contents, up to `LARGEST` bytes in all; ``keep(place)`` says so for what is found at a place.
+
+    """
+
+    def __init__(self, keep: Callable[[Place], bool] = lambda _: True) -> None:
+        self.snapshot = Snapshot()
+        self._keep = keep
+        self._seen: set[int] = set()
+
+    def namespace(self, place: Place, name: str, thing: Any, keys: frozenset[str] | None = None) -> None:
+        """Take what a namespace holds (an object's attributes, some of a script's globals), each key a place."""
+        held = read(thing, keys)
+        self.snapshot.containers.append(Container(place, name, thing, held, keys))
+        for key, value in held.items():
+            self.enter((*place, key), f"{name}.{key}", value)
+
+    def enter(self, place: Place, name: str, value: Any, depth: int = 0) -> None:
+        """Take a value and all that it holds."""
+        if isinstance(value, PLAIN) or id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if len(self._seen) > _MOST or depth > _DEPTH:
+            self.snapshot.complete = False
+            return
+        if isinstance(value, torch.Tensor):
+            self._tensor(place, name, value)
+        elif _kind(value) is not None:
+            self.snapshot.leaves.append(Leaf(place, name, value, content_of(value)))
+        elif (held := _inside(value, foreign=place[0] == ARGUMENT)) is not None:
+            if not isinstance(value, tuple | frozenset):
+                self.snapshot.containers.append(Container(place, name, value, held))
+            for item in held.values() if isinstance(held, dict) else held:
+                self.enter(place, name, item, depth + 1)
+
+    def _tensor(self, place: Place, name: str, value: torch.Tensor) -> None:
+        if isinstance(value, nn.Parameter):
+            return  # the training's own; replays do not change parameters
+        size = value.numel() * value.element_size() if value.layout is torch.strided and not value.is_meta else LARGEST
+        content = None
+        if self._keep(place) and self.snapshot.nbytes + size <= LARGEST:
+            self.snapshot.nbytes += size
+            content = value.detach().clone()
+        self.snapshot.leaves.append(Leaf(place, name, value, content, version_of(value)))
+
+
+def is_generator(thing: Any) -> bool:
+    """Tell whether something draws random numbers."""
+    return _kind(thing) in ("torch", "python", "numpy", "numpy.legacy")
+
+
+def _kind(thing: Any) -> str | None:
+    for kinds, name in _BY_TYPE:
+        if isinstance(thing, kinds):
+            return name
+    if type(thing).__module__ == "multiprocessing.sharedctypes" and hasattr(thing, "get_obj"):
+        return "shared"
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        if isinstance(thing, numpy.random.Generator):
+            return "numpy"
+        if isinstance(thing, numpy.random.RandomState):
+            return "numpy.legacy"
+        if isinstance(thing, numpy.ndarray) and thing.dtype != object:
+            return "array"
+    return "iterator" if hasattr(type(thing), "__next__") and hasattr(type(thing), "__iter__") else None
+
+
+def _set_numpy(thing: Any, state: Any) -> None:
+    thing.bit_generator.state = state
+
+
+def _set_items(thing: Any, content: Any) -> None:
+    thing[...] = content
+
+
+def _set_bytes(thing: Any, content: Any) -> None:
+    thing[:] = content
+
+
+def _set_array(thing: Any, content: Any) -> None:
+    del thing[:]
+    thing.frombytes(content)
+
+
+def _set_shared(thing: Any, content: Any) -> None:
+    ctypes.memmove(ctypes.addressof(thing.get_obj()), content, len(content))
+
+
+def _position(thing: Any) -> _Position | None:
+    try:
+        return _Position(repr(thing.__reduce__()[1:]))
+    except Exception:  # most iterators do not tell
+        return None
+
+
+_KINDS_OF_STATE: dict[str | None, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = {
+    "torch": (lambda g: g.get_state(), lambda g, state: g.set_state(state)),
+    "python": (lambda g: g.getstate(), lambda g, state: g.setstate(state)),
+    "numpy": (lambda g: g.bit_generator.state, _set_numpy),
+    "numpy.legacy": (lambda g: g.get_state(), lambda g, state: g.set_state(state)),
+    "array": (lambda a: a.copy() if a.nbytes <= LARGEST else None, _set_items),
+    "bytes": (bytes, _set_bytes),
+    "iterator": (_position, lambda _thing, _content: None),
+    "array.array": (lambda a: a.tobytes(), _set_array),
+    "shared": (lambda s: bytes(s.get_obj()), _set_shared),
+    "untold": (lambda _: _Position(str(next(_ASKED))), lambda _thing, _content: None),
+}
+
+
+def content_of(thing: Any) -> Any:
+    """Return a copy of the state of a generator, an array or an iterator; None if it has none to show."""
+    return _KINDS_OF_STATE[_kind(thing)][0](thing)
+
+
+def read(thing: Any, keys: frozenset[str] | None = None) -> Any:
+    """Return what a container holds now, in a container of its own."""
+    if isinstance(thing, CellType):
+        try:
+            return {"value": thing.cell_contents}
+        except ValueError:  # an empty cell
+            return {}
+    if isinstance(thing, nn.Module):
+        return {key: value for key, value in vars(thing).items() if key not in _OWN and (keys is None or key in keys)}
+    if isinstance(thing, type):
+        return {key: vars(thing)[key] for key in keys or () if key in vars(thing)}
+    if isinstance(thing, dict):
+        return dict(thing) if keys is None else {key: thing[key] for key in keys if key in thing}
+    if isinstance(thing, list | deque):
+        return list(thing)
+    if isinstance(thing, set):
+        return set(thing)
+    return _attributes(thing, keys)
+
+
+def write(thing: Any, held: Any, keys: frozenset[str] | None = None) -> None:
+    """Put back into a container what `read` returned."""
+    if isinstance(thing, CellType):
+        thing.cell_contents = held["value"]
+    elif isinstance(thing, dict) and keys is None:
+        thing.clear()
+        thing.update(held)
+    elif isinstance(thing, dict | nn.Module):
+        names = vars(thing) if isinstance(thing, nn.Module) else thing  # past the module's own __setattr__
+        for key in read(thing, keys).keys() - held.keys():
+            del names[key]
+        names.update(held)
+    elif isinstance(thing, list):
+        thing[:] = held
+    elif isinstance(thing, deque):
+        thing.clear()
+        thing.extend(held)
+    elif isinstance(thing, set):
+        thing.clear()
+        thing.update(held)
+    else:
+        _set_attributes(thing, held, keys)
+
+
+def _attributes(thing: Any, keys: frozenset[str] | None) -> dict[str, Any]:
+    slots = [name for kind in type(thing).__mro__ for name in _slots(kind)]
+    found = {name: getattr(thing, name) for name in slots if hasattr(thing, name)}
+    found |= getattr(thing, "__dict__", {})
+    return found if keys is None else {key: found[key] for key in keys if key in found}
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = kind.__dict__.get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(name for name in slots if not name.startswith("__"))
+
+
+def _set_attributes(thing: Any, held: dict[str, Any], keys: frozenset[str] | None) -> None:
+    put = type.__setattr__ if isinstance(thing, type) else object.__setattr__
+    for key in read(thing, keys):
+        if key not in held:
+            (type.__delattr__ if isinstance(thing, type) else object.__delattr__)(thing, key)
+    for key, value in held.items():
+        put(thing, key, value)
+
+
+def _inside(value: Any, *, foreign: bool) -> Any:
+    """Return what a container or an object holds; None for anything else, and, unless ``foreign``, for the frameworks' own."""
+    if isinstance(value, dict | list | set | deque):
+        return read(value)
+    if isinstance(value, tuple | frozenset):
+        return list(value)
+    if isinstance(value, nn.Module | ModuleType | FunctionType) or (callable(value) and not hasattr(value, "__dict__")):
+        return None
+    package = type(value).__module__.partition(".")[0]
+    if (not foreign and package in _FOREIGN) or (package in sys.stdlib_module_names and package != "__main__"):
+        return None
+    return read(value) if hasattr(value, "__dict__") or _attributes(value, None) else None
+
+
+def same(a: Any, b: Any) -> bool:
+    """Tell whether two references are to the same thing, or to equal plain values."""
+    return a is b or (isinstance(a, PLAIN) and type(a) is type(b) and repr(a) == repr(b))  # NaN is what it was
+
+
+def _same_items(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, set):
+        return {id(item) for item in a} == {id(item) for item in b} or a == b
+    return len(a) == len(b) and all(map(same, a, b))
+
+
+def _same_content(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(_same_content(a[key], b[key]) for key in a)
+    if isinstance(a, tuple | list):
+        return type(a) is type(b) and len(a) == len(b) and all(map(_same_content, a, b))
+    if hasattr(a, "tobytes"):
+        return hasattr(b, "tobytes") and bool(a.tobytes() == b.tobytes())
+    return bool(a == b)
+
+
+def equal_values(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Tell whether two tensors hold the same values, a NaN being what it was."""
+    if a.layout is not torch.strided:
+        parts = local_parts(a), local_parts(b)
+        return len(parts[0]) == len(parts[1]) and all(map(equal_values, *parts))
+    if torch.equal(a, b):
+        return True
+    return a.is_floating_point() and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _restore_tensor(thing: torch.Tensor, content: torch.Tensor) -> bool:
+    if thing.shape != content.shape or thing.is_inference():
+        return False
+    with torch.no_grad(), _unsafe_preserve_version_counter((thing,)):
+        thing.detach().copy_(content)
+    return True

@@ -1,0 +1,16 @@
+"""Why a step cannot be run again, as far as its recording knows; shown in the coverage."""
+
+from __future__ import annotations
+
+CREATE_GRAPH = "backward ran with create_graph: second derivatives are not replayed"
+NO_FORWARD = (
+    "the model's own forward is not called; give the module that the training calls: gradients are sensed, but there is "
+    "nothing to run again"
+)
+CLEARED = "a forward was backpropagated again after the gradients of its first backward had been zeroed"
+WRAPPED_LATER = (
+    "the model was wrapped or sharded after its guard was made, so that other ranks share its gradients: make the guard "
+    "after that"
+)
+EXCHANGED_IN_BACKWARD = "ranks exchange something in the backward, by other means than DistributedDataParallel"
+IN_LOSS_CODE = "ranks exchange something in the loss code"

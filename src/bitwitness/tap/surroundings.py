@@ -1,0 +1,232 @@
+"""What a root's forward finds around it: whether a re-execution would find the same.
+
+A switch that is on only while the training's forward runs, or that the forward itself consumes, makes every re-execution
+differ from the training and agree with every other one: just what a transient fault looks like. So whatever the modules' code
+reaches is looked at when a forward begins, and again when it is about to be repeated: the modules' attributes, what these
+hold, hooks, and the names that the code uses (globals, closures, default arguments, attributes of the modules and classes
+it goes through, context variables, the environment). Only references are read, with no call a name; what they refer to is
+compared where it is plain.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import CellType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from bitwitness.stats.digest import bit_hashes
+from bitwitness.tap.contents import Place, same
+from bitwitness.tap.lossgraph import version_of
+from bitwitness.tap.reachable import FRAMEWORKS, HOOKS, TORCHS, Cell, Search, Some, Source
+from bitwitness.tap.structure import PLAIN
+from bitwitness.tap.usercode import Namespace
+
+_MOST = 20_000  # things that are looked at
+_SEARCHED_EVERY = 16  # forwards after which containers are looked for that have taken others' places
+_HASHED = 1 << 20  # bytes of plain tensors whose content is looked at, too
+_GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
+_CAPTURED = frozenset(("forward",))
+"""Of the root: frameworks send its call elsewhere for a while, and a capture knows of it."""
+
+
+@dataclass(slots=True)
+class _Group:
+    """What was found from one module, or one namespace of its code: its own names first."""
+
+    top: list[Source]
+    seen: list[tuple[Any, ...]]
+    sources: list[Source] = field(default_factory=list)
+    tensors: list[tuple[Place, str, torch.Tensor]] = field(default_factory=list)
+
+    def changed(self) -> bool:
+        """Tell whether other things are there now than when it was searched."""
+        now = [tuple(source.values) for source in self.top]
+        return not all(len(a) == len(b) and all(map(_is, a, b)) for a, b in zip(self.seen, now, strict=True))
+
+
+def _is(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and isinstance(a, PLAIN))
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What there was at one moment."""
+
+    sources: tuple[Source, ...]
+    values: tuple[tuple[Any, ...], ...]
+    tensors: tuple[tuple[Place, str, torch.Tensor], ...]
+    hashes: torch.Tensor | None
+    versions: tuple[int, ...]
+
+    def changed(self) -> dict[Place, str]:
+        """Return the places at which something is not now what it was, with printable names; waits for a device if asked."""
+        found: dict[Place, str] = {}
+        for place, name, _ in self._differences():
+            found.setdefault(place, name)
+        return found
+
+    def changed_beside(self, known: set[int]) -> list[str]:
+        """Return the names of what is not now what it was and is none of the ``known`` things (by their ``id``)."""
+        return [name for _, name, thing in self._differences() if id(thing) not in known]
+
+    def _differences(self) -> Iterator[tuple[Place, str, Any]]:
+        for source, old in zip(self.sources, self.values, strict=True):
+            new = _values(source)
+            if len(old) == len(new) and all(map(_same, old, new)):
+                continue
+            key = _first_difference(source.names(), old, new) if len(old) == len(new) else None
+            place = (*source.place, key) if len(source.place) == 1 else source.place
+            yield place, f"{source.name}.{key}" if key is not None else source.name, source.thing
+        if self.hashes is not None:
+            moved = (self.hashes != _hashes(self.tensors)).tolist()
+        else:
+            moved = [a != b for a, b in zip(self.versions, _versions(self.tensors), strict=True)]
+        for (place, name, tensor), there in zip(self.tensors, moved, strict=False):
+            if there:
+                yield place, name, tensor
+
+
+def _first_difference(names: list[str], old: tuple[Any, ...], new: tuple[Any, ...]) -> str | None:
+    return next((n for n, a, b in zip(names, old, new, strict=False) if not _same(a, b)), None)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if same(a, b):
+        return True
+    if isinstance(a, MethodType) and isinstance(b, MethodType):  # made anew whenever it is asked for
+        return a.__func__ is b.__func__ and a.__self__ is b.__self__
+    return isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b) and all(map(same, a, b))
+
+
+def _values(source: Source) -> tuple[Any, ...]:
+    try:
+        return tuple(source.values)
+    except RuntimeError:  # another thread changes it meanwhile
+        return ()
+
+
+class Surroundings:
+    """Looks at one root.
+
+    Parameters
+    ----------
+    modules
+        The root's modules, with printable names, in order: their positions are the places' first parts.
+    namespaces
+        What their code uses (`tap.usercode`), by the places' first parts.
+
+    """
+
+    def __init__(self, modules: list[tuple[str, nn.Module]], namespaces: Mapping[Any, Namespace]) -> None:
+        self._known = {id(module) for _, module in modules}
+        self._children = [vars(module)["_modules"] for _, module in modules]
+        self._tree = self._shape()
+        self._count = self._readings = 0
+        self._seen: dict[int, tuple[Any, object]] = {}
+        groups = [_of_module(position, name, module) for position, (name, module) in enumerate(modules)]
+        groups += [_of_code(key, *namespace) for key, namespace in namespaces.items()]
+        self._groups = [*groups, _of_torch()]
+        for group in self._groups:
+            self._search(group)
+        self._flatten()
+
+    def _shape(self) -> list[tuple[int, ...]]:
+        return [tuple(map(id, children.values())) for children in self._children if children]
+
+    @property
+    def outdated(self) -> bool:
+        """Whether modules were exchanged, so that others have to be looked at; not asked each time."""
+        return self._readings % _SEARCHED_EVERY == 0 and self._tree != self._shape()
+
+    def read(self) -> Reading:
+        """Return what there is now."""
+        self._readings += 1
+        if self._readings % _SEARCHED_EVERY == 0 or self._readings < _SEARCHED_EVERY:
+            self._search_again()
+        hashes = _hashes(self._tensors) if self._hashed else None
+        versions = () if hashes is not None else _versions(self._tensors)
+        return Reading(self._sources, tuple(map(tuple, self._views)), self._tensors, hashes, versions)
+
+    def _search_again(self) -> None:
+        if changed := [group for group in self._groups if group.changed()]:
+            for group in changed:
+                self._search(group)
+            self._flatten()
+
+    def _flatten(self) -> None:
+        self._sources = tuple(source for group in self._groups for source in (*group.top, *group.sources))
+        self._views = [source.values for source in self._sources]
+        self._tensors = tuple({id(entry[2]): entry for group in self._groups for entry in group.tensors}.values())
+        tensors = [tensor for _, _, tensor in self._tensors]
+        small = sum(tensor.nbytes for tensor in tensors) <= _HASHED
+        self._hashed = small and len({tensor.device for tensor in tensors}) == 1
+
+    def _search(self, group: _Group) -> None:
+        """Find what the group's own names hold, and what that holds."""
+        self._count -= len(group.sources)
+        group.seen = [tuple(source.values) for source in group.top]
+        self._seen = {key: held for key, held in self._seen.items() if held[1] is not group}
+        search = Search(group, self._known, self._seen, _MOST - self._count)
+        for source, values in zip(group.top, group.seen, strict=True):
+            if source.place[-1] in HOOKS or source.place[-1] in _GLOBAL_HOOKS:
+                continue  # what these hold is found as what the code of the hooks uses
+            keys = source.names() or [""] * len(values)
+            for key, value in zip(keys, values, strict=False):
+                if key not in TORCHS:
+                    name = f"{source.name}.{key}" if key else source.name
+                    search.enter((*source.place, key)[:2], name, value, 0)
+        group.sources, group.tensors = search.sources, search.tensors
+        self._count += len(group.sources)
+
+
+def _of_module(position: int, name: str, module: nn.Module) -> _Group:
+    names = vars(module)
+    label = name or type(module).__name__
+    held = _foreign_names(type(module)) | (_CAPTURED if position == 0 else frozenset())
+    own: Any = Some(names, [key for key in names if key not in held]) if held else names.values()
+    top = [Source((position,), label, own, own.keys if held else names.keys(), module)]
+    top += [Source((position, key), f"{label}'s hooks", names[key].values()) for key in HOOKS if key in names]
+    top.append(Source((position, "_modules"), label, names["_modules"].values(), names["_modules"].keys(), module))
+    for parameter in names["_parameters"].values():
+        if parameter is not None:
+            top.append(
+                Source((position, "_parameters"), label, vars(parameter).values(), vars(parameter).keys(), parameter)
+            )
+    return _Group(top, [])
+
+
+def _foreign_names(kind: type) -> frozenset[str]:
+    """Return what a framework's own class keeps in its instances; Lightning notes there what it is doing just now."""
+    for base in kind.__mro__:
+        if base.__name__ == "LightningModule" and base.__module__.partition(".")[0] in FRAMEWORKS:
+            return frozenset(vars(base())) - frozenset(vars(nn.Module()))
+    return frozenset()
+
+
+def _of_code(key: Any, name: str, thing: Any, keys: frozenset[str] | None) -> _Group:
+    if isinstance(thing, CellType):
+        return _Group([Source((key, "value"), name, Cell(thing), None, thing)], [])
+    names = vars(thing) if isinstance(thing, type | ModuleType) else thing
+    if not isinstance(names, Mapping):
+        names, keys = {"object": names}, None
+    chosen = tuple(sorted(keys)) if keys is not None else tuple(names)
+    return _Group([Source((key,), name, Some(names, chosen), chosen, thing)], [])
+
+
+def _of_torch() -> _Group:
+    hooks = vars(sys.modules["torch.nn.modules.module"])
+    top = [Source(("torch", key), "torch's global hooks", hooks[key].values()) for key in _GLOBAL_HOOKS if key in hooks]
+    return _Group(top, [])
+
+
+def _hashes(tensors: tuple[tuple[Place, str, torch.Tensor], ...]) -> torch.Tensor:
+    return bit_hashes([tensor for _, _, tensor in tensors])
+
+
+def _versions(tensors: tuple[tuple[Place, str, torch.Tensor], ...]) -> tuple[int, ...]:
+    return tuple(version_of(tensor) for _, _, tensor in tensors)

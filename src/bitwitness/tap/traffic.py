@@ -1,0 +1,56 @@
+"""Whether ranks exchanged something: the process groups' own counters of collectives, read without waiting."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+Reading = tuple[tuple[int, int], ...]
+"""For each process group of this process: its ``id`` and how many operations it has begun."""
+
+
+def read_traffic() -> Reading:
+    """Return the counters of all process groups; empty where there are none, or they do not count."""
+    module: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if module is None or not module.is_initialized():
+        return ()
+    found = []
+    for group in module._world.pg_map:
+        try:
+            found.append((id(group), int(group._get_sequence_number_for_group())))
+        except RuntimeError:  # a backend that does not count
+            continue
+    return tuple(found)
+
+
+def groups_between(before: Reading, after: Reading) -> list[Any]:
+    """Return the process groups that were used between two readings."""
+    if before == after:
+        return []
+    known = dict(before)
+    moved = {key for key, count in after if known.get(key) != count}
+    module: Any = sys.modules["torch.distributed.distributed_c10d"]
+    return [group for group in module._world.pg_map if id(group) in moved]
+
+
+def strangers(partners: set[int], members: Sequence[int]) -> str | None:
+    """Return why forwards cannot be run again that exchange something with ranks which are not asked to do the same.
+
+    ``partners``: with whom they exchange something; ``members``: the ranks that train the model, and run it again, together.
+    """
+    others = sorted(partners - set(members))
+    if not others:
+        return None
+    names = ", ".join(map(str, others[:4]))
+    return (
+        f"the forward exchanges something with other ranks ({names}), which do not train this model together with this one"
+        if members
+        else "the forward exchanges something with other ranks, which are not known to train this model together"
+    )
+
+
+def world_size() -> int:
+    """Return how many ranks the job has; 1 where it is not distributed."""
+    module: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    return int(module.get_world_size()) if module is not None and module.is_initialized() else 1

@@ -1,0 +1,141 @@
+"""A skipped step: the script may read its gradients, and no optimizer is any other for them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+import bitwitness as bw
+from bitwitness.inject.device import FaultyDevice
+from bitwitness.inject.faults import from_mapping
+from bitwitness.stats import bit_hash
+
+STEPS, STRUCK = 10, 7
+FAULT = {
+    "site": "0/addmm:forward", "steps": [STRUCK], "times": 1, "kind": "multiply", "factor": 1e6, "pattern": "all",
+}  # fmt: skip
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in its groups, as many people's optimizers do, whether there are gradients or not."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            for parameter in group["params"]:
+                parameter.data.mul_(1.0 if parameter.grad is None else 1.0 - 0.001 * group["k"])
+        return loss
+
+
+MAKERS: dict[str, Callable] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, weight_decay=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), foreach=False),
+    "counting": lambda p: Counting(p, lr=0.01),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+}
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Softplus(), nn.Linear(16, 4))
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(6, 8, generator=generator), torch.randn(6, 4, generator=generator)) for _ in range(STEPS)]
+
+
+def state(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> list:
+    told = [int(bit_hash(p.detach())) for p in model.parameters()]
+    for optimizer in optimizers:
+        for row in optimizer.state.values():
+            told += [int(bit_hash(v.detach())) if isinstance(v, torch.Tensor) else v for v in row.values()]
+        told += [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    return told
+
+
+class Loop:
+    """A training loop of one kind, which logs its gradients before and after the optimizers' steps."""
+
+    def __init__(self, make: Callable, kind: str) -> None:
+        self.kind = kind
+        self.model = build()
+        parts = [self.model[0].parameters(), self.model[2].parameters()]
+        self.optimizers = [make(part) for part in (parts if kind == "two" else [self.model.parameters()])]
+        self.schedulers = [torch.optim.lr_scheduler.StepLR(o, 100) for o in self.optimizers]
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=kind == "scaler")
+        self.norms: list[list[float]] = []
+        self.mean, self.variance = torch.zeros(4), torch.ones(4)
+
+    def backward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out = self.model(x)
+        # It keeps running statistics, which nobody can put back: such loss code is not run again, so no heal is possible.
+        kept = nn.functional.batch_norm(out.detach(), self.mean, self.variance, training=True)
+        loss = (out - y).square().mean() + 0.0 * kept.mean()
+        self.scaler.scale(loss).backward()
+        return loss
+
+    def prepare(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=self.kind != "zeros")
+        self.backward(x, y)
+        if self.kind == "clip":
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1e9)
+        if self.kind == "replaced":
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1e9)
+            for p in self.model.parameters():
+                p.grad = p.grad * 1.0
+
+    def log(self) -> None:
+        self.norms.append([float(p.grad.norm()) for p in self.model.parameters()])
+
+    def step(self, x: torch.Tensor, y: torch.Tensor, *, omitted: bool) -> None:
+        if self.kind == "closure":
+            if not omitted:
+                self.optimizers[0].step(lambda: (self.optimizers[0].zero_grad(), self.backward(x, y))[1])
+            return
+        self.prepare(x, y)
+        self.log()
+        if omitted:
+            return
+        for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
+            self.scaler.step(optimizer)
+            scheduler.step()
+        self.scaler.update()
+        self.log()
+
+
+def train(make: Callable, kind: str, *, guarded: bool, without: int | None = None) -> tuple[list, list, list]:
+    """Train; return the final state, the gradients' norms as a script logs them, and the verdicts."""
+    loop = Loop(make, kind)
+    guard = bw.Guard(loop.model, act="protect", deep_every=0, trend={"warmup": 4}, self_test=False) if guarded else None
+    with guard or nullcontext():
+        for number, (x, y) in enumerate(batches()):
+            loop.step(x, y, omitted=number == without)
+    return state(loop.model, loop.optimizers), loop.norms, guard.coverage()["verdicts"] if guard else []
+
+
+CASES = [*((name, "plain") for name in MAKERS)]
+CASES += [("adamw", kind) for kind in ("two", "zeros", "clip", "replaced", "closure", "scaler")] + [("fused", "scaler")]
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_a_skipped_step_leaves_gradients_to_be_read_and_optimizers_as_they_were(name: str, kind: str) -> None:
+    make = MAKERS[name]
+    expected, *_ = train(make, kind, guarded=False, without=STRUCK)
+    with FaultyDevice(from_mapping({"fault": [FAULT]})) as device, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found, norms, verdicts = train(make, kind, guarded=True)
+    assert len(device.fired) == 1
+    assert verdicts == [f"step {STRUCK}: transient_hardware [0] skipped"]
+    assert found == expected
+    assert all(all(row) for row in norms)

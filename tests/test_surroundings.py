@@ -1,0 +1,80 @@
+"""A forward that found something else than a repeated one would: the training's bits stay, and nobody is accused."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import bitwitness as bw
+
+sys.path.insert(0, str(Path(__file__).parent / "jobs"))
+
+import switches
+
+ALWAYS = {"trend": {"z": 1e-9, "warmup": 1}, "replay": {"rest": False}, "self_test": False}
+WAYS = {
+    "scoped": switches.SCOPED,
+    "consumed": switches.CONSUMED,
+    "counted": switches.COUNTED,
+    "overwritten": switches.OVERWRITTEN,
+}
+NEVER_REPEATED = {("counted", "generator"), ("counted", "zip")}
+NAMED = {
+    ("scoped", "attribute"): "the forward found Net.scale otherwise than a re-execution does",
+    ("scoped", "attribute_object"): "the forward found Net.config.scale otherwise",
+    ("scoped", "module_class"): "the forward found Flags.scale otherwise",
+    ("scoped", "patched_torch"): "the forward found torch.nn.functional.gelu otherwise",
+    ("scoped", "hook"): "the forward found a's hooks otherwise",
+    ("scoped", "dispatch_mode"): "the script's _Dispatch was on in the forward or is on now",
+    ("consumed", "module_dict"): "the forward found elsewhere.settings.scale otherwise",
+    ("counted", "generator"): "(generator) changes in the forward, and cannot be put back",
+    ("counted", "cached_draw"): "a re-execution draws other random numbers than the forward did",
+    ("overwritten", "plain_rebound"): "the forward found Net.plain otherwise",
+}
+
+
+@pytest.mark.parametrize(("way", "kind"), [(way, kind) for way, kinds in WAYS.items() for kind in kinds])
+def test_nobody_is_accused_and_nothing_changes(way, kind, capsys) -> None:
+    plain = switches.train(way, kind)
+    guards = []
+
+    @contextlib.contextmanager
+    def guarded(net, optimizer):
+        with bw.Guard(net, optimizer, act="protect", **ALWAYS) as guard:
+            guards.append(guard)
+            yield
+
+    found = switches.train(way, kind, guarded)
+    (guard,) = guards
+    said = capsys.readouterr().err
+    assert "VERDICT" not in said
+    assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+    repeated = 0 if (way, kind) in NEVER_REPEATED else 3 if kind == "cached_draw" else switches.FIRST - 2
+    assert guard.coverage()["dismissed"] >= repeated, said  # the steps before the switch are repeated
+    assert NAMED.get((way, kind), "") in said
+
+
+def test_what_a_forward_prints_and_logs_comes_once(capsys, caplog) -> None:
+    import logging
+
+    class Talking(switches.Net):
+        def forward(self, x):
+            print("forward")
+            logging.getLogger("talking").warning("forward")
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    net = Talking("")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    with bw.Guard(net, optimizer, **ALWAYS) as guard:
+        for _ in range(5):
+            net(torch.randn(16, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert guard.coverage()["dismissed"] >= 3
+    assert capsys.readouterr().out.count("forward") == 5
+    assert [record.message for record in caplog.records].count("forward") == 5

@@ -1,0 +1,79 @@
+"""Trainings as other people write them: guarded, with every step questioned, they end as they end without the guard.
+
+The harness is ``bench/innocent.py``; a short selection runs here, all of them if BITWITNESS_TEST_EVERYTHING is set.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ZOO = ROOT / "tests" / "zoo"
+EVERYTHING = os.environ.get("BITWITNESS_TEST_EVERYTHING") == "1"
+SELECTION = (
+    "aux_vae_kl_attribute",
+    "call_blocks_walked",
+    "class_level_state_and_closure",
+    "device_context_default_dtype",
+    "exit_nonzero_code",
+    "gen_wgan_gp",
+    "grad_dqn_clamp_data",
+    "grad_sam_data",
+    "inplace_logits_temperature_mask",
+    "loss_inside_model",
+    "memory_moco_queue",
+    "penalty_l1_from_step",
+    "random_stochastic_depth",
+    "retry_on_runtime_error",
+)
+SCRIPTS = sorted(path.stem for path in ZOO.glob("*.py")) if EVERYTHING else SELECTION
+
+
+@pytest.fixture(scope="module")
+def wrong(tmp_path_factory):
+    """What went wrong, by script."""
+    folder = tmp_path_factory.mktemp("zoo")
+    only = [] if EVERYTHING else [word for name in SELECTION for word in ("--only", name)]
+    done = subprocess.run(
+        [
+            sys.executable,
+            ROOT / "bench" / "innocent.py",
+            *only,
+            "--out",
+            folder,
+            "--json",
+            folder / "wrong.json",
+            "--timeout",
+            "60",
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (folder / "wrong.json").exists(), done.stderr
+    found = json.loads((folder / "wrong.json").read_text())
+    assert done.returncode == any(found.values()), done.stdout + done.stderr
+    return found
+
+
+@pytest.mark.timeout(3600 if EVERYTHING else 300)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_training_is_neither_disturbed_nor_misjudged(wrong, script):
+    assert wrong[script] == []
+
+
+def test_the_zoo_is_large_and_stands_alone():
+    texts = {path.stem: path.read_text() for path in ZOO.glob("*.py")}
+    assert len(texts) >= 65
+    assert set(SELECTION) <= set(texts)
+    for name, text in texts.items():
+        assert "bitwitness" not in text, name
+        assert text.count('print("BITS"') == 1, name
+        assert 'os.environ.get("ZOO_SEED", "0")' in text, name

@@ -1,0 +1,47 @@
+import hashlib
+import os
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+
+
+def digest(model, optimizer, losses):
+    sha = hashlib.sha256()
+    tensors = list(model.parameters()) + list(model.buffers())
+    for state in optimizer.state.values():
+        tensors += [v for v in state.values() if torch.is_tensor(v)]
+    for t in tensors:
+        sha.update(t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    sha.update(" ".join(float(v).hex() for v in losses).encode())
+    return sha.hexdigest()
+
+
+def pgd(model, x, y, eps=0.3, alpha=0.1, steps=3):
+    x_adv = (x + torch.empty_like(x).uniform_(-eps, eps)).detach()
+    for _ in range(steps):
+        x_adv.requires_grad_()
+        loss = F.cross_entropy(model(x_adv), y)
+        (grad,) = torch.autograd.grad(loss, x_adv)
+        x_adv = x_adv.detach() + alpha * grad.sign()
+        x_adv = torch.min(torch.max(x_adv, x - eps), x + eps).detach()
+    return x_adv
+
+
+model = nn.Sequential(nn.Linear(14, 28), nn.ReLU(), nn.Linear(28, 4))
+opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+losses = []
+for _ in range(18):
+    x = torch.randn(16, 14)
+    y = x[:, :4].argmax(1)
+    model.eval()
+    x_adv = pgd(model, x, y)
+    model.train()
+    opt.zero_grad()
+    loss = F.cross_entropy(model(x_adv), y)
+    loss.backward()
+    opt.step()
+    losses.append(loss.item())
+print("BITS", digest(model, opt, losses))

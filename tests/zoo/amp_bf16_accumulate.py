@@ -1,0 +1,37 @@
+import hashlib
+import os
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+
+
+def digest(model, optimizer, losses):
+    sha = hashlib.sha256()
+    tensors = list(model.parameters()) + list(model.buffers())
+    for state in optimizer.state.values():
+        tensors += [v for v in state.values() if torch.is_tensor(v)]
+    for t in tensors:
+        sha.update(t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    sha.update(" ".join(float(v).hex() for v in losses).encode())
+    return sha.hexdigest()
+
+
+net = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4))
+opt = torch.optim.AdamW(net.parameters(), lr=2e-3)
+losses, micro = [], 2
+for step in range(16):
+    opt.zero_grad(set_to_none=True)
+    total = 0.0
+    for _ in range(micro):
+        x = torch.randn(12, 16)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = net(x)
+            loss = F.cross_entropy(out.float(), x[:, :4].argmax(1)) / micro
+        loss.backward()
+        total += loss.item()
+    opt.step()
+    losses.append(total)
+print("BITS", digest(net, opt, losses))

@@ -1,0 +1,56 @@
+import hashlib
+import os
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
+
+torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+
+
+def fingerprint(*things):
+    h = hashlib.sha256()
+
+    def eat(x):
+        if isinstance(x, torch.Tensor):
+            x = x.detach()
+            x = x.to_dense() if x.is_sparse else x
+            h.update(x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(x, nn.Module):
+            eat(list(x.parameters()))
+            eat(list(x.buffers()))
+        elif isinstance(x, torch.optim.Optimizer):
+            eat(x.state_dict()["state"])
+        elif isinstance(x, dict):
+            for k in x:
+                eat(x[k])
+        elif isinstance(x, (list, tuple)):
+            for y in x:
+                eat(y)
+        else:
+            h.update(x.hex().encode() if isinstance(x, float) else repr(x).encode())
+
+    eat(things)
+    return h.hexdigest()
+
+
+model = nn.Sequential(nn.Linear(9, 18), nn.BatchNorm1d(18), nn.ReLU(), nn.Linear(18, 3))
+opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+swa, ema = AveragedModel(model), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+swa_sched = SWALR(opt, swa_lr=0.05, anneal_epochs=4)
+data = [torch.randn(16, 9) for _ in range(6)]
+losses = []
+for epoch in range(4):
+    for x in data:
+        loss = F.cross_entropy(model(x), x[:, :3].argmax(1))
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        ema.update_parameters(model)
+        losses.append(loss.item())
+    if epoch >= 1:
+        swa.update_parameters(model)
+        swa_sched.step()
+update_bn(data, swa)
+print("BITS", fingerprint(model, swa, ema, opt, losses))

@@ -1,0 +1,56 @@
+import hashlib
+import os
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+
+
+def fingerprint(*things):
+    h = hashlib.sha256()
+
+    def eat(x):
+        if isinstance(x, torch.Tensor):
+            x = x.detach()
+            x = x.to_dense() if x.is_sparse else x
+            h.update(x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(x, nn.Module):
+            eat(list(x.parameters()))
+            eat(list(x.buffers()))
+        elif isinstance(x, torch.optim.Optimizer):
+            eat(x.state_dict()["state"])
+        elif isinstance(x, dict):
+            for k in x:
+                eat(x[k])
+        elif isinstance(x, (list, tuple)):
+            for y in x:
+                eat(y)
+        else:
+            h.update(x.hex().encode() if isinstance(x, float) else repr(x).encode())
+
+    eat(things)
+    return h.hexdigest()
+
+
+shared = nn.Sequential(nn.Linear(10, 20), nn.ReLU())
+cls, rec = nn.Linear(20, 3), nn.Linear(20, 10)
+params = [*shared.parameters(), *cls.parameters(), *rec.parameters()]
+opt = torch.optim.Adam(params, lr=2e-3)
+losses = []
+for step in range(22):
+    x = torch.randn(16, 10)
+    h = shared(x)
+    loss_a = F.cross_entropy(cls(h), x[:, :3].argmax(1))
+    loss_b = F.mse_loss(rec(h), x)
+    opt.zero_grad()
+    loss_a.backward(retain_graph=True)
+    loss_b.backward()
+    if step % 3 == 0:  # and one graph twice
+        extra = F.mse_loss(rec(shared(x)), x) * 0.1
+        extra.backward(retain_graph=True)
+        extra.backward()
+    opt.step()
+    losses += [loss_a.item(), loss_b.item()]
+print("BITS", fingerprint(shared, cls, rec, opt, losses))

@@ -1,0 +1,66 @@
+import hashlib
+import os
+
+import torch
+from torch import nn
+from torch.optim import RMSprop
+
+torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+
+
+def fingerprint(*things):
+    h = hashlib.sha256()
+
+    def eat(x):
+        if isinstance(x, torch.Tensor):
+            x = x.detach()
+            x = x.to_dense() if x.is_sparse else x
+            h.update(x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(x, nn.Module):
+            eat(list(x.parameters()))
+            eat(list(x.buffers()))
+        elif isinstance(x, torch.optim.Optimizer):
+            eat(x.state_dict()["state"])
+        elif isinstance(x, dict):
+            for k in x:
+                eat(x[k])
+        elif isinstance(x, (list, tuple)):
+            for y in x:
+                eat(y)
+        else:
+            h.update(x.hex().encode() if isinstance(x, float) else repr(x).encode())
+
+    eat(things)
+    return h.hexdigest()
+
+
+netG = nn.Sequential(nn.Linear(4, 24), nn.ReLU(True), nn.Linear(24, 2))
+netD = nn.Sequential(nn.Linear(2, 24), nn.LeakyReLU(0.2, True), nn.Linear(24, 1))
+optG, optD = RMSprop(netG.parameters(), lr=5e-4), RMSprop(netD.parameters(), lr=5e-4)
+one = torch.tensor(1.0)
+mone = one * -1
+log = []
+for gen_it in range(8):
+    for p in netD.parameters():
+        p.requires_grad = True
+    for _ in range(3):
+        for p in netD.parameters():
+            p.data.clamp_(-0.05, 0.05)
+        netD.zero_grad()
+        real = torch.randn(32, 2) * 0.3 + 1
+        errD_real = netD(real).mean(0).view(())
+        errD_real.backward(one)
+        with torch.no_grad():
+            fake = netG(torch.randn(32, 4))
+        errD_fake = netD(fake).mean(0).view(())
+        errD_fake.backward(mone)
+        optD.step()
+        log.append((errD_real - errD_fake).item())
+    for p in netD.parameters():
+        p.requires_grad = False
+    netG.zero_grad()
+    errG = netD(netG(torch.randn(32, 4))).mean()
+    errG.backward(one)
+    optG.step()
+    log.append(errG.item())
+print("BITS", fingerprint(netG, netD, optG, optD, log))

@@ -1,0 +1,40 @@
+import hashlib
+import os
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+torch.set_default_dtype(torch.float64)
+
+
+def digest(model, optimizer, losses):
+    sha = hashlib.sha256()
+    tensors = list(model.parameters()) + list(model.buffers())
+    for state in optimizer.state.values():
+        tensors += [v for v in state.values() if torch.is_tensor(v)]
+    for t in tensors:
+        sha.update(t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    sha.update(" ".join(float(v).hex() for v in losses).encode())
+    return sha.hexdigest()
+
+
+with torch.device("cpu"):
+    net = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 2))
+opt = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5)
+losses = []
+for step in range(25):
+    with torch.device("cpu"):
+        x = torch.randn(16, 6)
+        out = net(x)
+        loss = F.cross_entropy(out, (x.sum(1) > 0).long())
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+    losses.append(loss.item())
+assert torch.get_default_dtype() == torch.float64
+with torch.device("meta"):
+    assert torch.empty(2).is_meta
+assert not torch.empty(2).is_meta
+print("BITS", digest(net, opt, losses))

@@ -1,0 +1,38 @@
+import hashlib
+import os
+import sys
+
+import torch
+from torch import nn
+
+torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+
+
+def digest(model, optimizer, losses):
+    sha = hashlib.sha256()
+    tensors = list(model.parameters()) + list(model.buffers())
+    for state in optimizer.state.values():
+        tensors += [v for v in state.values() if torch.is_tensor(v)]
+    for t in tensors:
+        sha.update(t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    sha.update(" ".join(float(v).hex() for v in losses).encode())
+    return sha.hexdigest()
+
+
+def main():
+    net = nn.Linear(8, 1)
+    opt = torch.optim.SGD(net.parameters(), lr=0.01)
+    losses = []
+    for _ in range(20):
+        x = torch.randn(10, 8)
+        loss = (net(x) - x.mean(1, keepdim=True)).abs().mean()
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+    print("BITS", digest(net, opt, losses))
+    return 3  # the scheduler reads this: "not converged, run me again"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

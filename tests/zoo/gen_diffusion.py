@@ -1,0 +1,72 @@
+import hashlib
+import math
+import os
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+
+
+def fingerprint(*things):
+    h = hashlib.sha256()
+
+    def eat(x):
+        if isinstance(x, torch.Tensor):
+            x = x.detach()
+            x = x.to_dense() if x.is_sparse else x
+            h.update(x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(x, nn.Module):
+            eat(list(x.parameters()))
+            eat(list(x.buffers()))
+        elif isinstance(x, torch.optim.Optimizer):
+            eat(x.state_dict()["state"])
+        elif isinstance(x, dict):
+            for k in x:
+                eat(x[k])
+        elif isinstance(x, (list, tuple)):
+            for y in x:
+                eat(y)
+        else:
+            h.update(x.hex().encode() if isinstance(x, float) else repr(x).encode())
+
+    eat(things)
+    return h.hexdigest()
+
+
+class Denoiser(nn.Module):
+    def __init__(self, dim=8, hidden=32):
+        super().__init__()
+        self.time = nn.Sequential(nn.Linear(16, hidden), nn.SiLU(), nn.Linear(hidden, hidden))
+        self.inp, self.mid, self.out = nn.Linear(dim, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, dim)
+        self.norm = nn.GroupNorm(4, hidden)
+
+    def forward(self, x, t):
+        freqs = torch.exp(-math.log(1e4) * torch.arange(8) / 8)
+        emb = torch.cat([torch.sin(t[:, None] * freqs), torch.cos(t[:, None] * freqs)], 1)
+        h = self.inp(x) + self.time(emb)
+        return self.out(F.silu(self.mid(F.silu(self.norm(h)))))
+
+
+T = 50
+betas = torch.linspace(1e-4, 0.1, T)
+alpha_bar = torch.cumprod(1 - betas, 0)
+model = Denoiser()
+opt = torch.optim.AdamW(model.parameters(), lr=2e-3)
+ema = {k: v.clone() for k, v in model.state_dict().items()}
+losses = []
+for step in range(25):
+    x0 = torch.randn(16, 8) * 0.2 + torch.randint(0, 2, (16, 1)) * 2 - 1
+    t = torch.randint(0, T, (16,))
+    noise = torch.randn_like(x0)
+    xt = alpha_bar[t, None].sqrt() * x0 + (1 - alpha_bar[t, None]).sqrt() * noise
+    loss = F.mse_loss(model(xt, t.float()), noise)
+    opt.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    opt.step()
+    for k, v in model.state_dict().items():
+        ema[k].lerp_(v, 0.05)
+    losses.append(loss.item())
+print("BITS", fingerprint(model, opt, ema, losses))

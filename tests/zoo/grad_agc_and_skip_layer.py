@@ -1,0 +1,62 @@
+import hashlib
+import os
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+
+
+def fingerprint(*things):
+    h = hashlib.sha256()
+
+    def eat(x):
+        if isinstance(x, torch.Tensor):
+            x = x.detach()
+            x = x.to_dense() if x.is_sparse else x
+            h.update(x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(x, nn.Module):
+            eat(list(x.parameters()))
+            eat(list(x.buffers()))
+        elif isinstance(x, torch.optim.Optimizer):
+            eat(x.state_dict()["state"])
+        elif isinstance(x, dict):
+            for k in x:
+                eat(x[k])
+        elif isinstance(x, (list, tuple)):
+            for y in x:
+                eat(y)
+        else:
+            h.update(x.hex().encode() if isinstance(x, float) else repr(x).encode())
+
+    eat(things)
+    return h.hexdigest()
+
+
+def adaptive_clip(module, clip=0.02):
+    for p in module.parameters():
+        if p.grad is None:
+            continue
+        p_norm = p.detach().norm().clamp(min=1e-3)
+        g_norm = p.grad.detach().norm()
+        if g_norm > clip * p_norm:
+            p.grad.detach().mul_(clip * p_norm / g_norm.clamp(min=1e-6))
+
+
+net = nn.Sequential(nn.Linear(6, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 1))
+opt = torch.optim.AdamW(net.parameters(), lr=1e-3)
+grads, losses = [], []
+for step in range(24):
+    x = torch.randn(16, 6)
+    loss = F.mse_loss(net(x), x.pow(2).sum(1, keepdim=True))
+    opt.zero_grad()
+    loss.backward()
+    adaptive_clip(net)
+    if step % 5 == 4:
+        net[2].weight.grad = None  # this layer rests
+        net[2].bias.grad.zero_()
+    grads.append([0.0 if p.grad is None else p.grad.norm().item() for p in net.parameters()])
+    opt.step()
+    losses.append(loss.item())
+print("BITS", fingerprint(net, opt, losses, grads))

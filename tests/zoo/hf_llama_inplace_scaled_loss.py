@@ -1,0 +1,60 @@
+import hashlib
+import os
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+
+
+def fingerprint(*things):
+    h = hashlib.sha256()
+
+    def eat(x):
+        if isinstance(x, torch.Tensor):
+            x = x.detach()
+            x = x.to_dense() if x.is_sparse else x
+            h.update(x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(x, nn.Module):
+            eat(list(x.parameters()))
+            eat(list(x.buffers()))
+        elif isinstance(x, torch.optim.Optimizer):
+            eat(x.state_dict()["state"])
+        elif isinstance(x, dict):
+            for k in x:
+                eat(x[k])
+        elif isinstance(x, (list, tuple)):
+            for y in x:
+                eat(y)
+        else:
+            h.update(x.hex().encode() if isinstance(x, float) else repr(x).encode())
+
+    eat(things)
+    return h.hexdigest()
+
+
+config = LlamaConfig(
+    vocab_size=40,
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=32,
+    tie_word_embeddings=True,
+)
+model = LlamaForCausalLM(config)
+opt = torch.optim.AdamW(model.parameters(), lr=2e-3)
+losses = []
+for step in range(12):
+    opt.zero_grad()
+    for micro in range(2):
+        ids = torch.randint(0, 40, (4, 10))
+        out = model(input_ids=ids, labels=ids)
+        loss = out["loss"]
+        loss *= 0.5
+        loss.backward()
+        losses.append(loss.item())
+    opt.step()
+print("BITS", fingerprint(model, opt, losses))

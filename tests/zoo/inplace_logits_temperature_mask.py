@@ -1,0 +1,57 @@
+import hashlib
+import os
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+
+
+def fingerprint(*things):
+    h = hashlib.sha256()
+
+    def eat(x):
+        if isinstance(x, torch.Tensor):
+            x = x.detach()
+            x = x.to_dense() if x.is_sparse else x
+            h.update(x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(x, nn.Module):
+            eat(list(x.parameters()))
+            eat(list(x.buffers()))
+        elif isinstance(x, torch.optim.Optimizer):
+            eat(x.state_dict()["state"])
+        elif isinstance(x, dict):
+            for k in x:
+                eat(x[k])
+        elif isinstance(x, (list, tuple)):
+            for y in x:
+                eat(y)
+        else:
+            h.update(x.hex().encode() if isinstance(x, float) else repr(x).encode())
+
+    eat(things)
+    return h.hexdigest()
+
+
+net = nn.Sequential(nn.Linear(12, 24), nn.ReLU(), nn.Linear(24, 8))
+opt = torch.optim.Adam(net.parameters(), lr=3e-3)
+T = 0.7
+losses = []
+for step in range(25):
+    x = torch.randn(16, 12)
+    legal = torch.rand(16, 8) > 0.3
+    legal[:, 0] = True
+    logits = net(x)
+    logits /= T
+    logits[~legal] = -float("inf")
+    if step % 3 == 0:
+        logits.masked_fill_(x[:, :8] > 2.5, -1e9)
+    logits[:, 0].clamp_(min=-50)
+    action = torch.where(legal, x[:, :8], torch.tensor(-99.0)).argmax(1)
+    loss = F.cross_entropy(logits, action)
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+    losses.append(loss.item())
+print("BITS", fingerprint(net, opt, losses))

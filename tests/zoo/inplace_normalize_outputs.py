@@ -1,0 +1,65 @@
+import hashlib
+import os
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+
+
+def fingerprint(*things):
+    h = hashlib.sha256()
+
+    def eat(x):
+        if isinstance(x, torch.Tensor):
+            x = x.detach()
+            x = x.to_dense() if x.is_sparse else x
+            h.update(x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(x, nn.Module):
+            eat(list(x.parameters()))
+            eat(list(x.buffers()))
+        elif isinstance(x, torch.optim.Optimizer):
+            eat(x.state_dict()["state"])
+        elif isinstance(x, dict):
+            for k in x:
+                eat(x[k])
+        elif isinstance(x, (list, tuple)):
+            for y in x:
+                eat(y)
+        else:
+            h.update(x.hex().encode() if isinstance(x, float) else repr(x).encode())
+
+    eat(things)
+    return h.hexdigest()
+
+
+class Tower(nn.Module):
+    def __init__(self, i):
+        super().__init__()
+        self.p = nn.Linear(i, 16)
+
+    def forward(self, x):
+        return self.p(x)
+
+
+image_tower, text_tower = Tower(20), Tower(12)
+logit_scale = nn.Parameter(torch.tensor(2.0))
+params = [*image_tower.parameters(), *text_tower.parameters(), logit_scale]
+opt = torch.optim.AdamW(params, lr=3e-3)
+losses = []
+for _ in range(20):
+    base = torch.randn(10, 12)
+    img = torch.cat([base, torch.randn(10, 8)], 1)
+    u, v = image_tower(img), text_tower(base)
+    u.div_(u.detach().norm(dim=-1, keepdim=True))
+    v.sub_(v.detach().mean(0)).mul_(0.5)
+    sim = logit_scale.exp() * u @ F.normalize(v, dim=-1).t()
+    loss = (F.cross_entropy(sim, torch.arange(10)) + F.cross_entropy(sim.t(), torch.arange(10))) / 2
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+    with torch.no_grad():
+        logit_scale.clamp_(0, 4.6052)
+    losses.append(loss.item())
+print("BITS", fingerprint(image_tower, text_tower, logit_scale, opt, losses))

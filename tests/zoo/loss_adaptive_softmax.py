@@ -1,0 +1,61 @@
+import hashlib
+import os
+
+import torch
+from torch import nn
+
+torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+
+
+def fingerprint(*things):
+    h = hashlib.sha256()
+
+    def eat(x):
+        if isinstance(x, torch.Tensor):
+            x = x.detach()
+            x = x.to_dense() if x.is_sparse else x
+            h.update(x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(x, nn.Module):
+            eat(list(x.parameters()))
+            eat(list(x.buffers()))
+        elif isinstance(x, torch.optim.Optimizer):
+            eat(x.state_dict()["state"])
+        elif isinstance(x, dict):
+            for k in x:
+                eat(x[k])
+        elif isinstance(x, (list, tuple)):
+            for y in x:
+                eat(y)
+        else:
+            h.update(x.hex().encode() if isinstance(x, float) else repr(x).encode())
+
+    eat(things)
+    return h.hexdigest()
+
+
+class WordLM(nn.Module):
+    """The loss (adaptive softmax) lives in the model."""
+
+    def __init__(self, vocab=60, dim=16):
+        super().__init__()
+        self.emb = nn.Embedding(vocab, dim)
+        self.lstm = nn.LSTM(dim, dim, batch_first=True)
+        self.drop = nn.Dropout(0.1)
+        self.softmax = nn.AdaptiveLogSoftmaxWithLoss(dim, vocab, cutoffs=[10, 30], div_value=2.0)
+
+    def forward(self, x, y):
+        h, _ = self.lstm(self.drop(self.emb(x)))
+        return self.softmax(h.reshape(-1, h.size(-1)), y.reshape(-1)).loss
+
+
+model = WordLM()
+opt = torch.optim.Adam(model.parameters(), lr=5e-3)
+losses = []
+for step in range(18):
+    seq = torch.randint(0, 60, (4, 11))
+    loss = model(seq[:, :-1], seq[:, 1:])
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+    losses.append(loss.item())
+print("BITS", fingerprint(model, opt, losses))

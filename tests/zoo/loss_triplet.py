@@ -1,0 +1,40 @@
+import hashlib
+import os
+
+import torch
+from torch import nn
+
+torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+
+
+def digest(model, optimizer, losses):
+    sha = hashlib.sha256()
+    tensors = list(model.parameters()) + list(model.buffers())
+    for state in optimizer.state.values():
+        tensors += [v for v in state.values() if torch.is_tensor(v)]
+    for t in tensors:
+        sha.update(t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    sha.update(" ".join(float(v).hex() for v in losses).encode())
+    return sha.hexdigest()
+
+
+embed = nn.Sequential(nn.Conv1d(2, 8, 5, stride=2), nn.PReLU(), nn.Flatten(), nn.Linear(8 * 6, 10))
+optimizer = torch.optim.RAdam(embed.parameters(), lr=1e-2)
+triplet = nn.TripletMarginLoss(margin=1.0, p=2)
+dist_triplet = nn.TripletMarginWithDistanceLoss(
+    distance_function=lambda u, v: 1.0 - nn.functional.cosine_similarity(u, v), margin=0.3, swap=True
+)
+losses = []
+for step in range(20):
+    anchor = torch.randn(10, 2, 16)
+    positive = anchor + 0.05 * torch.randn_like(anchor)
+    negative = torch.randn(10, 2, 16)
+    ea, ep, en = embed(anchor), embed(positive), embed(negative)
+    loss = triplet(ea, ep, en)
+    if step >= 10:
+        loss = loss + dist_triplet(ea, ep, en)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+print("BITS", digest(embed, optimizer, losses))

@@ -1,0 +1,35 @@
+import hashlib
+import os
+
+import torch
+from torch import nn
+
+torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+
+
+def digest(model, optimizer, losses):
+    sha = hashlib.sha256()
+    tensors = list(model.parameters()) + list(model.buffers())
+    for state in optimizer.state.values():
+        tensors += [v for v in state.values() if torch.is_tensor(v)]
+    for t in tensors:
+        sha.update(t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    sha.update(" ".join(float(v).hex() for v in losses).encode())
+    return sha.hexdigest()
+
+
+model = nn.Sequential(nn.Linear(5, 15), nn.Softplus(), nn.Linear(15, 1))
+optimizer = torch.optim.ASGD(model.parameters(), lr=0.05)
+losses = []
+for i in range(25):
+    inputs = torch.randn(16, 5)
+    target = inputs.abs().sum(1, keepdim=True)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = nn.functional.l1_loss(model(inputs), target)
+        loss.backward()
+        return loss
+
+    losses.append(optimizer.step(closure).item())
+print("BITS", digest(model, optimizer, losses))

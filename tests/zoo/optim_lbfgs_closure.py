@@ -1,0 +1,51 @@
+import hashlib
+import os
+
+import torch
+from torch import nn
+
+torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+
+
+def fingerprint(*things):
+    h = hashlib.sha256()
+
+    def eat(x):
+        if isinstance(x, torch.Tensor):
+            x = x.detach()
+            x = x.to_dense() if x.is_sparse else x
+            h.update(x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(x, nn.Module):
+            eat(list(x.parameters()))
+            eat(list(x.buffers()))
+        elif isinstance(x, torch.optim.Optimizer):
+            eat(x.state_dict()["state"])
+        elif isinstance(x, dict):
+            for k in x:
+                eat(x[k])
+        elif isinstance(x, (list, tuple)):
+            for y in x:
+                eat(y)
+        else:
+            h.update(x.hex().encode() if isinstance(x, float) else repr(x).encode())
+
+    eat(things)
+    return h.hexdigest()
+
+
+net = nn.Sequential(nn.Linear(2, 12), nn.Tanh(), nn.Linear(12, 1))
+opt = torch.optim.LBFGS(net.parameters(), lr=0.5, max_iter=4, history_size=5, line_search_fn="strong_wolfe")
+x = torch.randn(60, 2)
+y = torch.sin(x[:, :1]) * x[:, 1:]
+calls = []
+for step in range(15):
+
+    def closure():
+        opt.zero_grad()
+        loss = (net(x) - y).pow(2).mean() + 1e-4 * sum(p.pow(2).sum() for p in net.parameters())
+        loss.backward()
+        calls.append(loss.item())
+        return loss
+
+    opt.step(closure)
+print("BITS", fingerprint(net, opt, calls))

@@ -1,0 +1,54 @@
+import hashlib
+import os
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+
+
+def fingerprint(*things):
+    h = hashlib.sha256()
+
+    def eat(x):
+        if isinstance(x, torch.Tensor):
+            x = x.detach()
+            x = x.to_dense() if x.is_sparse else x
+            h.update(x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(x, nn.Module):
+            eat(list(x.parameters()))
+            eat(list(x.buffers()))
+        elif isinstance(x, torch.optim.Optimizer):
+            eat(x.state_dict()["state"])
+        elif isinstance(x, dict):
+            for k in x:
+                eat(x[k])
+        elif isinstance(x, (list, tuple)):
+            for y in x:
+                eat(y)
+        else:
+            h.update(x.hex().encode() if isinstance(x, float) else repr(x).encode())
+
+    eat(things)
+    return h.hexdigest()
+
+
+net = nn.Sequential(nn.Linear(10, 20), nn.GELU(), nn.Linear(20, 3))
+opts = {p: torch.optim.Adam([p], lr=2e-3, foreach=False) for p in net.parameters()}
+
+
+def step_now(p):
+    opts[p].step()
+    opts[p].zero_grad()
+
+
+for p in net.parameters():
+    p.register_post_accumulate_grad_hook(step_now)
+losses = []
+for _ in range(20):
+    x = torch.randn(16, 10)
+    loss = F.cross_entropy(net(x), x[:, :3].argmax(1))
+    loss.backward()
+    losses.append(loss.item())
+print("BITS", fingerprint(net, list(opts.values()), losses))

@@ -1,0 +1,62 @@
+import hashlib
+import os
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
+
+torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+
+
+def fingerprint(*things):
+    h = hashlib.sha256()
+
+    def eat(x):
+        if isinstance(x, torch.Tensor):
+            x = x.detach()
+            x = x.to_dense() if x.is_sparse else x
+            h.update(x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(x, nn.Module):
+            eat(list(x.parameters()))
+            eat(list(x.buffers()))
+        elif isinstance(x, torch.optim.Optimizer):
+            eat(x.state_dict()["state"])
+        elif isinstance(x, dict):
+            for k in x:
+                eat(x[k])
+        elif isinstance(x, (list, tuple)):
+            for y in x:
+                eat(y)
+        else:
+            h.update(x.hex().encode() if isinstance(x, float) else repr(x).encode())
+
+    eat(things)
+    return h.hexdigest()
+
+
+class Symmetric(nn.Module):
+    def forward(self, X):
+        return X.triu() + X.triu(1).transpose(-1, -2)
+
+
+net = nn.Sequential(
+    weight_norm(nn.Linear(12, 16)),
+    nn.ReLU(),
+    spectral_norm(nn.Linear(16, 16)),
+    nn.ReLU(),
+    orthogonal(nn.Linear(16, 16)),
+    nn.Linear(16, 16),
+    nn.Linear(16, 3),
+)
+torch.nn.utils.parametrize.register_parametrization(net[5], "weight", Symmetric())
+opt = torch.optim.Adam(net.parameters(), lr=2e-3)
+losses = []
+for _ in range(18):
+    x = torch.randn(20, 12)
+    loss = F.cross_entropy(net(x), x[:, :3].argmax(1))
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+    losses.append(loss.item())
+print("BITS", fingerprint(net, opt, losses))

@@ -1,0 +1,53 @@
+import hashlib
+import os
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+
+
+def fingerprint(*things):
+    h = hashlib.sha256()
+
+    def eat(x):
+        if isinstance(x, torch.Tensor):
+            x = x.detach()
+            x = x.to_dense() if x.is_sparse else x
+            h.update(x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(x, nn.Module):
+            eat(list(x.parameters()))
+            eat(list(x.buffers()))
+        elif isinstance(x, torch.optim.Optimizer):
+            eat(x.state_dict()["state"])
+        elif isinstance(x, dict):
+            for k in x:
+                eat(x[k])
+        elif isinstance(x, (list, tuple)):
+            for y in x:
+                eat(y)
+        else:
+            h.update(x.hex().encode() if isinstance(x, float) else repr(x).encode())
+
+    eat(things)
+    return h.hexdigest()
+
+
+model = nn.Sequential(nn.Linear(16, 24, bias=False), nn.ReLU(), nn.Linear(24, 5))
+opt = torch.optim.Adam(model.parameters(), lr=1e-3)
+losses = []
+for step in range(30):
+    x, y = torch.randn(24, 16), torch.randint(0, 5, (24,))
+    opt.zero_grad()
+    task = F.cross_entropy(model(x), y)
+    task.backward()
+    # soft orthogonality of the first layer, every second step, gradients add up
+    if step % 2:
+        w = model[0].weight
+        ortho = 0.05 * (w.t() @ w - torch.eye(16)).pow(2).sum()
+        ortho.backward()
+        losses.append(ortho.item())
+    opt.step()
+    losses.append(task.item())
+print("BITS", fingerprint(model, opt, losses))

@@ -1,0 +1,68 @@
+import hashlib
+import os
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+SEED = int(os.environ.get("ZOO_SEED", "0"))
+torch.manual_seed(SEED)
+np.random.seed(SEED)
+
+
+def fingerprint(*things):
+    h = hashlib.sha256()
+
+    def eat(x):
+        if isinstance(x, torch.Tensor):
+            x = x.detach()
+            x = x.to_dense() if x.is_sparse else x
+            h.update(x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(x, nn.Module):
+            eat(list(x.parameters()))
+            eat(list(x.buffers()))
+        elif isinstance(x, torch.optim.Optimizer):
+            eat(x.state_dict()["state"])
+        elif isinstance(x, dict):
+            for k in x:
+                eat(x[k])
+        elif isinstance(x, (list, tuple)):
+            for y in x:
+                eat(y)
+        else:
+            h.update(x.hex().encode() if isinstance(x, float) else repr(x).encode())
+
+    eat(things)
+    return h.hexdigest()
+
+
+class RandomMaskedMLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(14, 28), nn.Linear(28, 3)
+        self.rng = np.random.default_rng(SEED)
+
+    def forward(self, x):
+        h = F.relu(self.a(x))
+        if self.training:
+            keep = self.rng.permutation(28)[:20]
+            mask = torch.zeros(28)
+            mask[torch.from_numpy(keep)] = 1.4
+            h = h * mask
+            if np.random.rand() < 0.2:  # the global state, too
+                h = h + float(np.random.normal()) * 0.01
+        return self.b(h)
+
+
+net = RandomMaskedMLP()
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+losses = []
+for _ in range(30):
+    x = torch.from_numpy(np.random.randn(16, 14).astype(np.float32))
+    loss = F.cross_entropy(net(x), x[:, :3].argmax(1))
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+    losses.append(loss.item())
+print("BITS", fingerprint(net, opt, losses, float(net.rng.random()), float(np.random.rand())))
