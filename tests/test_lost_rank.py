@@ -58,7 +58,8 @@ def test_without_torchrun(victim: int, how: str) -> None:
 
 def test_under_torchrun(tmp_path: Path) -> None:
     started = time.monotonic()
-    launched = torchrun(3, [JOB, "1", "kill"], tmp_path, echo=False)
+    # an agent that looked every tenth of a second would end the others before they can say anything
+    launched = torchrun(3, ["--monitor-interval", "8", JOB, "1", "kill"], tmp_path, echo=False)
     assert launched.code == 1
     assert time.monotonic() - started < 60
     told = "\n".join(log.read_text() for log in launched.logs)
