@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 set_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -45,7 +46,7 @@ loader = DataLoader(TensorDataset(x, x[:, :3].argmax(1)), batch_size=8, shuffle=
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 6)
 model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 losses = []
-for epoch in range(2):
+for epoch in range(2 * times):
     for xb, yb in loader:
         with accelerator.accumulate(model):
             loss = F.cross_entropy(model(xb), yb)

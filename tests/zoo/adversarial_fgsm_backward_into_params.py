@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def digest(model, optimizer, losses):
@@ -22,7 +23,7 @@ def digest(model, optimizer, losses):
 model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 3))
 opt = torch.optim.Adam(model.parameters(), lr=2e-3)
 losses = []
-for _ in range(16):
+for _ in range(16 * times):
     x, y = torch.rand(8, 1, 8, 8), torch.randint(0, 3, (8,))
     x.requires_grad = True
     # "free" adversarial training: the attack's backward leaves its gradients in the parameters, they count too

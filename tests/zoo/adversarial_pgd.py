@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def digest(model, optimizer, losses):
@@ -33,7 +34,7 @@ def pgd(model, x, y, eps=0.3, alpha=0.1, steps=3):
 model = nn.Sequential(nn.Linear(14, 28), nn.ReLU(), nn.Linear(28, 4))
 opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 losses = []
-for _ in range(18):
+for _ in range(18 * times):
     x = torch.randn(16, 14)
     y = x[:, :4].argmax(1)
     model.eval()

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def digest(model, optimizer, losses):
@@ -22,7 +23,7 @@ def digest(model, optimizer, losses):
 net = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4))
 opt = torch.optim.AdamW(net.parameters(), lr=2e-3)
 losses, micro = [], 2
-for step in range(16):
+for step in range(16 * times):
     opt.zero_grad(set_to_none=True)
     total = 0.0
     for _ in range(micro):

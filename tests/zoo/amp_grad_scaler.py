@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -38,7 +39,7 @@ net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
 opt = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
 scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=5)
 losses, scales = [], []
-for step in range(20):
+for step in range(20 * times):
     x = torch.randn(16, 16)
     with torch.autocast("cpu", dtype=torch.float16):
         loss = F.mse_loss(net(x).float(), x.sum(1, keepdim=True) * 30)

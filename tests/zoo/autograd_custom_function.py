@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def digest(model, optimizer, losses):
@@ -55,7 +56,7 @@ class DANN(nn.Module):
 net = DANN()
 opt = torch.optim.Adam(net.parameters(), lr=3e-3)
 losses = []
-for step in range(25):
+for step in range(25 * times):
     x = torch.randn(24, 12)
     d = torch.randint(0, 2, (24,))
     y, dom = net(x + d[:, None] * 0.5, step / 25)

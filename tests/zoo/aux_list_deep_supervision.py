@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -53,7 +54,7 @@ class DeepSupervised(nn.Module):
 net = DeepSupervised()
 opt = torch.optim.Adam(net.parameters(), lr=1e-3)
 log = []
-for step in range(20):
+for step in range(20 * times):
     x = torch.randn(20, 16)
     y = torch.randint(0, 3, (20,))
     logits = net(x, y)

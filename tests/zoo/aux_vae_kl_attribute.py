@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -53,7 +54,7 @@ class VAE(nn.Module):
 vae = VAE()
 opt = torch.optim.Adam(vae.parameters(), lr=3e-3)
 losses = []
-for step in range(30):
+for step in range(30 * times):
     x = torch.rand(16, 24)
     recon = vae(x)
     beta = min(1.0, step / 20)  # KL warm-up: zero at first

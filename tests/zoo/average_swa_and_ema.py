@@ -7,6 +7,7 @@ from torch import nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -41,7 +42,7 @@ swa, ema = AveragedModel(model), AveragedModel(model, multi_avg_fn=get_ema_multi
 swa_sched = SWALR(opt, swa_lr=0.05, anneal_epochs=4)
 data = [torch.randn(16, 9) for _ in range(6)]
 losses = []
-for epoch in range(4):
+for epoch in range(4 * times):
     for x in data:
         loss = F.cross_entropy(model(x), x[:, :3].argmax(1))
         opt.zero_grad()

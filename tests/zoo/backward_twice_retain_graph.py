@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -39,7 +40,7 @@ cls, rec = nn.Linear(20, 3), nn.Linear(20, 10)
 params = [*shared.parameters(), *cls.parameters(), *rec.parameters()]
 opt = torch.optim.Adam(params, lr=2e-3)
 losses = []
-for step in range(22):
+for step in range(22 * times):
     x = torch.randn(16, 10)
     h = shared(x)
     loss_a = F.cross_entropy(cls(h), x[:, :3].argmax(1))

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -66,7 +67,7 @@ class Seq2Seq(nn.Module):
 model = Seq2Seq()
 opt = torch.optim.AdamW(model.parameters(), lr=2e-3)
 losses = []
-for _ in range(15):
+for _ in range(15 * times):
     src = torch.randint(1, 18, (6, 7))
     memory = model.encode(src)
     logits = model.decode(src.roll(1, 1), memory)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -43,7 +44,7 @@ def build():
 model, opt = build()
 losses = []
 path = os.path.join(tempfile.mkdtemp(), "ckpt.pt")
-for step in range(24):
+for step in range(24 * times):
     if step == 12:
         torch.save({"model": model.state_dict(), "opt": opt.state_dict(), "rng": torch.get_rng_state()}, path)
         model, opt = build()

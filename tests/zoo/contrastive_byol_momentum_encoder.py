@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -57,7 +58,7 @@ class BYOL(nn.Module):
 net = BYOL(nn.Sequential(nn.Linear(18, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 8)), 8)
 opt = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=2e-3)
 losses = []
-for i in range(16):
+for i in range(16 * times):
     x = torch.randn(24, 18)
     loss = net(x + 0.1 * torch.randn_like(x), x + 0.1 * torch.randn_like(x))
     opt.zero_grad()

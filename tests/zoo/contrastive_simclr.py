@@ -6,6 +6,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -65,7 +66,7 @@ model = ResNetSimCLR()
 opt = torch.optim.Adam(model.parameters(), 1e-3, weight_decay=1e-4)
 criterion = nn.CrossEntropyLoss()
 losses = []
-for _ in range(15):
+for _ in range(15 * times):
     x = torch.rand(8, 3, 8, 8)
     images = torch.cat([x.flip(-1) + 0.05 * torch.randn_like(x), x * (0.8 + 0.4 * torch.rand(8, 1, 1, 1))])
     logits, labels = info_nce(model(images))

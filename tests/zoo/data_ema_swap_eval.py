@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -60,7 +61,7 @@ ema = EMA(model, 0.9)
 opt = torch.optim.Adam(model.parameters(), lr=5e-3)
 val_x = torch.randn(64, 9)
 log = []
-for step in range(25):
+for step in range(25 * times):
     x = torch.randn(16, 9)
     loss = F.cross_entropy(model(x), x[:, :3].argmax(1))
     opt.zero_grad()

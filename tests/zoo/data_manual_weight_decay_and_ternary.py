@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def digest(model, optimizer, losses):
@@ -24,7 +25,7 @@ net = nn.Sequential(nn.Linear(12, 24), nn.BatchNorm1d(24), nn.Hardtanh(), nn.Lin
 opt = torch.optim.Adam(net.parameters(), lr=5e-3)
 targets = [net[0].weight, net[3].weight]
 losses = []
-for step in range(20):
+for step in range(20 * times):
     x = torch.randn(20, 12)
     saved = [w.data.clone() for w in targets]
     for w in targets:

@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -38,7 +39,7 @@ def fingerprint(*things):
 net = nn.Sequential(nn.Linear(11, 33), nn.ReLU(), nn.Dropout(0.5), nn.Linear(33, 3))
 opt = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
 losses = []
-for epoch in range(24):
+for epoch in range(24 * times):
     if epoch == 12:
         prune.l1_unstructured(net[0], "weight", amount=0.4)
     x = torch.randn(20, 11)

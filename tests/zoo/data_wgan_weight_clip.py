@@ -6,6 +6,7 @@ from torch import nn
 from torch.optim import RMSprop
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -40,7 +41,7 @@ optG, optD = RMSprop(netG.parameters(), lr=5e-4), RMSprop(netD.parameters(), lr=
 one = torch.tensor(1.0)
 mone = one * -1
 log = []
-for gen_it in range(8):
+for gen_it in range(8 * times):
     for p in netD.parameters():
         p.requires_grad = True
     for _ in range(3):

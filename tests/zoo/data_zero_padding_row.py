@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 PAD = 0
 
@@ -52,7 +53,7 @@ net = TextCNN()
 net.emb.weight.data[PAD].zero_()
 opt = torch.optim.Adam(net.parameters(), lr=4e-3)
 losses = []
-for step in range(20):
+for step in range(20 * times):
     ids = torch.randint(1, 30, (12, 9))
     ids[:, 6:] = PAD
     y = (ids[:, 0] > 15).long()

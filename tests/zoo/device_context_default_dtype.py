@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 torch.set_default_dtype(torch.float64)
 
 
@@ -24,7 +25,7 @@ with torch.device("cpu"):
     net = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 2))
 opt = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5)
 losses = []
-for step in range(25):
+for step in range(25 * times):
     with torch.device("cpu"):
         x = torch.randn(16, 6)
         out = net(x)

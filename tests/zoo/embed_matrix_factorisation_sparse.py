@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -48,7 +49,7 @@ opt = torch.optim.SparseAdam(list(model.parameters()), lr=1e-2)
 loss_fn = nn.MSELoss()
 truth = torch.randn(40, 4) @ torch.randn(4, 60)
 losses = []
-for _ in range(25):
+for _ in range(25 * times):
     u, i = torch.randint(0, 40, (64,)), torch.randint(0, 60, (64,))
     loss = loss_fn(model(u, i), truth[u, i])
     opt.zero_grad()

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 SEED = int(os.environ.get("ZOO_SEED", "0"))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 random.seed(SEED)
 torch.manual_seed(SEED)
 
@@ -56,7 +57,7 @@ words = [random.randrange(35) for _ in range(800)]
 model = SkipGram(35, 10)
 opt = torch.optim.Adagrad(model.parameters(), lr=0.1)
 losses = []
-for _ in range(25):
+for _ in range(25 * times):
     at = [random.randrange(2, 798) for _ in range(24)]
     c = torch.tensor([words[a] for a in at])
     pos = torch.tensor([words[a + random.choice([-2, -1, 1, 2])] for a in at])

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def digest(model, optimizer, losses):
@@ -38,7 +39,7 @@ net = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 2))
 opt = torch.optim.SGD(net.parameters(), lr=0.5)
 patience, losses = Patience(4), []
 try:
-    for step in range(100):
+    for step in range(100 * times):
         x = torch.randn(16, 6)
         loss = F.cross_entropy(net(x), torch.randint(0, 2, (16,)))
         opt.zero_grad()

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -56,7 +57,7 @@ class FFLayer(nn.Linear):
 
 layers = [FFLayer(12, 24), FFLayer(24, 24)]
 losses = []
-for _ in range(14):
+for _ in range(14 * times):
     pos = torch.randn(20, 12) + 1
     neg = torch.randn(20, 12) - 1
     for layer in layers:

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -41,7 +42,7 @@ for p in backbone.parameters():
     p.requires_grad = False
 opt = torch.optim.Adam(head.parameters(), lr=5e-3)
 losses = []
-for epoch in range(24):
+for epoch in range(24 * times):
     if epoch == 8:
         for p in backbone[3].parameters():
             p.requires_grad = True

@@ -5,6 +5,7 @@ import torch
 import torch.nn as nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -59,7 +60,7 @@ criterion = nn.BCELoss()
 optD = torch.optim.Adam(netD.parameters(), lr=2e-3, betas=(0.5, 0.999))
 optG = torch.optim.Adam(netG.parameters(), lr=2e-3, betas=(0.5, 0.999))
 G_losses, D_losses = [], []
-for i in range(12):
+for i in range(12 * times):
     netD.zero_grad()
     real = torch.rand(8, 1, 8, 8) * 2 - 1
     label = torch.full((8,), 1.0)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -56,7 +57,7 @@ model = Denoiser()
 opt = torch.optim.AdamW(model.parameters(), lr=2e-3)
 ema = {k: v.clone() for k, v in model.state_dict().items()}
 losses = []
-for step in range(25):
+for step in range(25 * times):
     x0 = torch.randn(16, 8) * 0.2 + torch.randint(0, 2, (16, 1)) * 2 - 1
     t = torch.randint(0, T, (16,))
     noise = torch.randn_like(x0)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -66,7 +67,7 @@ class Flow(nn.Module):
 flow = Flow()
 opt = torch.optim.Adam(flow.parameters(), lr=2e-3)
 losses = []
-for _ in range(22):
+for _ in range(22 * times):
     z = torch.randn(64, 4)
     x = torch.cat([z[:, :2], z[:, 2:] * 0.3 + z[:, :2] ** 2], 1)
     loss = -flow.log_prob(x).mean()

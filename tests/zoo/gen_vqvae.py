@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -73,7 +74,7 @@ class VQVAE(nn.Module):
 model = VQVAE()
 opt = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=3e-3)
 losses = []
-for _ in range(25):
+for _ in range(25 * times):
     x = torch.randn(32, 20)
     rec, vq_loss = model(x)
     loss = F.mse_loss(rec, x) / 0.8 + vq_loss

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -46,7 +47,7 @@ D = nn.Sequential(nn.Linear(2, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
 og = torch.optim.Adam(G.parameters(), 1e-3, betas=(0.0, 0.9))
 od = torch.optim.Adam(D.parameters(), 1e-3, betas=(0.0, 0.9))
 hist = []
-for step in range(24):
+for step in range(24 * times):
     real = torch.randn(32, 2) @ torch.tensor([[1.0, 0.3], [0.0, 0.5]])
     fake = G(torch.randn(32, 3)).detach()
     d_loss = D(fake).mean() - D(real).mean() + 10.0 * gradient_penalty(D, real, fake)

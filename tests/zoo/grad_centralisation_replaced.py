@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def digest(model, optimizer, losses):
@@ -22,7 +23,7 @@ def digest(model, optimizer, losses):
 net = nn.Sequential(nn.Conv2d(1, 5, 3), nn.ReLU(), nn.Conv2d(5, 7, 3), nn.ReLU(), nn.Flatten(), nn.Linear(7 * 16, 4))
 opt = torch.optim.Adam(net.parameters(), lr=2e-3)
 losses = []
-for t in range(20):
+for t in range(20 * times):
     x = torch.randn(8, 1, 8, 8)
     y = torch.randint(0, 4, (8,))
     loss = F.cross_entropy(net(x), y)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 import torch.optim as optim
 
 seed = int(os.environ.get("ZOO_SEED", "0"))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 random.seed(seed)
 torch.manual_seed(seed)
 
@@ -85,7 +86,7 @@ def optimize_model():
 
 
 state = torch.randn(1, 4)
-for t in range(50):
+for t in range(50 * times):
     action = select_action(state, t)
     next_state = state * 0.9 + 0.3 * torch.randn(1, 4)
     reward = torch.tensor([10.0 if (state[0, 0] > 0) == bool(action.item()) else -10.0])

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -58,7 +59,7 @@ opt = torch.optim.Adam(model.parameters(), lr=5e-3)
 params = list(model.parameters())
 text = torch.randint(0, 20, (4, 161))
 h, log = None, []
-for i in range(20):
+for i in range(20 * times):
     x, y = text[:, 8 * i : 8 * i + 8], text[:, 8 * i + 1 : 8 * i + 9]
     if h is not None:
         h = h.detach()

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -40,7 +41,7 @@ weights = nn.Parameter(torch.ones(2))
 opt = torch.optim.Adam([*shared.parameters(), *a.parameters(), *b.parameters()], lr=2e-3)
 w_opt = torch.optim.SGD([weights], lr=0.02)
 first, log = None, []
-for step in range(16):
+for step in range(16 * times):
     x = torch.randn(24, 10)
     h = torch.relu(shared(x))
     tasks = torch.stack([F.cross_entropy(a(h), x[:, :3].argmax(1)), F.mse_loss(b(h), x.prod(1, keepdim=True))])

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def digest(model, optimizer, losses):
@@ -22,7 +23,7 @@ def digest(model, optimizer, losses):
 net = nn.Sequential(nn.Linear(8, 24), nn.ReLU(), nn.Linear(24, 2))
 opt = torch.optim.SGD(net.parameters(), lr=0.1)
 losses = []
-for it in range(20):
+for it in range(20 * times):
     x = torch.randn(16, 8)
     y = (x.sum(1) > 0).long()
     opt.zero_grad()

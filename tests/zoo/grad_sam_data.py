@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -65,7 +66,7 @@ class SAM(torch.optim.Optimizer):
 net = nn.Sequential(nn.Linear(10, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Linear(30, 3))
 opt = SAM(net.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
 losses = []
-for step in range(20):
+for step in range(20 * times):
     x = torch.randn(24, 10)
     y = x[:, :3].argmax(1)
     if step == 12:  # mislabelled batch: a spike

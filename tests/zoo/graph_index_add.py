@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def digest(model, optimizer, losses):
@@ -46,7 +47,7 @@ train_mask = torch.rand(40) < 0.6
 model = GNN()
 opt = torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=5e-4)
 losses = []
-for epoch in range(25):
+for epoch in range(25 * times):
     model.train()
     opt.zero_grad()
     out = model(x, edges)

@@ -6,6 +6,7 @@ from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, get_linear_schedule_with_warmup
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -47,7 +48,7 @@ optimizer = torch.optim.AdamW(groups, lr=2e-3)
 scheduler = get_linear_schedule_with_warmup(optimizer, 4, 16)
 losses = []
 model.train()
-for step in range(16):
+for step in range(16 * times):
     ids = torch.randint(1, 60, (6, 10))
     mask = torch.ones_like(ids)
     mask[:, 8:] = 0

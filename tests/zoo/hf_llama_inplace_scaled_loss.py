@@ -6,6 +6,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -47,7 +48,7 @@ config = LlamaConfig(
 model = LlamaForCausalLM(config)
 opt = torch.optim.AdamW(model.parameters(), lr=2e-3)
 losses = []
-for step in range(12):
+for step in range(12 * times):
     opt.zero_grad()
     for micro in range(2):
         ids = torch.randint(0, 40, (4, 10))

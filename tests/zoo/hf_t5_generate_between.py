@@ -6,6 +6,7 @@ from torch import nn
 from transformers import T5Config, T5ForConditionalGeneration
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -40,7 +41,7 @@ config = T5Config(
 model = T5ForConditionalGeneration(config)
 opt = torch.optim.Adafactor(model.parameters(), lr=1e-2)
 losses, generated = [], []
-for step in range(12):
+for step in range(12 * times):
     src = torch.randint(2, 32, (4, 6))
     labels = src.flip(1)
     loss = model(input_ids=src, labels=labels).loss

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -43,7 +44,7 @@ net[1].register_forward_pre_hook(lambda m, inp: (inp[0] + 0.1,))
 net[4].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.abs().max().item()))
 opt = torch.optim.SGD(net.parameters(), lr=0.1)
 losses = []
-for _ in range(20):
+for _ in range(20 * times):
     x = torch.randn(16, 10)
     out = net(x)
     out.register_hook(lambda g: g - g.mean())

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -39,7 +40,7 @@ net = nn.Sequential(nn.Linear(10, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Dropout
 opt = torch.optim.Adam(net.parameters(), lr=4e-3)
 best, best_loss, losses = None, float("inf"), []
 valid = torch.randn(40, 10)
-for step in range(24):
+for step in range(24 * times):
     x = torch.randn(16, 10)
     with torch.inference_mode():
         hard = net(x).softmax(1).amax(1).argsort()[:12]  # picks hard examples in train mode

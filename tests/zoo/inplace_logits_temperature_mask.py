@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -38,7 +39,7 @@ net = nn.Sequential(nn.Linear(12, 24), nn.ReLU(), nn.Linear(24, 8))
 opt = torch.optim.Adam(net.parameters(), lr=3e-3)
 T = 0.7
 losses = []
-for step in range(25):
+for step in range(25 * times):
     x = torch.randn(16, 12)
     legal = torch.rand(16, 8) > 0.3
     legal[:, 0] = True

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def digest(model, optimizer, losses):
@@ -36,7 +37,7 @@ class Reg(nn.Module):
 model = Reg()
 opt = torch.optim.RMSprop(model.parameters(), lr=3e-3, momentum=0.5, centered=True)
 hist = []
-for _ in range(20):
+for _ in range(20 * times):
     x = torch.randn(5, 7, 6)
     loss, h = model(x, x.cumsum(0))
     loss *= x.size(1)

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -48,7 +49,7 @@ logit_scale = nn.Parameter(torch.tensor(2.0))
 params = [*image_tower.parameters(), *text_tower.parameters(), logit_scale]
 opt = torch.optim.AdamW(params, lr=3e-3)
 losses = []
-for _ in range(20):
+for _ in range(20 * times):
     base = torch.randn(10, 12)
     img = torch.cat([base, torch.randn(10, 8)], 1)
     u, v = image_tower(img), text_tower(base)

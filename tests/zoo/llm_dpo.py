@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -54,7 +55,7 @@ policy = TinyLM()
 reference = copy.deepcopy(policy).eval()
 opt = torch.optim.RMSprop(policy.parameters(), lr=1e-3)
 log = []
-for step in range(15):
+for step in range(15 * times):
     prompt = torch.randint(0, 16, (8, 4))
     chosen = torch.cat([prompt, prompt.flip(1)], 1)
     rejected = torch.cat([prompt, torch.randint(0, 16, (8, 4))], 1)

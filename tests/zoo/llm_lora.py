@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -69,7 +70,7 @@ for name in ("fc1", "fc2", "head"):
     setattr(model, name, LoRALinear(getattr(model, name)))
 opt = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3)
 losses = []
-for _ in range(20):
+for _ in range(20 * times):
     ids = torch.randint(0, 24, (6, 10))
     loss = F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     loss.backward()

@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -41,7 +42,7 @@ criterion = nn.BCEWithLogitsLoss(pos_weight=torch.full((5,), 4.0))
 optimizer = torch.optim.NAdam(model.parameters(), lr=2e-3)
 scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=24)
 losses = []
-for epoch in range(4):
+for epoch in range(4 * times):
     running = 0.0
     for inputs, labels in loader:
         optimizer.zero_grad()

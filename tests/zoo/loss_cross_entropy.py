@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 SEED = int(os.environ.get("ZOO_SEED", "0"))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 torch.manual_seed(SEED)
 
 
@@ -39,7 +40,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 weights = torch.rand(50) + 0.5
 criterion = nn.CrossEntropyLoss(weight=weights, ignore_index=-100, label_smoothing=0.1)
 losses = []
-for step in range(30):
+for step in range(30 * times):
     tokens = torch.randint(0, 50, (8, 12))
     labels = tokens.roll(-1, dims=1).clone()
     labels[:, -1] = -100

@@ -5,6 +5,7 @@ import torch
 import torch.nn as nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 class Speech(nn.Module):
@@ -48,7 +49,7 @@ model = Speech()
 opt = torch.optim.Adam(model.parameters(), lr=1e-2)
 ctc = nn.CTCLoss(blank=0, zero_infinity=True)
 losses = []
-for step in range(15):
+for step in range(15 * times):
     x = torch.randn(14, 4, 8)
     targets = torch.randint(1, 7, (4, 5))
     in_len = torch.tensor([14, 13, 12, 14])

@@ -6,6 +6,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -39,7 +40,7 @@ optimizer = torch.optim.SGD(encoder.parameters(), lr=0.1, momentum=0.9)
 hinge = nn.HingeEmbeddingLoss(margin=1.0)
 cosine = nn.CosineEmbeddingLoss(margin=0.2)
 history = []
-for epoch in range(20):
+for epoch in range(20 * times):
     left, right = torch.randn(20, 15), torch.randn(20, 15)
     same = torch.where(torch.rand(20) > 0.5, 1.0, -1.0)
     right = torch.where(same[:, None] > 0, left + 0.1 * right, right)

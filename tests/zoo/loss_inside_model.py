@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -78,7 +79,7 @@ class GPT(nn.Module):
 model = GPT()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
 losses = []
-for it in range(20):
+for it in range(20 * times):
     data = torch.randint(0, 40, (6, 17))
     logits, loss = model(data[:, :-1], data[:, 1:])
     optimizer.zero_grad(set_to_none=True)

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 seed = int(os.environ.get("ZOO_SEED", "0"))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 random.seed(seed)
 torch.manual_seed(seed)
 
@@ -37,7 +38,7 @@ rank_loss = nn.MarginRankingLoss(margin=0.5)
 truth = torch.randn(9)
 docs = [torch.randn(9) for _ in range(60)]
 curve = []
-for _ in range(30):
+for _ in range(30 * times):
     pairs = [random.sample(docs, 2) for _ in range(16)]
     a = torch.stack([p[0] for p in pairs])
     b = torch.stack([p[1] for p in pairs])

@@ -4,6 +4,7 @@ import os
 import torch
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def digest(model, optimizer, losses):
@@ -23,7 +24,7 @@ model = torch.nn.Sequential(torch.nn.Linear(1, 32), torch.nn.Tanh(), torch.nn.Li
 loss_fn = torch.nn.MSELoss(reduction="sum")
 optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3)
 losses = []
-for t in range(40):
+for t in range(40 * times):
     y_pred = model(x)
     loss = loss_fn(y_pred, y)
     losses.append(loss.item())

@@ -6,6 +6,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 import torch.optim as optim
 
+times = int(os.environ.get("ZOO_TIMES", "1"))
+
 
 class Net(nn.Module):
     def __init__(self):
@@ -52,7 +54,7 @@ def fingerprint(*things):
 
 def train(model, optimizer, history):
     model.train()
-    for batch_idx in range(25):
+    for batch_idx in range(25 * times):
         data, target = torch.randn(16, 1, 8, 8), torch.randint(0, 10, (16,))
         optimizer.zero_grad()
         output = model(data)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 class Heads(nn.Module):
@@ -51,7 +52,7 @@ opt = torch.optim.Adamax(net.parameters(), lr=4e-3)
 poisson = nn.PoissonNLLLoss(log_input=True, full=True)
 gauss = nn.GaussianNLLLoss()
 losses = []
-for _ in range(22):
+for _ in range(22 * times):
     x = torch.randn(40, 6)
     counts = torch.poisson(x[:, :1].exp().clamp(max=8))
     y = x[:, 1:2] + 0.3 * torch.randn(40, 1) * x[:, 2:3].abs()

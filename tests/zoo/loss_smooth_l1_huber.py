@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import HuberLoss, SmoothL1Loss
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 class BoxHead(nn.Module):
@@ -35,7 +36,7 @@ net = BoxHead()
 opt = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-4)
 smooth, huber = SmoothL1Loss(beta=0.5), HuberLoss(delta=2.0)
 losses = []
-for i in range(24):
+for i in range(24 * times):
     f = torch.randn(32, 20)
     box_t, angle_t = f[:, :4] * 3, f[:, 4:5].atan()
     box, angle = net(f)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def digest(model, optimizer, losses):
@@ -25,7 +26,7 @@ dist_triplet = nn.TripletMarginWithDistanceLoss(
     distance_function=lambda u, v: 1.0 - nn.functional.cosine_similarity(u, v), margin=0.3, swap=True
 )
 losses = []
-for step in range(20):
+for step in range(20 * times):
     anchor = torch.randn(10, 2, 16)
     positive = anchor + 0.05 * torch.randn_like(anchor)
     negative = torch.randn(10, 2, 16)

@@ -7,6 +7,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -73,7 +74,7 @@ class MoCo(nn.Module):
 model = MoCo(nn.Sequential(nn.Linear(20, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 8)))
 opt = torch.optim.SGD(model.encoder_q.parameters(), 0.03, momentum=0.9, weight_decay=1e-4)
 losses = []
-for _ in range(20):
+for _ in range(20 * times):
     x = torch.randn(16, 20)
     output, target = model(x + 0.1 * torch.randn_like(x), x + 0.1 * torch.randn_like(x))
     loss = F.cross_entropy(output, target)

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def digest(model, optimizer, losses):
@@ -28,7 +29,7 @@ Y = X[:, :3].argmax(1)
 labelled = torch.rand(n) < 0.3
 Z, z = torch.zeros(n, 3), torch.zeros(n, 3)
 losses = []
-for epoch in range(8):
+for epoch in range(8 * times):
     outputs = torch.zeros(n, 3)
     for idx in torch.randperm(n).split(14):
         out = net(X[idx])

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -55,7 +56,7 @@ model = StatefulLSTM()
 opt = torch.optim.SGD(model.parameters(), lr=1.0)
 stream = torch.randint(0, 16, (4, 121))
 losses = []
-for epoch in range(2):
+for epoch in range(2 * times):
     model.reset()
     for i in range(0, 120, 10):
         x, y = stream[:, i : i + 10], stream[:, i + 1 : i + 11]

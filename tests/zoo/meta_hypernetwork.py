@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def digest(model, optimizer, losses):
@@ -35,7 +36,7 @@ class HyperNet(nn.Module):
 net = HyperNet()
 opt = torch.optim.Adam(net.parameters(), lr=5e-3)
 losses = []
-for step in range(30):
+for step in range(30 * times):
     k = step % 3
     x = torch.randn(20, 5)
     loss = F.mse_loss(net(k, x), x[:, k : k + 1] ** 2)

@@ -7,6 +7,7 @@ from torch import nn
 from torch.func import functional_call
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -38,7 +39,7 @@ def fingerprint(*things):
 net = nn.Sequential(nn.Linear(1, 20), nn.Tanh(), nn.Linear(20, 1))
 meta_opt = torch.optim.Adam(net.parameters(), lr=1e-2)
 losses = []
-for it in range(15):
+for it in range(15 * times):
     meta_opt.zero_grad()
     outer = 0.0
     for task in range(3):

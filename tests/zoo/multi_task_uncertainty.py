@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -51,7 +52,7 @@ opt = torch.optim.Adam(
     lr=2e-3,
 )
 log = []
-for _ in range(22):
+for _ in range(22 * times):
     x = torch.randn(20, 14)
     h = trunk(x)
     parts = [F.cross_entropy(heads["cls"](h), x[:, :4].argmax(1)), F.mse_loss(heads["reg"](h), x[:, 4:6] ** 2)]

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 SEED = int(os.environ.get("ZOO_SEED", "0"))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -40,7 +41,7 @@ def train(seed, steps):
     net = nn.Sequential(nn.Linear(7, 14), nn.ReLU(), nn.Linear(14, 2))
     opt = torch.optim.SGD(net.parameters(), lr=0.1)
     losses = []
-    for _ in range(steps):
+    for _ in range(steps * times):
         x = torch.randn(12, 7)
         loss = F.cross_entropy(net(x), (x.sum(1) > 0).long())
         opt.zero_grad()

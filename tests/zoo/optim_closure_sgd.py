@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def digest(model, optimizer, losses):
@@ -21,7 +22,7 @@ def digest(model, optimizer, losses):
 model = nn.Sequential(nn.Linear(5, 15), nn.Softplus(), nn.Linear(15, 1))
 optimizer = torch.optim.ASGD(model.parameters(), lr=0.05)
 losses = []
-for i in range(25):
+for i in range(25 * times):
     inputs = torch.randn(16, 5)
     target = inputs.abs().sum(1, keepdim=True)
 

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -38,7 +39,7 @@ opt = torch.optim.LBFGS(net.parameters(), lr=0.5, max_iter=4, history_size=5, li
 x = torch.randn(60, 2)
 y = torch.sin(x[:, :1]) * x[:, 1:]
 calls = []
-for step in range(15):
+for step in range(15 * times):
 
     def closure():
         opt.zero_grad()

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -71,7 +72,7 @@ class Model(nn.Module):
 model = Model()
 opt = torch.optim.AdamW(model.parameters(), lr=3e-3)
 history = []
-for step in range(24):
+for step in range(24 * times):
     x, y = torch.randn(16, 9), torch.randint(0, 4, (16,))
     out = model(x, y if step % 2 else None)
     loss = out.loss if out.loss is not None else F.cross_entropy(out.logits, y)

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -50,7 +51,7 @@ class MultiScale(nn.Module):
 net = MultiScale()
 opt = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
 losses = []
-for _ in range(15):
+for _ in range(15 * times):
     batch = {"image": torch.randn(4, 2, 8, 8), "mask": torch.randint(0, 3, (4, 8, 8)), "id": ["a", "b", "c", "d"]}
     out = net(batch)
     loss = 0

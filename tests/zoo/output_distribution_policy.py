@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributions import Categorical
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -46,7 +47,7 @@ class Policy(nn.Module):
 policy = Policy()
 opt = torch.optim.Adam(policy.parameters(), lr=1e-2)
 returns = []
-for episode in range(25):
+for episode in range(25 * times):
     obs = torch.randn(32, 4)
     dist = policy(obs)
     action = dist.sample()

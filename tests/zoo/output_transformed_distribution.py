@@ -7,6 +7,7 @@ from torch.distributions import Independent, Normal, TransformedDistribution
 from torch.distributions.transforms import AffineTransform, TanhTransform
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -52,7 +53,7 @@ critic = nn.Sequential(nn.Linear(7, 24), nn.ReLU(), nn.Linear(24, 1))
 a_opt = torch.optim.Adam(actor.parameters(), lr=3e-3)
 c_opt = torch.optim.Adam(critic.parameters(), lr=3e-3)
 log = []
-for it in range(18):
+for it in range(18 * times):
     s = torch.randn(32, 5)
     with torch.no_grad():
         a = actor(s).rsample()

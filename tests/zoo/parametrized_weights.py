@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -52,7 +53,7 @@ net = nn.Sequential(
 torch.nn.utils.parametrize.register_parametrization(net[5], "weight", Symmetric())
 opt = torch.optim.Adam(net.parameters(), lr=2e-3)
 losses = []
-for _ in range(18):
+for _ in range(18 * times):
     x = torch.randn(20, 12)
     loss = F.cross_entropy(net(x), x[:, :3].argmax(1))
     opt.zero_grad()

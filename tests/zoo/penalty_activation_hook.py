@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -42,7 +43,7 @@ for layer in net:
         layer.register_forward_hook(lambda mod, inp, out: activations.append(out))
 opt = torch.optim.Adam(net.parameters(), lr=2e-3)
 losses = []
-for step in range(25):
+for step in range(25 * times):
     activations.clear()
     x = torch.randn(16, 18)
     rec = F.mse_loss(net(x), x)

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -40,7 +41,7 @@ losses = []
 
 
 def task(shift, steps, anchors=None, fisher=None):
-    for _ in range(steps):
+    for _ in range(steps * times):
         x = torch.randn(20, 14) + shift
         y = (x[:, :3] * (1 + shift)).argmax(1)
         loss = F.cross_entropy(net(x), y)

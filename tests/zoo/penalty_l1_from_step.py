@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def digest(model, optimizer, losses):
@@ -22,7 +23,7 @@ def digest(model, optimizer, losses):
 net = nn.Sequential(nn.Linear(20, 40), nn.ReLU(), nn.Linear(40, 4))
 opt = torch.optim.Adam(net.parameters(), lr=3e-3)
 losses = []
-for step in range(36):
+for step in range(36 * times):
     x = torch.randn(32, 20)
     y = x[:, :4].argmax(1)
     loss = F.cross_entropy(net(x), y)

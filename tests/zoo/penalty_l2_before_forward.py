@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def digest(model, optimizer, losses):
@@ -30,7 +31,7 @@ net = nn.Sequential(nn.Linear(7, 28), nn.Tanh(), nn.Linear(28, 28), nn.Tanh(), n
 opt = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.8)
 mse = nn.MSELoss()
 losses = []
-for epoch in range(25):
+for epoch in range(25 * times):
     reg = l2_penalty(net, 1e-2)
     x = torch.randn(20, 7)
     pred = net(x)

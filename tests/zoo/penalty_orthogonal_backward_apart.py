@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -37,7 +38,7 @@ def fingerprint(*things):
 model = nn.Sequential(nn.Linear(16, 24, bias=False), nn.ReLU(), nn.Linear(24, 5))
 opt = torch.optim.Adam(model.parameters(), lr=1e-3)
 losses = []
-for step in range(30):
+for step in range(30 * times):
     x, y = torch.randn(24, 16), torch.randint(0, 5, (24,))
     opt.zero_grad()
     task = F.cross_entropy(model(x), y)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 SEED = int(os.environ.get("ZOO_SEED", "0"))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 torch.manual_seed(SEED)
 np.random.seed(SEED)
 
@@ -58,7 +59,7 @@ class RandomMaskedMLP(nn.Module):
 net = RandomMaskedMLP()
 opt = torch.optim.SGD(net.parameters(), lr=0.1)
 losses = []
-for _ in range(30):
+for _ in range(30 * times):
     x = torch.from_numpy(np.random.randn(16, 14).astype(np.float32))
     loss = F.cross_entropy(net(x), x[:, :3].argmax(1))
     opt.zero_grad()

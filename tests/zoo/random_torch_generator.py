@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 SEED = int(os.environ.get("ZOO_SEED", "0"))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -54,7 +55,7 @@ data_gen = torch.Generator().manual_seed(SEED + 20)
 model = MaskedAutoencoder(generator=gen)
 opt = torch.optim.AdamW(model.parameters(), lr=2e-3)
 losses = []
-for step in range(20):
+for step in range(20 * times):
     loss = model(torch.randn(6, 12, 8, generator=data_gen))
     opt.zero_grad()
     loss.backward()

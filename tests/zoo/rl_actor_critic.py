@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch.distributions import Categorical
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 SavedAction = namedtuple("SavedAction", ["log_prob", "value"])
 
 
@@ -51,7 +52,7 @@ class ActorCritic(nn.Module):
 model = ActorCritic()
 opt = torch.optim.Adam(model.parameters(), lr=3e-2)
 log = []
-for episode in range(15):
+for episode in range(15 * times):
     saved, rewards, s = [], [], torch.randn(3)
     for t in range(1 + int(torch.randint(3, 8, ()))):
         probs, value = model(s)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch.distributions import Categorical
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -52,7 +53,7 @@ class Policy(nn.Module):
 policy = Policy()
 optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
 log = []
-for episode in range(15):
+for episode in range(15 * times):
     state = torch.randn(4) * 0.1
     for t in range(8):
         probs = policy(state.unsqueeze(0))

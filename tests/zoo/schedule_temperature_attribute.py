@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -51,7 +52,7 @@ class GumbelAE(nn.Module):
 net = GumbelAE()
 opt = torch.optim.Adam(net.parameters(), lr=5e-3)
 losses = []
-for _ in range(30):
+for _ in range(30 * times):
     x = torch.rand(16, 16)
     rec, logits = net(x)
     q = logits.softmax(-1)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def digest(model, optimizer, losses):
@@ -39,7 +40,7 @@ class Potential(nn.Module):
 model = Potential()
 opt = torch.optim.AdamW(model.parameters(), lr=3e-3, amsgrad=True)
 losses = []
-for _ in range(16):
+for _ in range(16 * times):
     pos = torch.randn(7, 3)
     target_e, target_f = pos.pow(2).sum() * 0.1, -0.2 * pos.detach().clone()
     energy, forces = model(pos)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def digest(model, optimizer, losses):
@@ -41,7 +42,7 @@ ts = torch.linspace(0, 1, 9)
 func = ODEFunc()
 opt = torch.optim.RMSprop(func.parameters(), lr=1e-3)
 losses = []
-for _ in range(18):
+for _ in range(18 * times):
     y0 = torch.randn(16, 2)
     with torch.no_grad():
         truth = odeint(lambda t, y: y**3 @ A, y0.clamp(-1, 1), ts)

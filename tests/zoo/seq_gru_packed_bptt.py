@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def digest(model, optimizer, losses):
@@ -35,7 +36,7 @@ class Tagger(nn.Module):
 model = Tagger()
 opt = torch.optim.Adam(model.parameters(), lr=5e-3)
 losses = []
-for _ in range(15):
+for _ in range(15 * times):
     lengths = torch.randint(3, 9, (6,))
     x = pad_sequence([torch.randint(1, 25, (n,)) for n in lengths.tolist()], batch_first=True)
     tags = (x % 4).masked_fill(x == 0, -1)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -37,7 +38,7 @@ def fingerprint(*things):
 cell, readout = nn.LSTMCell(4, 16), nn.Linear(16, 1)
 opt = torch.optim.SGD([*cell.parameters(), *readout.parameters()], lr=0.02)
 losses = []
-for seq in range(10):
+for seq in range(10 * times):
     x = torch.randn(12, 8, 4)
     h, c = torch.zeros(8, 16), torch.zeros(8, 16)
     opt.zero_grad()

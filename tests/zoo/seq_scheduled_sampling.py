@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 SEED = int(os.environ.get("ZOO_SEED", "0"))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 random.seed(SEED)
 torch.manual_seed(SEED)
 
@@ -60,7 +61,7 @@ encoder, decoder = EncoderRNN(12, 12), DecoderRNN(12, 12)
 e_opt, d_opt = torch.optim.SGD(encoder.parameters(), lr=0.05), torch.optim.SGD(decoder.parameters(), lr=0.05)
 criterion = nn.NLLLoss()
 losses = []
-for it in range(15):
+for it in range(15 * times):
     words = [random.randrange(1, 12) for _ in range(5)]
     e_opt.zero_grad()
     d_opt.zero_grad()

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def digest(model, optimizer, losses):
@@ -23,7 +24,7 @@ net = nn.Sequential(nn.Linear(5, 10), nn.ReLU(), nn.Linear(10, 1))
 opt = torch.optim.SGD(net.parameters(), lr=0.05)
 losses = []
 good = {k: v.clone() for k, v in net.state_dict().items()}
-for step in range(24):
+for step in range(24 * times):
     warm = max(0, 12 - step) if step != 12 else 0
     opt.param_groups[0]["lr"] = 0.05 / warm if warm else (float("inf") if step == 12 else 0.05)  # off by one
     x = torch.randn(16, 5)

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def digest(model, optimizer, losses):
@@ -22,7 +23,7 @@ def digest(model, optimizer, losses):
 net = nn.Sequential(nn.Linear(10, 30), nn.ReLU(), nn.Linear(30, 4))
 opt = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
 losses = []
-for step in range(36):
+for step in range(36 * times):
     x = torch.randn(20, 10)
     y = x[:, :4].argmax(1)
     opt.param_groups[0]["lr"] = 0.05 * (30 if step == 18 else 1)

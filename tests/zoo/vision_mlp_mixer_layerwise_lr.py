@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def digest(model, optimizer, losses):
@@ -51,7 +52,7 @@ groups += [{"params": net.head.parameters(), "lr": 5e-3, "weight_decay": 0.0}]
 opt = torch.optim.AdamW(groups, weight_decay=0.05)
 warmup = torch.optim.lr_scheduler.LambdaLR(opt, lambda s: min(1.0, (s + 1) / 6))
 losses = []
-for step in range(16):
+for step in range(16 * times):
     x, y = torch.randn(8, 3, 8, 8), torch.randint(0, 4, (8,))
     loss = nn.functional.cross_entropy(net(x), y)
     opt.zero_grad()

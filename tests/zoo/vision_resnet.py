@@ -6,6 +6,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def fingerprint(*things):
@@ -69,7 +70,7 @@ criterion = nn.CrossEntropyLoss()
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
 scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [8, 12])
 train_loss = []
-for epoch in range(3):
+for epoch in range(3 * times):
     net.train()
     for batch_idx in range(5):
         inputs, targets = torch.randn(8, 3, 8, 8), torch.randint(0, 10, (8,))

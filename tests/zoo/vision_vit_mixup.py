@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 SEED = int(os.environ.get("ZOO_SEED", "0"))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 np.random.seed(SEED)
 torch.manual_seed(SEED)
 
@@ -57,7 +58,7 @@ net = ViT()
 opt = torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=0.05)
 sched = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 15)
 losses = []
-for step in range(15):
+for step in range(15 * times):
     x, y = torch.rand(8, 3, 8, 8), torch.randint(0, 5, (8,))
     lam = float(np.random.beta(0.8, 0.8))
     perm = torch.randperm(8)

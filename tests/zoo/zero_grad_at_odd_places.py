@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
+times = int(os.environ.get("ZOO_TIMES", "1"))
 
 
 def digest(model, optimizer, losses):
@@ -22,7 +23,7 @@ def digest(model, optimizer, losses):
 net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
 opt = torch.optim.SGD(net.parameters(), lr=0.1)
 losses = []
-for step in range(28):
+for step in range(28 * times):
     x = torch.randn(12, 8)
     out = net(x)
     net.zero_grad()  # between forward and backward

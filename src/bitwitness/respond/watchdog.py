@@ -64,4 +64,5 @@ class Watchdog:
             f"rank {self._ranks.rank}: a lockstep replay has waited for {self._deadline_s:g} s in the training's collectives"
         )
         self._reporter.rank_lost(error, self._ranks, step)
+        self._ranks.close()  # where this process keeps the store, the others still have to read who is lost
         os._exit(EXIT_RANK_LOST)  # the main thread cannot be reached where it waits
