@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import forked
 from torch import nn
 
 import bitwitness as bw
-from bitwitness.demo.launch import torchrun
 
 pytest.importorskip("torch._dynamo", reason="this torch has no compiler")
 from torch._dynamo.utils import counters
@@ -232,7 +232,7 @@ def test_a_script_whose_model_is_compiled(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
-    launched = torchrun(3, [str(JOBS / "compiled.py")], tmp_path_factory.mktemp("compiled"), echo=False)
+    launched = forked(3, [str(JOBS / "compiled.py")], tmp_path_factory.mktemp("compiled"))
     text = "\n".join(log.read_text() for log in launched.logs)
     assert launched.code == 0, text[-4000:]
     cases = [json.loads(line) for line in text.splitlines() if line.startswith('{"case"')]

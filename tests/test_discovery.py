@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import forked
 from torch import nn
 
 import bitwitness as bw
 from bitwitness.config import load_config
-from bitwitness.demo.launch import torchrun
 from bitwitness.guard.auto import AutoGuard
 from bitwitness.guard.discovery import Blocks
 
@@ -308,7 +308,7 @@ def test_nothing_stays_hooked_or_patched() -> None:
 
 @pytest.mark.ranks
 def test_the_wrapper_is_guarded_whatever_ran_before_it_was_made(tmp_path: Path) -> None:
-    launched = torchrun(2, [str(JOBS / "wrapping.py"), str(tmp_path)], tmp_path / "logs", echo=False)
+    launched = forked(2, [str(JOBS / "wrapping.py"), str(tmp_path)], tmp_path / "logs")
     text = "\n".join(log.read_text() for log in launched.logs)
     assert launched.code == 0, text[-4000:]
     told = [json.loads(line) for line in text.splitlines() if line.startswith('{"job"')]
@@ -327,7 +327,7 @@ def test_the_wrapper_is_guarded_whatever_ran_before_it_was_made(tmp_path: Path) 
 @pytest.mark.parametrize("trainer", ["lightning", "lightning_methods", "transformers", "accelerate"])
 def test_trainers_are_guarded_at_their_wrapper(trainer: str, tmp_path: Path) -> None:
     pytest.importorskip(trainer.partition("_")[0])
-    launched = torchrun(2, [str(JOBS / "trainers.py"), trainer, str(tmp_path)], tmp_path / "logs", echo=False)
+    launched = forked(2, [str(JOBS / "trainers.py"), trainer, str(tmp_path)], tmp_path / "logs")
     text = "\n".join(log.read_text() for log in launched.logs)
     assert launched.code == 0, text[-4000:]
     told = [json.loads(line) for line in text.splitlines() if line.startswith('{"trainer"')]

@@ -7,8 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-
-from bitwitness.demo.launch import torchrun
+from ranks import forked
 
 JOB = Path(__file__).parent / "jobs" / "followed.py"
 EVERYTHING = os.environ.get("BITWITNESS_TEST_EVERYTHING") == "1"
@@ -43,7 +42,7 @@ def run(trainer: str, ranks: int, folder: Path, fault: str | None = None, *, gua
         text += 'kind = "multiply"\nfactor = 1e4\npattern = "column"\nelement = 1\n'
         (folder / "faults.toml").write_text(text)
         environment["BITWITNESS_INJECT"] = str(folder / "faults.toml")
-    launched = torchrun(ranks, arguments, folder / "logs", echo=False, environment=environment)
+    launched = forked(ranks, arguments, folder / "logs", environment=environment)
     said = "\n".join(log.read_text() for log in launched.logs)
     rows = sorted((json.loads(line) for line in said.splitlines() if line.startswith('{"trainer"')), key=json.dumps)
     return launched.code, rows, said

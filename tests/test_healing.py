@@ -6,15 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-
-from bitwitness.demo.launch import torchrun
+from ranks import forked
 
 JOB = Path(__file__).parent / "jobs" / "healing.py"
 pytestmark = pytest.mark.ranks
 
 
 def test_every_kind_of_training_is_healed_on_four_ranks(tmp_path: Path) -> None:
-    launched = torchrun(4, [str(JOB)], tmp_path, echo=False)
+    launched = forked(4, [str(JOB)], tmp_path)
     text = "\n".join(log.read_text() for log in launched.logs)
     told = [json.loads(line) for line in text.splitlines() if line.startswith('{"training"')]
     assert launched.code == 0, text[-4000:]

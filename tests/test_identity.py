@@ -10,9 +10,9 @@ import pytest
 JOBS = Path(__file__).parent / "jobs"
 sys.path.insert(0, str(JOBS))
 
+from ranks import forked  # noqa: E402
 from scenarios import RANKS, SINGLE, Scenario, train  # noqa: E402 - the jobs' folder is no package
 
-from bitwitness.demo.launch import torchrun  # noqa: E402
 from bitwitness.guard import Guard  # noqa: E402
 
 ALWAYS_SUSPICIOUS = {"trend": {"z": 1e-9, "warmup": 1}, "replay": {"rest": False}}
@@ -41,7 +41,7 @@ def test_single_process(scenario: Scenario) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [3])  # an odd number: sums and buckets are split unevenly; healing is tried on four
 def test_ranks(ranks: int, tmp_path: Path) -> None:
-    launched = torchrun(ranks, [str(JOBS / "identity.py")], tmp_path, echo=False)
+    launched = forked(ranks, [str(JOBS / "identity.py")], tmp_path)
     told = "\n".join(log.read_text() for log in launched.logs)
     lines = [line for line in told.splitlines() if line.startswith(("same", "DIFFERS"))]
     assert launched.code == 0, told[-4000:]

@@ -7,8 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-
-from bitwitness.demo.launch import torchrun
+from ranks import forked
 
 JOBS = Path(__file__).parent / "jobs"
 EVERYTHING = os.environ.get("BITWITNESS_TEST_EVERYTHING") == "1"
@@ -17,7 +16,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1800 if EVERYTHING else 300
 
 def run(ranks: int, logs: Path, job: str, *names: str) -> dict[tuple[str, str], dict]:
     """Make trials of a job; return what was concluded, by trial and fault."""
-    launched = torchrun(ranks, [str(JOBS / f"{job}.py"), *names], logs, echo=False)
+    launched = forked(ranks, [str(JOBS / f"{job}.py"), *names], logs)
     text = "\n".join(log.read_text() for log in launched.logs)
     rows = [json.loads(line) for line in text.splitlines() if line.startswith('{"trial"')]
     assert launched.code == 0, text[-4000:]

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from jobs import recording
+from ranks import forked
 
 import bitwitness as bw
 from bitwitness.compare.runs import Report, compare
-from bitwitness.demo.launch import torchrun
 from bitwitness.store.opening import open_source
 
 JOB = Path(__file__).parent / "jobs" / "recording.py"
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.ranks
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Record all cases on two ranks, and one on a single rank."""
     folder = tmp_path_factory.mktemp("runs")
-    launched = torchrun(2, [str(JOB), str(folder), *CASES], tmp_path_factory.mktemp("logs"), echo=False)
+    launched = forked(2, [str(JOB), str(folder), *CASES], tmp_path_factory.mktemp("logs"))
     assert launched.code == 0
     torch.manual_seed(0)
     net, generator = recording.Net(), torch.Generator().manual_seed(7)

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from bitwitness.demo.launch import torchrun
+from ranks import forked
 
 JOB = Path(__file__).parent / "jobs" / "sharded.py"
 KINDS = {
@@ -21,7 +20,7 @@ pytestmark = pytest.mark.ranks
 
 
 def run(size: int, folder: Path) -> dict[str, list[dict[str, Any]]]:
-    launched = torchrun(size, [str(JOB), *KINDS[size]], folder, echo=False)
+    launched = forked(size, [str(JOB), *KINDS[size]], folder)
     text = "\n".join(log.read_text() for log in launched.logs)
     assert launched.code == 0, text[-5000:]
     lines = [json.loads(line) for line in text.splitlines() if line.startswith('{"case"')]

@@ -7,8 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-
-from bitwitness.demo.launch import torchrun
+from ranks import forked
 
 JOB = Path(__file__).parent / "jobs" / "nonfinite.py"
 WRAPPERS = ("ddp", "fsdp")
@@ -21,7 +20,7 @@ pytestmark = pytest.mark.ranks
 @pytest.fixture(scope="module")
 def findings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[dict]]]:
     """Run all cases on two ranks; return each rank's findings, by case."""
-    launched = torchrun(2, [str(JOB), *CASES], tmp_path_factory.mktemp("logs"), echo=False)
+    launched = forked(2, [str(JOB), *CASES], tmp_path_factory.mktemp("logs"))
     assert launched.code == 0
     rows = [json.loads(line) for log in launched.logs for line in log.read_text().splitlines() if line.startswith("{")]
     told: dict[str, list[list[dict]]] = defaultdict(lambda: [[], []])

@@ -6,15 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-
-from bitwitness.demo.launch import torchrun
+from ranks import forked
 
 JOB = str(Path(__file__).parent / "jobs" / "uneven.py")
 pytestmark = pytest.mark.ranks
 
 
 def run(ranks: int, kind: str, logs: Path) -> list[dict]:
-    launched = torchrun(ranks, [JOB, kind], logs, echo=False)
+    launched = forked(ranks, [JOB, kind], logs)
     text = "\n".join(log.read_text() for log in launched.logs)
     assert launched.code == 0, text[-4000:]
     (line,) = [line for line in text.splitlines() if line.startswith('{"kind"')]

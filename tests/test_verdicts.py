@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-
-from bitwitness.demo.launch import torchrun
+from ranks import forked
 
 JOBS = Path(__file__).parent / "jobs"
 pytestmark = pytest.mark.ranks
@@ -15,7 +14,7 @@ pytestmark = pytest.mark.ranks
 
 def run(ranks: int, logs: Path, *names: str) -> dict[str, dict]:
     """Run cases of the job (all by default); return what was concluded, by name."""
-    launched = torchrun(ranks, [str(JOBS / "verdicts.py"), *names], logs, echo=False)
+    launched = forked(ranks, [str(JOBS / "verdicts.py"), *names], logs)
     text = "\n".join(log.read_text() for log in launched.logs)
     cases = [json.loads(line) for line in text.splitlines() if line.startswith('{"case"')]
     assert launched.code == 0, text[-4000:]

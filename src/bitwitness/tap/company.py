@@ -53,8 +53,10 @@ def wrappers_noticed(tell: Wrapped | None = None) -> Iterator[None]:
 
     """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        # The type is asked, not isinstance: that would run code of lazy proxies among all those objects.
-        _wrappers.update(thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel))
+        # The exact type is looked up: isinstance would run code of lazy proxies among those hundreds of thousands of objects,
+        # and issubclass that of DistributedDataParallel's abstract base, a second in all.
+        kinds = set(_with_subclasses(DistributedDataParallel))
+        _wrappers.update(thing for thing in gc.get_objects() if type(thing) in kinds)
 
     global _hook  # noqa: PLW0603 - one for all: torch iterates over these hooks as one of us lets a guard go
     listener = tell or _nobody
@@ -67,6 +69,11 @@ def wrappers_noticed(tell: Wrapped | None = None) -> Iterator[None]:
         if not _told and _hook is not None:
             _hook.remove()
             _hook = None
+
+
+def _with_subclasses(kind: type) -> list[type]:
+    children: list[type] = kind.__subclasses__()
+    return [kind, *(found for child in children for found in _with_subclasses(child))]
 
 
 def _nobody(_wrapper: DistributedDataParallel, _module: nn.Module) -> None:

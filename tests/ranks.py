@@ -1,0 +1,167 @@
+"""Ranks as ``torchrun`` starts them, forked from one process that has imported torch: half of a short job is its imports.
+
+What torchrun itself does (logs told apart, restarts, signals) is tested with torchrun. Each call of `forked` gives its ranks
+the variables that torchrun gives, a store that an agent keeps, and ends the others where one fails.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+from bitwitness.demo.launch import Launched
+
+
+@cache
+def _server() -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-u", __file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+    )
+
+
+def forked(ranks: int, arguments: list[str], logs: Path, *, environment: dict[str, str] | None = None) -> Launched:
+    """Run a script, or ``-m module``, and its arguments on so many ranks; as `bitwitness.demo.launch.torchrun`."""
+    for rank in range(ranks):
+        (logs / f"{rank}").mkdir(parents=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = _server()
+    asked = {"ranks": ranks, "arguments": list(map(str, arguments)), "logs": str(logs), "port": port}
+    asked |= {"environment": {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(environment or {})}}
+    try:
+        server.stdin.write(json.dumps(asked) + "\n")
+        server.stdin.flush()
+        code = int(server.stdout.readline())
+    except BaseException:
+        server.kill()  # its ranks end with it
+        server.wait()
+        _server.cache_clear()
+        raise
+    return Launched(code, sorted(logs.rglob("std*.log")))
+
+
+# -- the server --------------------------------------------------------------------------------------------------------------
+
+
+def _serve() -> None:
+    import importlib
+
+    for name in ("torch.distributed.fsdp", "torch._dynamo", "bitwitness.guard", "bitwitness.inject", "bitwitness.cli"):
+        importlib.import_module(name)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        pid = os.fork()
+        if not pid:
+            os._exit(_lead(asked))
+        _, status = os.waitpid(pid, 0)
+        os.write(1, f"{os.waitstatus_to_exitcode(status)}\n".encode())
+
+
+def _lead(asked: dict) -> int:
+    """Be torchrun's agent: fork the ranks, keep their store, wait, and end all where one fails."""
+    import signal
+    import time
+    from datetime import timedelta
+
+    _die_with_parent()
+    waiting = {_rank(asked, number) for number in range(asked["ranks"])}
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", asked["port"], is_master=True, wait_for_workers=False, timeout=timedelta(60))
+    failed = False
+    while waiting:
+        for pid in list(waiting):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                waiting.discard(pid)
+                if status and not failed:
+                    failed = True
+                    for other in waiting:
+                        os.kill(other, signal.SIGTERM)
+        time.sleep(0.02)
+    del store
+    return int(failed)
+
+
+def _rank(asked: dict, number: int) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 70
+    try:
+        code = _become(asked, number)
+    finally:
+        os._exit(code)
+
+
+def _become(asked: dict, number: int) -> int:
+    """Be a rank: its variables, its logs, its script as ``__main__``, and the end that Python gives a process."""
+    import atexit
+    import runpy
+    import threading
+    import traceback
+    import types
+
+    _die_with_parent()
+    folder = Path(asked["logs"]) / str(number)
+    for target, name in ((0, os.devnull), (1, folder / "stdout.log"), (2, folder / "stderr.log")):
+        os.dup2(os.open(name, os.O_RDONLY if target == 0 else os.O_WRONLY | os.O_CREAT | os.O_TRUNC), target)
+    size, port = str(asked["ranks"]), str(asked["port"])
+    own = {
+        "RANK": str(number),
+        "LOCAL_RANK": str(number),
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "GROUP_RANK": "0",
+    }
+    own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ROLE_RANK": str(number), "ROLE_WORLD_SIZE": size}
+    own |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": port, "TORCHELASTIC_RESTART_COUNT": "0"}
+    os.environ.clear()
+    os.environ.update(asked["environment"] | own)
+    try:
+        first, *rest = asked["arguments"]
+        if first == "-m":
+            sys.argv = rest
+            sys.path[0] = str(Path.cwd())
+            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = [first, *rest]
+            sys.path[0] = str(Path(first).parent)
+            main = types.ModuleType("__main__")
+            main.__file__ = first
+            sys.modules["__main__"] = main
+            exec(compile(Path(first).read_text(), first, "exec"), main.__dict__)
+        code = 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code & 0xFF
+
+
+def _die_with_parent() -> None:
+    import ctypes
+    import signal
+
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+if __name__ == "__main__":
+    _serve()
