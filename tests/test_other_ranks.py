@@ -108,6 +108,15 @@ def test_what_one_rank_does_or_holds_for_itself_is_no_fault(tmp_path: Path) -> N
     left_open(told["drawn from a generator", "clean"], "strengths (generator) changes in the forward")
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_how_gradients_are_reduced_is_the_scripts_affair(ranks: int, tmp_path: Path) -> None:
+    told = run(ranks, tmp_path, "communicating_trials", "post-local sgd", "power sgd")
+    bits_held(told)
+    skipped = told["power sgd", "transient"]
+    assert skipped["verdicts"] == [["step 3: transient_hardware [1] skipped"]] * ranks, skipped
+    assert "the communication hook powerSGD_hook reduces the gradients" in str(skipped["messages"])
+
+
 def test_faults_in_a_loss_outside_the_model(tmp_path: Path) -> None:
     told = run(4, tmp_path, "losses")
     bits_held(told)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import csv
+import io
+import queue
 import sys
 from pathlib import Path
 
@@ -78,3 +81,61 @@ def test_what_a_forward_prints_and_logs_comes_once(capsys, caplog) -> None:
     assert guard.coverage()["dismissed"] >= 3
     assert capsys.readouterr().out.count("forward") == 5
     assert [record.message for record in caplog.records].count("forward") == 5
+
+
+class Writing(switches.Net):
+    """Writes a line for each of its forwards, as people do who watch an activation."""
+
+    def __init__(self, file, how: str) -> None:
+        super().__init__("none")
+        self.out = csv.writer(file) if how == "csv" else file
+
+    def forward(self, x):
+        result = super().forward(x)
+        line = [f"{float(result.detach().sum()):.6f}"]
+        self.out.writerow(line) if hasattr(self.out, "writerow") else self.out.write(line[0] + "\n")
+        return result
+
+
+@pytest.mark.parametrize("how", ["csv", "text", "memory"])
+def test_a_file_that_a_forward_writes_to_holds_each_line_once(how, tmp_path, capsys) -> None:
+    def train(guarded) -> str:
+        torch.manual_seed(0)
+        with io.StringIO() if how == "memory" else (tmp_path / "log").open("w+") as file:
+            net = Writing(file, how)
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            with guarded(net, optimizer):
+                for _ in range(6):
+                    net(torch.randn(4, 8)).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            file.seek(0)
+            return file.read()
+
+    plain = train(lambda *_: contextlib.nullcontext())
+    assert train(lambda *given: bw.Guard(*given, act="protect", **ALWAYS)) == plain
+    said = capsys.readouterr().err
+    assert "VERDICT" not in said
+    assert ("changes in the forward, and cannot be put back" in said) == (how != "memory")
+
+
+@pytest.mark.timeout(60)
+def test_a_forward_that_takes_its_batch_from_a_queue_gets_each_once(capsys) -> None:
+    class Fed(switches.Net):
+        def __init__(self) -> None:
+            super().__init__("none")
+            self.feed = queue.Queue()
+
+        def forward(self):
+            return super().forward(self.feed.get())
+
+    net = Fed()
+    for number in range(8):
+        net.feed.put(torch.full((4, 8), float(number)))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with bw.Guard(net, optimizer, act="protect", **ALWAYS):
+        for _ in range(8):  # a second forward of a step would leave the last one waiting for ever
+            net().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert "Fed.feed (Queue) changes in the forward, and cannot be put back" in capsys.readouterr().err

@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 from communicating import Experts, SplitMlp, SyncNet, Twins, info_nce
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post_local
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as low_rank
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from trials import Training, Trial, both, drawn, main, rank, size
@@ -192,6 +195,32 @@ def probed_by_one_rank() -> Training:
     return training
 
 
+def post_local_sgd() -> Training:
+    """From step 2 on, each rank takes its own gradients; every other step the weights are averaged."""
+    model, x = DistributedDataParallel(mlp()), drawn(6, 8)
+    alone, _ = dist.new_subgroups(1)
+    state = post_local.PostLocalSGDState(process_group=None, subgroup=alone, start_localSGD_iter=2)
+    model.register_comm_hook(state, post_local.post_localSGD_hook)
+    training = trained(model, lambda _: F.cross_entropy(model(x()), torch.arange(6) % 4))
+    averager = PeriodicModelAverager(period=2, warmup_steps=2)
+    inner = training.step
+
+    def step(index: int) -> None:
+        inner(index)
+        averager.average_parameters(model.parameters())
+
+    training.step = step
+    return training
+
+
+def power_sgd() -> Training:
+    """What a low-rank reduction leaves out is kept, and added to the next step's gradients."""
+    model, x = DistributedDataParallel(mlp()), drawn(6, 8)
+    state = low_rank.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1)
+    model.register_comm_hook(state, low_rank.powerSGD_hook)
+    return trained(model, lambda _: F.cross_entropy(model(x()), torch.arange(6) % 4))
+
+
 class Drawing(nn.Module):
     """Takes its strength from a Python generator, which nobody can put back."""
 
@@ -211,6 +240,8 @@ def drawn_from_a_generator() -> Training:
 TRIALS = {
     "accumulated with norm": Trial(accumulated_with_norm, settings={"deep_every": 1}),
     "probed by one rank": Trial(probed_by_one_rank),
+    "post-local sgd": Trial(post_local_sgd, settings={"deep_every": 1}),
+    "power sgd": Trial(power_sgd, faults=both("2/addmm:forward")),
     "drawn from a generator": Trial(drawn_from_a_generator),
     "sync norm": Trial(sync_norm, faults=both("a/addmm:forward")),
     "sync norm, backward": Trial(sync_norm, faults=both("b/mm:backward")),

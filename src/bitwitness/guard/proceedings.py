@@ -148,7 +148,9 @@ class Proceedings:
             self._stop_unproven([f for f in loud if f.severity is Severity.ERROR], record.step)
         self._know_precision(record)
         with self._watchdog.over(record.step) if self.replayer.lockstep else nullcontext():
-            outcome = self._judge.question(record, original, loud, partial(self.tracing.follow, record, light))
+            outcome = self._judge.question(
+                record, original, loud, partial(self.tracing.follow, record, light), light.l2
+            )
         self._rechecks = _RECHECKS if outcome.came_out_otherwise else 0
         outcome = self._attach(self.interpret(self._in_the_light_of_earlier(outcome)), loud)
         verdict, code = self._responder.respond(outcome, record)
@@ -159,7 +161,7 @@ class Proceedings:
 
     def compare_replicas(self, record: StepRecord, light: LightStep) -> list[Finding]:
         """Compare replicated parameters and buffers over the ranks, bit by bit; collective."""
-        desync = self._judge.replicas(record)
+        desync = self._judge.replicas(record, light.l2)
         if desync is None or self._ranks.rank not in (desync.ranks or (0,)):
             return []
         site = Site.of_parameter(desync.name, "param").at(rank=light.rank, step=light.step)

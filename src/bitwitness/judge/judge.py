@@ -12,7 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from bitwitness.finding import Action, Cause, Device, Finding, Verdict
@@ -20,7 +22,7 @@ from bitwitness.judge.decide import NAMES, PAIRS, PARTIAL, Judgement, Match
 from bitwitness.judge.experiments import Experiments, Laboratory
 from bitwitness.judge.localize import Located
 from bitwitness.judge.proof import OperatorProof
-from bitwitness.judge.replicas import Desync, find_desync
+from bitwitness.judge.replicas import Desync, find_desync, train_apart
 from bitwitness.nonfinite.origin import Kind, Told
 from bitwitness.site import Site
 from bitwitness.stats import bit_hash
@@ -29,6 +31,9 @@ from bitwitness.tap.capture import StepRecord
 FAULT_CODE = "80818C00"
 Follow = Callable[[], list[Told]]
 """Follows a non-finite step back to who made it, on all ranks; collective."""
+TRAINED_APART = (
+    "the ranks share no gradients and hold other weights (local SGD?): each senses its own, nothing is run again"
+)
 _REPEATED = 3  # transients on one device that make a persistent, intermittent fault
 
 
@@ -40,6 +45,8 @@ class Outcome:
     experiments: Experiments | None = None
     judgement: Judgement | None = None
     evidence: dict[str, Any] = field(default_factory=dict)
+    apart: bool = False
+    """The ranks share no gradients, and hold other weights for that: none can speak for another."""
 
     @property
     def came_out_otherwise(self) -> bool:
@@ -50,6 +57,8 @@ class Outcome:
     @property
     def differs(self) -> bool:
         """Whether anything spoke against anybody: executions that differ, or replicas."""
+        if self.apart:
+            return False
         found = self.judgement
         return found is None or (not found.weak and bool(found.wrong or found.disputed))
 
@@ -81,8 +90,26 @@ class Judge:
         self._proof = OperatorProof(laboratory)
         self._transients: Counter[int] = Counter()
 
-    def question(self, record: StepRecord, original: Any, findings: list[Finding], follow: Follow) -> Outcome:
-        """Make the experiments; collective. ``follow`` finds who made NaN and Inf, where every execution makes them.
+    def question(
+        self,
+        record: StepRecord,
+        original: Any,
+        findings: list[Finding],
+        follow: Follow,
+        local: NDArray[np.float64],
+    ) -> Outcome:
+        """Make the experiments; collective.
+
+        Parameters
+        ----------
+        record, original
+            The step, and what the training computed.
+        findings
+            What is suspicious on this rank.
+        follow
+            Finds who made NaN and Inf, where every execution makes them.
+        local
+            float64 [P], the L2 norms of the local gradients.
 
         Raises
         ------
@@ -93,6 +120,8 @@ class Judge:
         suspicious = self._suspects(bool(findings))
         desync = self._state(record)
         if desync is not None:
+            if self._apart(local):
+                return self._trained_apart(record.step)
             return self._corrupt_state(record.step, desync, findings)
         proven = any(finding.sensor == "checksum" for finding in findings)
         found = self._laboratory.question(record, original, suspicious=bool(findings), proven_by_checksum=proven)
@@ -111,9 +140,14 @@ class Judge:
 
     # -- experiment 0 --------------------------------------------------------------------------------------------
 
-    def replicas(self, record: StepRecord) -> Desync | None:
-        """Compare replicated state over the ranks; collective."""
-        return self._state(record)
+    def replicas(self, record: StepRecord, local: NDArray[np.float64]) -> Desync | None:
+        """Compare replicated state over the ranks that share their gradients; collective."""
+        desync = self._state(record)
+        return None if desync is None or self._apart(local) else desync
+
+    def _apart(self, local: NDArray[np.float64]) -> bool:
+        parameters = self._laboratory.replayer.parameters.values()
+        return train_apart(self._ranks, [p.grad for p in parameters], local)
 
     def _state(self, record: StepRecord) -> Desync | None:
         if self._ranks.size == 1:
@@ -133,6 +167,13 @@ class Judge:
         """Tell whether the buffers of the last forward were made the same on all ranks before it; collective."""
         here = bool(record.forwards) and record.forwards[-1].broadcast
         return not bool(self._ranks.max(torch.tensor([float(not here)])))
+
+    def _trained_apart(self, step: int) -> Outcome:
+        message = f"step {step} is suspicious, but nothing is proven: {TRAINED_APART}"
+        verdict = Verdict(
+            Cause.INCONCLUSIVE, step, (), (), Action.REPORTED, message, evidence={"reason": TRAINED_APART}
+        )
+        return Outcome(verdict, apart=True)
 
     def _corrupt_state(self, step: int, desync: Desync, findings: list[Finding]) -> Outcome:
         module, _, leaf = desync.name.rpartition(".")

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from bitwitness.ranks import Ranks
+from bitwitness.stats import bit_hash
+
+_NEARLY_ALL = 0.9
+_CONSTANT = 1e-3  # clipping scales all gradients of a rank alike, but for rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,3 +59,40 @@ def find_desync(ranks: Ranks, names: list[str], hashes: torch.Tensor) -> Desync 
     common, votes = Counter(everyone).most_common(1)[0]
     odd = tuple(rank for rank, value in enumerate(everyone) if value != common)
     return Desync(names[first], odd, everyone, int(differs.sum()), majority=2 * votes > len(everyone))
+
+
+def train_apart(ranks: Ranks, gradients: Sequence[torch.Tensor | None], local: NDArray[np.float64]) -> bool:
+    """Tell whether ranks whose weights differ share no gradients, as in local SGD; collective.
+
+    A device that computes wrongly, or a reduction that goes wrong on one rank, makes one rank's gradients differ. Here nearly
+    all differ and no majority of the ranks agrees on any; and where two ranks have no majority, each one's are its own local
+    ones, all by the same factor.
+
+    Parameters
+    ----------
+    ranks
+        The side channel.
+    gradients
+        Of this rank, as its optimizer is about to use them.
+    local
+        float64 [len(gradients)], the L2 norms of the same gradients before anything was reduced.
+
+    """
+    have = torch.tensor([float(g is not None) for g in gradients])
+    somewhere = int(ranks.max(have).sum())
+    none = torch.zeros((), dtype=torch.int64)
+    hashes = [none if g is None else bit_hash(g.detach()).cpu() for g in gradients]
+    found = find_desync(ranks, [str(index) for index in range(len(hashes))], torch.stack(hashes)) if hashes else None
+    if found is None or found.majority or found.count < _NEARLY_ALL * somewhere:
+        return False
+    if ranks.size > 2:
+        return True
+    return not bool(ranks.max(torch.tensor([float(not _in_proportion(gradients, local))])))
+
+
+def _in_proportion(gradients: Sequence[torch.Tensor | None], local: NDArray[np.float64]) -> bool:
+    norms = np.array([np.nan if g is None else float(torch.linalg.vector_norm(g.detach().double())) for g in gradients])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        factors = norms / local
+    factors = factors[np.isfinite(factors) & (factors > 0)]
+    return bool(factors.size) and float(factors.max() / factors.min()) < 1 + _CONSTANT

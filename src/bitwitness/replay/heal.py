@@ -16,8 +16,11 @@ from torch import nn
 from bitwitness.replay.errors import ReplayError
 from bitwitness.replay.run import Execution, Replayer
 from bitwitness.tap.capture import Pass, StepRecord
+from bitwitness.tap.compiled import distributed
 from bitwitness.tap.gradients import queue_after_backward
 from bitwitness.tap.randomness import randomness_kept
+
+_STATELESS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 
 
 def write_back(parameters: list[nn.Parameter], good: list[torch.Tensor | None]) -> None:
@@ -38,6 +41,16 @@ def heal_alone(replayer: Replayer, parameters: list[nn.Parameter], good: Executi
     replayer.keeper.put(good.buffers)
     if good.state is not None:
         good.state.restore()
+
+
+def stateful_reduction(wrapper: nn.Module) -> str | None:
+    """Return why gradients cannot be reduced once more: a communication hook may keep what it has left over from each step."""
+    reducing = distributed(wrapper)
+    for hook, _state in getattr(reducing, "_comm_hooks", ()):
+        if getattr(hook, "__module__", "") != _STATELESS or not getattr(hook, "__name__", "").endswith("_hook"):
+            name = getattr(hook, "__qualname__", type(hook).__name__)
+            return f"the communication hook {name} reduces the gradients, and may keep something from each time"
+    return None
 
 
 def heal_together(

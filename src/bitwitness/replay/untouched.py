@@ -16,8 +16,9 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from bitwitness.stats.local import local_values
 from bitwitness.tap.buffers import BufferKeeper
 from bitwitness.tap.capture import Pass
-from bitwitness.tap.contents import LARGEST, Snapshot, equal_values
+from bitwitness.tap.contents import Snapshot, equal_values
 from bitwitness.tap.heldstate import HeldState
+from bitwitness.tap.leaves import LARGEST
 from bitwitness.tap.modules import own_work
 from bitwitness.tap.surroundings import Reading
 

@@ -14,7 +14,7 @@ from bitwitness.finding import Action, Cause, Verdict
 from bitwitness.judge.fingerprint import Fingerprint
 from bitwitness.judge.judge import Outcome
 from bitwitness.ranks import Ranks
-from bitwitness.replay.heal import heal_alone, heal_together
+from bitwitness.replay.heal import heal_alone, heal_together, stateful_reduction
 from bitwitness.replay.run import Replayer
 from bitwitness.respond.skip import Skip
 from bitwitness.respond.watchdog import Watchdog
@@ -62,17 +62,22 @@ class Responder:
             return replace(verdict, action=Action.STOPPED), EXIT_CONVICTED
         if judgement is None or verdict.cause is not Cause.TRANSIENT_HARDWARE:
             return verdict, None
-        if judgement.heal and record.unhealable is None and self._heal(outcome, record):
+        unhealable = record.unhealable or self._unhealable()
+        if judgement.heal and unhealable is None and self._heal(outcome, record):
             return replace(verdict, action=Action.HEALED, message=f"{verdict.message}; healed with it"), None
         if judgement.heal or judgement.skip:
             self.skip.begin(record.step)
             why = "the gradient that entered the model was computed from wrong outputs"
-            if record.unhealable is not None:
-                why = record.unhealable
+            if unhealable is not None:
+                why = unhealable
             elif judgement.heal:
                 why = f"{_TRIES} lockstep replays did not give the agreed gradients"
             return replace(verdict, action=Action.SKIPPED, message=f"{verdict.message}; step skipped: {why}"), None
         return verdict, None
+
+    def _unhealable(self) -> str | None:
+        together = self._ranks.size > 1 and not self._root.replayer.sharded
+        return stateful_reduction(self._root.wrapper) if together else None
 
     def _heal(self, outcome: Outcome, record: StepRecord) -> bool:
         """Replace all gradients by ones that two executions agree on; return whether that succeeded on every rank."""

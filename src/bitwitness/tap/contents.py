@@ -6,15 +6,11 @@ tensors, arrays, generators. What is plain (numbers, text) needs no more than it
 
 from __future__ import annotations
 
-import ctypes
-import itertools
-import random
 import sys
-from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import CellType, FunctionType, GeneratorType, ModuleType
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -22,6 +18,7 @@ from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from bitwitness.stats.local import local_parts
+from bitwitness.tap.leaves import LARGEST, Position, content_of, kind_of, put_back
 from bitwitness.tap.lossgraph import version_of
 from bitwitness.tap.structure import PLAIN
 
@@ -30,21 +27,9 @@ Place = tuple[Any, ...]
 
 _DEPTH = 6  # containers within containers
 _MOST = 20_000  # containers and leaves
-LARGEST = 64 << 20
-"""Bytes of tensors and arrays whose content is kept; the rest is known by reference and version alone."""
 ARGUMENT = "argument"
 """The first part of the place of what a forward was given, which may be an object of any library."""
 _MISSING = object()
-_UNTOLD = (GeneratorType, map, filter, zip)
-"""Things that do not tell how far they have come: each time that they are asked, they count as moved."""
-_ASKED = itertools.count()
-_BY_TYPE: tuple[tuple[Any, str], ...] = (
-    (torch.Generator, "torch"),
-    (random.Random, "python"),
-    (bytearray, "bytes"),
-    (array, "array.array"),
-    (_UNTOLD, "untold"),
-)
 _OWN = frozenset(vars(nn.Module())) | {"_is_full_backward_hook", "_compiled_call_impl", "forward"}
 """A module's attributes that torch itself keeps; ``forward`` is captured by its own name."""
 _TRAINERS = ("lightning", "pytorch_lightning", "lightning_fabric", "transformers", "accelerate")
@@ -89,7 +74,7 @@ class Leaf:
     @property
     def exact(self) -> bool:
         """Whether it can be put back as it was."""
-        return self.content is not None and not isinstance(self.content, _Position)
+        return self.content is not None and not isinstance(self.content, Position)
 
     def changed(self) -> bool:
         """Tell whether its content is no longer what it was, as far as that is known."""
@@ -106,15 +91,8 @@ class Leaf:
             return False
         if isinstance(self.thing, torch.Tensor):
             return _restore_tensor(self.thing, self.content)
-        _KINDS_OF_STATE[_kind(self.thing)][1](self.thing, self.content)
+        put_back(self.thing, self.content)
         return True
-
-
-@dataclass(frozen=True, slots=True)
-class _Position:
-    """How far an iterator has come, which shows that it moved, and does not put it back."""
-
-    text: str
 
 
 @dataclass(slots=True)
@@ -182,7 +160,7 @@ class Walk:
             return
         if isinstance(value, torch.Tensor):
             self._tensor(place, name, value)
-        elif _kind(value) is not None:
+        elif kind_of(value) is not None:
             self.snapshot.leaves.append(Leaf(place, name, value, content_of(value)))
         elif (held := _inside(value, foreign=place[0] == ARGUMENT)) is not None:
             if not isinstance(value, tuple | frozenset):
@@ -199,75 +177,6 @@ class Walk:
             self.snapshot.nbytes += size
             content = value.detach().clone()
         self.snapshot.leaves.append(Leaf(place, name, value, content, version_of(value)))
-
-
-def is_generator(thing: Any) -> bool:
-    """Tell whether something draws random numbers."""
-    return _kind(thing) in ("torch", "python", "numpy", "numpy.legacy")
-
-
-def _kind(thing: Any) -> str | None:
-    for kinds, name in _BY_TYPE:
-        if isinstance(thing, kinds):
-            return name
-    if type(thing).__module__ == "multiprocessing.sharedctypes" and hasattr(thing, "get_obj"):
-        return "shared"
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        if isinstance(thing, numpy.random.Generator):
-            return "numpy"
-        if isinstance(thing, numpy.random.RandomState):
-            return "numpy.legacy"
-        if isinstance(thing, numpy.ndarray) and thing.dtype != object:
-            return "array"
-    return "iterator" if hasattr(type(thing), "__next__") and hasattr(type(thing), "__iter__") else None
-
-
-def _set_numpy(thing: Any, state: Any) -> None:
-    thing.bit_generator.state = state
-
-
-def _set_items(thing: Any, content: Any) -> None:
-    thing[...] = content
-
-
-def _set_bytes(thing: Any, content: Any) -> None:
-    thing[:] = content
-
-
-def _set_array(thing: Any, content: Any) -> None:
-    del thing[:]
-    thing.frombytes(content)
-
-
-def _set_shared(thing: Any, content: Any) -> None:
-    ctypes.memmove(ctypes.addressof(thing.get_obj()), content, len(content))
-
-
-def _position(thing: Any) -> _Position | None:
-    try:
-        return _Position(repr(thing.__reduce__()[1:]))
-    except Exception:  # most iterators do not tell
-        return None
-
-
-_KINDS_OF_STATE: dict[str | None, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = {
-    "torch": (lambda g: g.get_state(), lambda g, state: g.set_state(state)),
-    "python": (lambda g: g.getstate(), lambda g, state: g.setstate(state)),
-    "numpy": (lambda g: g.bit_generator.state, _set_numpy),
-    "numpy.legacy": (lambda g: g.get_state(), lambda g, state: g.set_state(state)),
-    "array": (lambda a: a.copy() if a.nbytes <= LARGEST else None, _set_items),
-    "bytes": (bytes, _set_bytes),
-    "iterator": (_position, lambda _thing, _content: None),
-    "array.array": (lambda a: a.tobytes(), _set_array),
-    "shared": (lambda s: bytes(s.get_obj()), _set_shared),
-    "untold": (lambda _: _Position(str(next(_ASKED))), lambda _thing, _content: None),
-}
-
-
-def content_of(thing: Any) -> Any:
-    """Return a copy of the state of a generator, an array or an iterator; None if it has none to show."""
-    return _KINDS_OF_STATE[_kind(thing)][0](thing)
 
 
 def read(thing: Any, keys: frozenset[str] | None = None) -> Any:

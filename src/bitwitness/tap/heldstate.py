@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from bitwitness.tap.buffers import LEARNED_FROM
-from bitwitness.tap.contents import ARGUMENT, Place, Snapshot, Walk, is_generator, read
+from bitwitness.tap.contents import ARGUMENT, Place, Snapshot, Walk, read
+from bitwitness.tap.leaves import is_generator
 from bitwitness.tap.surroundings import Reading, Surroundings
 from bitwitness.tap.usercode import Namespace, namespaces_of
 
