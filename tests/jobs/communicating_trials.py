@@ -10,7 +10,6 @@ from communicating import Experts, SplitMlp, SyncNet, Twins, info_nce
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post_local
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as low_rank
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from trials import Training, Trial, both, drawn, main, rank, size
@@ -146,13 +145,17 @@ def reduced_by_hand() -> Training:
 
 def local_sgd() -> Training:
     model, x = mlp(), drawn(6, 8)
-    training = trained(model, lambda _: F.cross_entropy(model(x()), torch.arange(6) % 4))
+    return averaged(trained(model, lambda _: F.cross_entropy(model(x()), torch.arange(6) % 4)))
+
+
+def averaged(training: Training) -> Training:
+    """Have the weights of all ranks averaged after every other step."""
     inner = training.step
 
     def step(index: int) -> None:
         inner(index)
         if index % 2:
-            for parameter in model.parameters():
+            for parameter in training.model.parameters():
                 dist.all_reduce(parameter.data)
                 parameter.data /= size()
 
@@ -201,16 +204,7 @@ def post_local_sgd() -> Training:
     alone, _ = dist.new_subgroups(1)
     state = post_local.PostLocalSGDState(process_group=None, subgroup=alone, start_localSGD_iter=2)
     model.register_comm_hook(state, post_local.post_localSGD_hook)
-    training = trained(model, lambda _: F.cross_entropy(model(x()), torch.arange(6) % 4))
-    averager = PeriodicModelAverager(period=2, warmup_steps=2)
-    inner = training.step
-
-    def step(index: int) -> None:
-        inner(index)
-        averager.average_parameters(model.parameters())
-
-    training.step = step
-    return training
+    return averaged(trained(model, lambda _: F.cross_entropy(model(x()), torch.arange(6) % 4)))
 
 
 def power_sgd() -> Training:
