@@ -22,7 +22,7 @@ from detection.evaluate import evaluate
 from detection.faults import CLASSES
 from detection.persistent import campaign
 from detection.report import figure, page
-from detection.subjects import SUBJECTS
+from detection.subjects import SUBJECTS, Subject
 
 ROOT = Path(__file__).parents[1]
 
@@ -34,7 +34,9 @@ def harmful(parts: list[Part]) -> Counter[tuple[str, str]]:
     )
 
 
-def gather(folder: Path, *, wanted: int, steps: int, trials: int, seed: int, limit: int) -> list[Part]:
+def gather(
+    folder: Path, subjects: list[Subject], *, wanted: int, steps: int, trials: int, seed: int, limit: int
+) -> list[Part]:
     """Collect parts, subject by subject, until every class has ``wanted`` harmful faults."""
     folder.mkdir(parents=True, exist_ok=True)
     parts = [load(path) for path in sorted(folder.glob("part-*.npz"))]
@@ -44,7 +46,7 @@ def gather(folder: Path, *, wanted: int, steps: int, trials: int, seed: int, lim
         if not classes:
             break
         number = len(parts)
-        subject = SUBJECTS[number % len(SUBJECTS)]
+        subject = subjects[number % len(subjects)]
         part = collect(
             subject, ranks=4, steps=steps, first=min(40, steps // 2), trials=trials, seed=seed + number, classes=classes
         )
@@ -66,10 +68,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--data", type=Path, default=ROOT / "build" / "detect")
     parser.add_argument("--out", type=Path, default=ROOT / "docs", help="where detection.md and detection.svg go")
+    parser.add_argument("--only", default="", metavar="TEXT", help="trainings whose names have this")
     args = parser.parse_args()
+    subjects = [subject for subject in SUBJECTS if args.only in subject.name]
+    if not subjects:
+        parser.error(f"no training is called so: {args.only}; there are: {'; '.join(s.name for s in SUBJECTS)}")
     torch.set_num_threads(1)
     parts = gather(
-        args.data, wanted=args.harmful, steps=args.steps, trials=args.trials, seed=args.seed, limit=args.parts
+        args.data, subjects, wanted=args.harmful, steps=args.steps, trials=args.trials, seed=args.seed, limit=args.parts
     )
     results: list[dict[str, Any]] = []
     alarms: Counter[str] = Counter()
@@ -77,7 +83,7 @@ def main() -> int:
         found, seen = evaluate(part, lambda name, number=number: print(f"judged part {number}: {name}", flush=True))
         results += found
         alarms.update(seen)
-    lasting = campaign(args.persistent, args.seed) if args.persistent else []
+    lasting = campaign(subjects, args.persistent, args.seed) if args.persistent else []
     args.out.mkdir(parents=True, exist_ok=True)
     text = page(results, alarms, lasting, " ".join(["python bench/detect.py", *sys.argv[1:]]))
     (args.out / "detection.md").write_text(text)

@@ -29,7 +29,7 @@ def rows(table: str) -> list[dict[str, str]]:
 
 @pytest.mark.ranks
 def test_drawn_faults_get_right_verdicts(tmp_path: Path) -> None:
-    told = call("campaign.py", "--trials", "7", "--nondeterministic", "3", "--seed", "5", "--out", str(tmp_path))
+    told = call("campaign.py", "--trials", "4", "--nondeterministic", "2", "--seed", "5", "--out", str(tmp_path))
     for row in rows(told):
         assert row["wrong"] == "0", told
         assert row["sensed of harmful"] == row["harmful"], told
@@ -39,14 +39,15 @@ def test_drawn_faults_get_right_verdicts(tmp_path: Path) -> None:
 
 
 def test_clean_runs_get_no_verdict(tmp_path: Path) -> None:
-    for row in rows(call("clean.py", "--steps", "120", "--out", str(tmp_path))):
+    for row in rows(call("clean.py", "--steps", "40", "--out", str(tmp_path))):
         assert (row["verdicts"], row["failures"]) == ("0", "0"), row
         assert int(row["suspicions"]) <= 2, row
 
 
 def test_light_sensors_see_most_harmful_faults_and_the_checksum_all_in_products(tmp_path: Path) -> None:
     told = call(
-        "detect.py", "--harmful", "3", "--steps", "80", "--trials", "150", "--parts", "1", "--persistent", "4",
+        "detect.py", "--only", "Llama", "--harmful", "3", "--steps", "80", "--trials", "150", "--parts", "1",
+        "--persistent", "2",
         "--data", str(tmp_path / "data"), "--out", str(tmp_path),
     )  # fmt: skip
     table = rows(told.split("## The same by training")[0].split("light steps", 1)[1])

@@ -19,7 +19,7 @@ from bitwitness.guard import Guard
 from bitwitness.inject.device import FaultyDevice
 from bitwitness.inject.faults import from_mapping
 from detection.faults import SORTS, draw, survey
-from detection.subjects import CONTEXT, SUBJECTS, TEXT, Subject
+from detection.subjects import CONTEXT, TEXT, Subject
 
 LIMIT = 100
 _SETTLED = 60
@@ -104,11 +104,11 @@ def forked(loop: Loop, drawn: dict[str, Any], seed: int) -> dict[str, Any]:
     return result
 
 
-def campaign(wanted: int, seed: int) -> list[dict[str, Any]]:
-    """Return harmful persistent faults, at least ``wanted``, over all subjects."""
+def campaign(subjects: list[Subject], wanted: int, seed: int) -> list[dict[str, Any]]:
+    """Return harmful persistent faults, at least ``wanted``, over all ``subjects``."""
     results: list[dict[str, Any]] = []
-    each = -(-wanted // len(SUBJECTS))
-    for number, subject in enumerate(SUBJECTS):
+    each = -(-wanted // len(subjects))
+    for number, subject in enumerate(subjects):
         rng = random.Random(seed + number)
         loop = Loop(subject, seed + number)
         for _ in range(_SETTLED):

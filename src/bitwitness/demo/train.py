@@ -18,7 +18,7 @@ from bitwitness.inject.device import FaultyDevice
 from bitwitness.inject.faults import load_faults
 from bitwitness.stats import bit_hash
 
-CONTEXT = 128
+CONTEXT = 64
 BATCH = 2
 
 
