@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import builtins
 import io
 import logging
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
 
 from torch import nn
+
+from bitwitness.replay.errors import ReplayError
+from bitwitness.tap.patching import replaced
+from bitwitness.tap.randomness import in_replay
 
 _REPORTERS = {"LightningModule": ("log", "log_dict")}
 """Classes by name (they need not be installed), and methods of theirs that add to sums kept elsewhere."""
@@ -17,7 +23,14 @@ _REPORTERS = {"LightningModule": ("log", "log_dict")}
 
 @contextmanager
 def quiet(root: nn.Module) -> Iterator[None]:
-    """Have what modules of ``root`` report, print and log meanwhile come to nothing."""
+    """Have what modules of ``root`` report, print, log and write to files meanwhile come to nothing.
+
+    Raises
+    ------
+    ReplayError
+        Inside, where a file is opened to be read and written, or read after it was written: what would it hold?
+
+    """
     silenced: list[tuple[dict[str, Any], str, bool, Any]] = []
     for module in root.modules():
         for name in _methods(type(module)):
@@ -28,7 +41,7 @@ def quiet(root: nn.Module) -> Iterator[None]:
     level = logging.root.manager.disable
     logging.disable(sys.maxsize)
     try:
-        with redirect_stdout(nowhere), redirect_stderr(nowhere):
+        with redirect_stdout(nowhere), redirect_stderr(nowhere), _nothing_written():
             yield
     finally:
         logging.disable(level)
@@ -37,6 +50,33 @@ def quiet(root: nn.Module) -> Iterator[None]:
                 own[name] = before
             else:
                 own.pop(name, None)
+
+
+@contextmanager
+def _nothing_written() -> Iterator[None]:
+    """Have files that this thread opens to write be the null device: the training's own forward has written them."""
+    written: set[str] = set()
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            if not in_replay() or _is_torchs(sys._getframe(1).f_globals.get("__name__", "")):
+                return original(file, mode, *args, **kwargs)
+            if "+" in mode or str(file) in written:
+                raise ReplayError(f"the forward writes to {file} and reads it")
+            if set(mode) & set("wax"):
+                written.add(str(file))
+                return original(os.devnull, "wb" if "b" in mode else "w", *args, **kwargs)
+            return original(file, mode, *args, **kwargs)
+
+        return opened
+
+    with replaced(builtins, "open", wrap), replaced(io, "open", wrap):
+        yield
+
+
+def _is_torchs(module: str) -> bool:
+    """Tell whether a module is one of a compiler's, which keep their kernels in files."""
+    return module.partition(".")[0] in ("torch", "triton", "importlib")
 
 
 @contextmanager
