@@ -143,3 +143,17 @@ def test_a_forward_that_takes_its_batch_from_a_queue_gets_each_once(capsys) -> N
             optimizer.step()
             optimizer.zero_grad()
     assert "Fed.feed (Queue) changes in the forward, and cannot be put back" in capsys.readouterr().err
+
+
+def test_a_traced_part_is_guarded_like_any_other(capsys) -> None:
+    net = switches.Net("none")
+    net.a = torch.jit.trace(net.a, torch.randn(4, 8))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with bw.Guard(net, optimizer, act="protect", **ALWAYS) as guard:
+        for _ in range(4):
+            net(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    table = guard.coverage()
+    assert table["failures"] == {}
+    assert table["dismissed"] == table["suspicions"] >= 3, capsys.readouterr().err

@@ -124,7 +124,7 @@ class Surroundings:
 
     def __init__(self, modules: list[tuple[str, nn.Module]], namespaces: Mapping[Any, Namespace]) -> None:
         self._known = {id(module) for _, module in modules}
-        self._children = [vars(module)["_modules"] for _, module in modules]
+        self._children = [vars(module).get("_modules", {}) for _, module in modules]  # a traced module's are not there
         self._tree = self._shape()
         self._count = self._readings = 0
         self._seen: dict[int, tuple[Any, object]] = {}
@@ -191,8 +191,9 @@ def _of_module(position: int, name: str, module: nn.Module) -> _Group:
     own: Any = Some(names, [key for key in names if key not in held]) if held else names.values()
     top = [Source((position,), label, own, own.keys if held else names.keys(), module)]
     top += [Source((position, key), f"{label}'s hooks", names[key].values()) for key in HOOKS if key in names]
-    top.append(Source((position, "_modules"), label, names["_modules"].values(), names["_modules"].keys(), module))
-    for parameter in names["_parameters"].values():
+    children = names.get("_modules", {})
+    top.append(Source((position, "_modules"), label, children.values(), children.keys(), module))
+    for parameter in names.get("_parameters", {}).values():
         if parameter is not None:
             top.append(
                 Source((position, "_parameters"), label, vars(parameter).values(), vars(parameter).keys(), parameter)
