@@ -40,7 +40,7 @@ campaign: .stamp-venv
 	$(BIN)/python bench/clean.py
 	$(BIN)/python bench/lost.py
 	$(BIN)/python -W ignore bench/trace_campaign.py
-	BITWITNESS_TEST_EVERYTHING=1 $(BIN)/python -m pytest tests/test_compare.py
+	TEST_EVERYTHING=1 $(BIN)/python -m pytest tests/test_compare.py
 
 innocent: .stamp-venv
 	$(BIN)/python bench/innocent.py --faults --jobs 2

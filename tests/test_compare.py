@@ -53,7 +53,7 @@ BY_TURNS = [
     if i % 2 == turn % 2 and (names := [n for n, ds in PLANTED.items() if difference in ds])
 ]
 SHORT = [case for case in EVERYTHING if case[2] == MODES[0] or case in BY_TURNS]
-CHOSEN = EVERYTHING if os.environ.get("BITWITNESS_TEST_EVERYTHING") else SHORT
+CHOSEN = EVERYTHING if os.environ.get("TEST_EVERYTHING") else SHORT
 
 
 Clean = dict[tuple[str, str, str], Path]

@@ -10,7 +10,7 @@ import pytest
 from ranks import forked
 
 JOB = Path(__file__).parent / "jobs" / "followed.py"
-EVERYTHING = os.environ.get("BITWITNESS_TEST_EVERYTHING") == "1"
+EVERYTHING = os.environ.get("TEST_EVERYTHING") == "1"
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
 SITES = {
@@ -48,8 +48,12 @@ def run(trainer: str, ranks: int, folder: Path, fault: str | None = None, *, gua
     return launched.code, rows, said
 
 
-@pytest.mark.parametrize("ranks", [1, 2] if EVERYTHING else [2])
-@pytest.mark.parametrize("trainer", SITES if EVERYTHING else ["lightning"])
+@pytest.mark.parametrize(
+    ("trainer", "ranks"),
+    [(trainer, ranks) for trainer in SITES for ranks in (1, 2, 3)]
+    if EVERYTHING
+    else [("lightning", 2), ("accelerate", 1)],
+)
 def test_the_same_bits_and_the_same_logs_and_faults_found(trainer: str, ranks: int, tmp_path: Path) -> None:
     _, plain, _ = run(trainer, ranks, tmp_path / "plain", guarded=False)
     code, guarded, said = run(trainer, ranks, tmp_path / "clean")

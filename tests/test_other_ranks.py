@@ -10,7 +10,7 @@ import pytest
 from ranks import forked
 
 JOBS = Path(__file__).parent / "jobs"
-EVERYTHING = os.environ.get("BITWITNESS_TEST_EVERYTHING") == "1"
+EVERYTHING = os.environ.get("TEST_EVERYTHING") == "1"
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1800 if EVERYTHING else 300)]
 
 

@@ -1,6 +1,6 @@
 """Trainings as other people write them: guarded, with every step questioned, they end as they end without the guard.
 
-The harness is ``bench/innocent.py``; a short selection runs here, all of them if BITWITNESS_TEST_EVERYTHING is set.
+The harness is ``bench/innocent.py``; a short selection runs here, all of them if TEST_EVERYTHING is set.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 ZOO = ROOT / "tests" / "zoo"
-EVERYTHING = os.environ.get("BITWITNESS_TEST_EVERYTHING") == "1"
+EVERYTHING = os.environ.get("TEST_EVERYTHING") == "1"
 SELECTION = (
     "aux_vae_kl_attribute",
     "call_blocks_walked",

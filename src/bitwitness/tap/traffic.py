@@ -11,12 +11,14 @@ Reading = tuple[tuple[int, int], ...]
 
 
 def read_traffic() -> Reading:
-    """Return the counters of all process groups; empty where there are none, or they do not count."""
+    """Return the counters of all process groups of several ranks; empty where there are none, or they do not count."""
     module: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if module is None or not module.is_initialized():
         return ()
     found = []
     for group in module._world.pg_map:
+        if group.size() == 1:
+            continue  # nobody is there to exchange anything with
         try:
             found.append((id(group), int(group._get_sequence_number_for_group())))
         except RuntimeError:  # a backend that does not count
