@@ -360,3 +360,22 @@ def test_who_guards_a_model_that_is_wrapped_later_knows_it(tmp_path: Path) -> No
             assert not wrapped_later(whole)
     finally:
         dist.destroy_process_group()
+
+
+def test_parameters_lent_by_functional_call_are_not_taken_for_the_models() -> None:
+    net = Net()
+
+    def call(x):
+        slow = dict(net.named_parameters())
+        inner = torch.func.functional_call(net, slow, (x,)).square().mean()
+        grads = torch.autograd.grad(inner, list(slow.values()), create_graph=True)
+        fast = {name: p - 0.1 * g for (name, p), g in zip(slow.items(), grads, strict=True)}
+        return torch.func.functional_call(net, fast, (x,))
+
+    with auto() as found:
+        steps(call, net.parameters())
+        (guard,) = found.guards
+    assert guard.watch is None or [id(p) for p in guard.watch.root.parameters.values()] == list(
+        map(id, net.parameters())
+    )
+    assert guard.coverage()["steps"]["held"] == 4

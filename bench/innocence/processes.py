@@ -73,7 +73,7 @@ def _finish(running: Running, status: int | None, seconds: float) -> Run:
     run.weights = _text(folder / "weights") or None
     run.steps = int(_text(folder / "steps") or 0)
     run.operators = json.loads(_text(folder / "operators") or "{}")
-    for path in sorted((folder / "run").glob("rank*/events.jsonl")):
+    for path in sorted(folder.glob("run*/rank*/events.jsonl")):
         _read_events(run, path)
     shutil.rmtree(folder, ignore_errors=True)
     return run

@@ -24,7 +24,7 @@ from bitwitness.guard.guard import Guard, guarded_roots
 from bitwitness.guard.unguarded import Unguarded, parameters_of
 from bitwitness.respond.reporter import Reporter
 from bitwitness.tap.company import is_alone, wrappers_noticed
-from bitwitness.tap.compiled import CompileNotices, is_compiled
+from bitwitness.tap.compiled import CompileNotices, is_compiled, outside_transforms
 from bitwitness.tap.hooks import being_traced
 from bitwitness.tap.modules import in_backward, keywords_of_call, unwrap
 
@@ -193,6 +193,8 @@ class AutoGuard:
             if own is None or not self._outgrown(own):
                 return
         inner = unwrap(module)
+        if any(not isinstance(parameter, nn.Parameter) for parameter in inner.parameters()):
+            return  # ``functional_call`` lends it others for as long as it runs: guarded, these would be watched
         if not inner.training and (not self._stepping or self._stepping.isdisjoint(map(id, inner.parameters()))):
             return  # an evaluation, unless an optimizer steps what it holds: some train in evaluation mode
         if not trainable(inner):
@@ -232,7 +234,8 @@ class AutoGuard:
         if number and config.out is not None:
             config = replace(config, out=f"{config.out}-{number + 1}")
         try:
-            guard = Guard(root, config=config).start()
+            with outside_transforms():
+                guard = Guard(root, config=config).start()
         except BitwitnessError as error:
             self._reporter.say(f"{type(unwrap(root)).__name__} trains unguarded: {error}")
             return

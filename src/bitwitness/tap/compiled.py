@@ -58,6 +58,18 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+@contextmanager
+def outside_transforms() -> Iterator[None]:
+    """Compute meanwhile as if no transform of ``torch.func`` ran: its tensors are none that a check of our own could use."""
+    if not in_transform():
+        yield
+        return
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    with temporarily_clear_interpreter_stack():
+        yield
+
+
 def compiles_backward() -> bool:
     """Tell whether torch compiles whole backwards, the hooks in them included."""
     config = sys.modules.get("torch._dynamo.config")
