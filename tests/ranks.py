@@ -56,7 +56,15 @@ def forked(ranks: int, arguments: list[str], logs: Path, *, environment: dict[st
 def _serve() -> None:
     import importlib
 
-    for name in ("torch.distributed.fsdp", "torch._dynamo", "bitwitness.guard", "bitwitness.inject", "bitwitness.cli"):
+    sys.path.append(str(Path(__file__).parents[1] / "bench"))
+    for name in (
+        "forking",
+        "torch.distributed.fsdp",
+        "torch._dynamo",
+        "bitwitness.guard",
+        "bitwitness.inject",
+        "bitwitness.cli",
+    ):
         importlib.import_module(name)
     for line in sys.stdin:
         asked = json.loads(line)
@@ -94,28 +102,21 @@ def _lead(asked: dict) -> int:
 
 
 def _rank(asked: dict, number: int) -> int:
+    from forking import become
+
     pid = os.fork()
-    if pid:
-        return pid
-    code = 70
-    try:
-        code = _become(asked, number)
-    finally:
-        os._exit(code)
+    if not pid:
+        folder = Path(asked["logs"]) / str(number)
+        become(lambda: _run(asked, number), folder / "stdout.log", folder / "stderr.log")
+    return pid
 
 
-def _become(asked: dict, number: int) -> int:
-    """Be a rank: its variables, its logs, its script as ``__main__``, and the end that Python gives a process."""
-    import atexit
+def _run(asked: dict, number: int) -> None:
+    """Be a rank: its variables, and its script as ``__main__``."""
     import runpy
-    import threading
-    import traceback
     import types
 
     _die_with_parent()
-    folder = Path(asked["logs"]) / str(number)
-    for target, name in ((0, os.devnull), (1, folder / "stdout.log"), (2, folder / "stderr.log")):
-        os.dup2(os.open(name, os.O_RDONLY if target == 0 else os.O_WRONLY | os.O_CREAT | os.O_TRUNC), target)
     size, port = str(asked["ranks"]), str(asked["port"])
     own = {
         "RANK": str(number),
@@ -128,32 +129,18 @@ def _become(asked: dict, number: int) -> int:
     own |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": port, "TORCHELASTIC_RESTART_COUNT": "0"}
     os.environ.clear()
     os.environ.update(asked["environment"] | own)
-    try:
-        first, *rest = asked["arguments"]
-        if first == "-m":
-            sys.argv = rest
-            sys.path[0] = str(Path.cwd())
-            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv = [first, *rest]
-            sys.path[0] = str(Path(first).parent)
-            main = types.ModuleType("__main__")
-            main.__file__ = first
-            sys.modules["__main__"] = main
-            exec(compile(Path(first).read_text(), first, "exec"), main.__dict__)
-        code = 0
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-        if isinstance(stop.code, str):
-            print(stop.code, file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    threading._shutdown()
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return code & 0xFF
+    first, *rest = asked["arguments"]
+    if first == "-m":
+        sys.argv = rest
+        sys.path[0] = str(Path.cwd())
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        return
+    sys.argv = [first, *rest]
+    sys.path[0] = str(Path(first).parent)
+    main = types.ModuleType("__main__")
+    main.__file__ = first
+    sys.modules["__main__"] = main
+    exec(compile(Path(first).read_text(), first, "exec"), main.__dict__)
 
 
 def _die_with_parent() -> None:

@@ -10,11 +10,10 @@ import json
 import os
 import runpy
 import sys
-import threading
-import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from forking import become, exit_code
 
 from innocence.runs import Task
 
@@ -68,7 +67,7 @@ def list_operators(folder: Path) -> contextlib.AbstractContextManager[object]:
     return Listing()
 
 
-def _runbecome(task: Task, folder: Path) -> int:
+def _run(task: Task, folder: Path) -> int:
     """Run the script in this process and return what its exit code would be."""
     script = str(task.script)
     if task.how != "guarded":
@@ -76,12 +75,12 @@ def _runbecome(task: Task, folder: Path) -> int:
     if task.how.startswith(("guarded", "faulted")):
         from bitwitness.cli import main
 
-        return _code(lambda: main(arguments(task, folder)))
+        return exit_code(lambda: main(arguments(task, folder)))
     mode = list_operators(folder) if task.how == "counted" else contextlib.nullcontext()
     sys.argv = [script]
     sys.path.insert(0, str(task.script.parent))
     with mode:
-        return _code(lambda: runpy.run_path(script, run_name="__main__"))
+        return exit_code(lambda: runpy.run_path(script, run_name="__main__"))
 
 
 def arguments(task: Task, folder: Path) -> list[str]:
@@ -89,38 +88,9 @@ def arguments(task: Task, folder: Path) -> list[str]:
     return ["run", "--config", str(folder / "config.toml"), "--out", str(folder / "run"), str(task.script)]
 
 
-def _code(call: Callable[[], object]) -> int:
-    """Call; return the exit code that Python would give the process."""
-    try:
-        result = call()
-    except SystemExit as stop:
-        if stop.code is None or isinstance(stop.code, int):
-            return int(stop.code or 0)
-        print(stop.code, file=sys.stderr)
-        return 1
-    except BaseException:
-        traceback.print_exc()
-        return 1
-    return result if isinstance(result, int) else 0
-
-
-def become(task: Task, folder: Path, environment: dict[str, str]) -> None:
-    """Never returns: becomes the process of one script."""
-    code = 70
-    try:
-        os.setsid()
-        for number, name in ((1, "stdout"), (2, "stderr")):
-            os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.environ.update(environment)
-        os.chdir(folder / "cwd")
-        code = _runbecome(task, folder)
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(BaseException):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code & 0xFF)
+def start(task: Task, folder: Path, environment: dict[str, str]) -> NoReturn:
+    """Be the process of one script."""
+    os.setsid()
+    os.environ.update(environment)
+    os.chdir(folder / "cwd")
+    become(lambda: _run(task, folder), folder / "stdout", folder / "stderr")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from innocence.child import arguments, become
+from innocence.child import arguments, start
 from innocence.runs import ROOT, Run, Task
 
 
@@ -55,7 +55,7 @@ def _start(task: Task, scratch: Path, number: int, *, fresh: bool) -> Running:
         return Running(task, folder, process.pid, time.monotonic())
     pid = os.fork()
     if pid == 0:
-        become(task, folder, environment)
+        start(task, folder, environment)
     return Running(task, folder, pid, time.monotonic())
 
 

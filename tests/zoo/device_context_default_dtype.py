@@ -1,24 +1,13 @@
-import hashlib
 import os
 
 import torch
 import torch.nn.functional as F
+from bits import fingerprint
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
 times = int(os.environ.get("ZOO_TIMES", "1"))
 torch.set_default_dtype(torch.float64)
-
-
-def digest(model, optimizer, losses):
-    sha = hashlib.sha256()
-    tensors = list(model.parameters()) + list(model.buffers())
-    for state in optimizer.state.values():
-        tensors += [v for v in state.values() if torch.is_tensor(v)]
-    for t in tensors:
-        sha.update(t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    sha.update(" ".join(float(v).hex() for v in losses).encode())
-    return sha.hexdigest()
 
 
 with torch.device("cpu"):
@@ -38,4 +27,4 @@ assert torch.get_default_dtype() == torch.float64
 with torch.device("meta"):
     assert torch.empty(2).is_meta
 assert not torch.empty(2).is_meta
-print("BITS", digest(net, opt, losses))
+print("BITS", fingerprint(net, opt, losses))

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import BertConfig, BertModel
 
 torch.set_num_threads(1)
-torch.manual_seed(31)
+torch.manual_seed(31 + int(os.environ.get("ZOO_SEED", "0")))
 np.random.seed(31)
 V, L, N, C, D = 50, 10, 96, 4, 32
 

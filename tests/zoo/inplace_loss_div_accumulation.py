@@ -1,23 +1,12 @@
-import hashlib
 import os
 
 import torch
 import torch.nn.functional as F
+from bits import fingerprint
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
 times = int(os.environ.get("ZOO_TIMES", "1"))
-
-
-def digest(model, optimizer, losses):
-    sha = hashlib.sha256()
-    tensors = list(model.parameters()) + list(model.buffers())
-    for state in optimizer.state.values():
-        tensors += [v for v in state.values() if torch.is_tensor(v)]
-    for t in tensors:
-        sha.update(t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    sha.update(" ".join(float(v).hex() for v in losses).encode())
-    return sha.hexdigest()
 
 
 class Net(nn.Module):
@@ -43,4 +32,4 @@ for i in range(80 * times):
     if (i + 1) % accumulation_steps == 0:
         optimizer.step()
         optimizer.zero_grad()
-print("BITS", digest(model, optimizer, losses))
+print("BITS", fingerprint(model, optimizer, losses))

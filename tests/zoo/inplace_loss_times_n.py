@@ -1,22 +1,11 @@
-import hashlib
 import os
 
 import torch
+from bits import fingerprint
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
 times = int(os.environ.get("ZOO_TIMES", "1"))
-
-
-def digest(model, optimizer, losses):
-    sha = hashlib.sha256()
-    tensors = list(model.parameters()) + list(model.buffers())
-    for state in optimizer.state.values():
-        tensors += [v for v in state.values() if torch.is_tensor(v)]
-    for t in tensors:
-        sha.update(t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    sha.update(" ".join(float(v).hex() for v in losses).encode())
-    return sha.hexdigest()
 
 
 class Reg(nn.Module):
@@ -46,4 +35,4 @@ for _ in range(20 * times):
     loss.backward()
     opt.step()
     hist.append(loss.item())
-print("BITS", digest(model, opt, hist))
+print("BITS", fingerprint(model, opt, hist))

@@ -1,25 +1,14 @@
-import hashlib
 import os
 import random
 
 import torch
+from bits import fingerprint
 from torch import nn
 
 seed = int(os.environ.get("ZOO_SEED", "0"))
 times = int(os.environ.get("ZOO_TIMES", "1"))
 random.seed(seed)
 torch.manual_seed(seed)
-
-
-def digest(model, optimizer, losses):
-    sha = hashlib.sha256()
-    tensors = list(model.parameters()) + list(model.buffers())
-    for state in optimizer.state.values():
-        tensors += [v for v in state.values() if torch.is_tensor(v)]
-    for t in tensors:
-        sha.update(t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    sha.update(" ".join(float(v).hex() for v in losses).encode())
-    return sha.hexdigest()
 
 
 class Ranker(nn.Module):
@@ -48,4 +37,4 @@ for _ in range(30 * times):
     loss.backward()
     optim.step()
     curve.append(loss.item())
-print("BITS", digest(ranker, optim, curve))
+print("BITS", fingerprint(ranker, optim, curve))

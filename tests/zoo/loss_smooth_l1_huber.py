@@ -1,7 +1,7 @@
-import hashlib
 import os
 
 import torch
+from bits import fingerprint
 from torch import nn
 from torch.nn import HuberLoss, SmoothL1Loss
 
@@ -21,17 +21,6 @@ class BoxHead(nn.Module):
         return self.box(h), self.angle(h)
 
 
-def digest(model, optimizer, losses):
-    sha = hashlib.sha256()
-    tensors = list(model.parameters()) + list(model.buffers())
-    for state in optimizer.state.values():
-        tensors += [v for v in state.values() if torch.is_tensor(v)]
-    for t in tensors:
-        sha.update(t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    sha.update(" ".join(float(v).hex() for v in losses).encode())
-    return sha.hexdigest()
-
-
 net = BoxHead()
 opt = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-4)
 smooth, huber = SmoothL1Loss(beta=0.5), HuberLoss(delta=2.0)
@@ -45,4 +34,4 @@ for i in range(24 * times):
     loss.backward()
     opt.step()
     losses.append(float(loss))
-print("BITS", digest(net, opt, losses))
+print("BITS", fingerprint(net, opt, losses))

@@ -1,38 +1,12 @@
-import hashlib
 import os
 
 import torch
 import torch.nn.functional as F
+from bits import fingerprint
 from torch import nn
 
 torch.manual_seed(int(os.environ.get("ZOO_SEED", "0")))
 times = int(os.environ.get("ZOO_TIMES", "1"))
-
-
-def fingerprint(*things):
-    h = hashlib.sha256()
-
-    def eat(x):
-        if isinstance(x, torch.Tensor):
-            x = x.detach()
-            x = x.to_dense() if x.is_sparse else x
-            h.update(x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        elif isinstance(x, nn.Module):
-            eat(list(x.parameters()))
-            eat(list(x.buffers()))
-        elif isinstance(x, torch.optim.Optimizer):
-            eat(x.state_dict()["state"])
-        elif isinstance(x, dict):
-            for k in x:
-                eat(x[k])
-        elif isinstance(x, (list, tuple)):
-            for y in x:
-                eat(y)
-        else:
-            h.update(x.hex().encode() if isinstance(x, float) else repr(x).encode())
-
-    eat(things)
-    return h.hexdigest()
 
 
 class MultiTaskLoss(nn.Module):

@@ -3,6 +3,7 @@ the loss history; fp16 autocast with a GradScaler on CPU, Adafactor, beam search
 
 import contextlib
 import hashlib
+import os
 import queue
 import random
 import threading
@@ -16,7 +17,7 @@ from transformers.optimization import Adafactor
 
 torch.set_num_threads(1)
 random.seed(9)
-torch.manual_seed(9)
+torch.manual_seed(9 + int(os.environ.get("ZOO_SEED", "0")))
 STEPS, ACCUM, B, V = 14, 2, 6, 40
 
 

@@ -101,10 +101,9 @@ class Laboratory:
     def calibrate(self, record: StepRecord, original: Fingerprint) -> str | None:
         """Replay a step that nobody suspects, here and on the next rank; return why it could not, if so.
 
-        What differs here by rounding is the model's own spread (a nondeterministic kernel, another algorithm on
-        another device),
-        not a fault: later differences of a parameter up to ten times as large prove nothing. What differs by more is no
-        property of a kernel, and teaches nothing but caution.
+        What differs here by rounding is the model's own spread (a nondeterministic kernel, another algorithm on another
+        device), not a fault: later differences of a parameter up to ten times as large prove nothing. What differs by more is
+        no property of a kernel, and teaches nothing but caution.
         """
         self._problem = None
         ready = self._all_ready(record)

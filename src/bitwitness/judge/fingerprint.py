@@ -31,8 +31,7 @@ class Fingerprint:
     """One execution's local gradients, on the host.
 
     ``digest`` int64 [P], ``l2`` and ``absmax`` float64 [P], and the outputs' bit hashes, int64 [K]. ``whole``: the
-    script's loss
-    code was executed, too.
+    script's loss code was executed, too.
     """
 
     digest: torch.Tensor

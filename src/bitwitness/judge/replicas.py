@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from bitwitness.ranks import Ranks
-from bitwitness.stats import bit_hash
+from bitwitness.stats import norms_of
+from bitwitness.stats.digest import bit_hashes
 
 _NEARLY_ALL = 0.9
 _CONSTANT = 1e-3  # clipping scales all gradients of a rank alike, but for rounding
@@ -78,20 +79,24 @@ def train_apart(ranks: Ranks, gradients: Sequence[torch.Tensor | None], local: N
         float64 [len(gradients)], the L2 norms of the same gradients before anything was reduced.
 
     """
-    have = torch.tensor([float(g is not None) for g in gradients])
-    somewhere = int(ranks.max(have).sum())
-    none = torch.zeros((), dtype=torch.int64)
-    hashes = [none if g is None else bit_hash(g.detach()).cpu() for g in gradients]
-    found = find_desync(ranks, [str(index) for index in range(len(hashes))], torch.stack(hashes)) if hashes else None
+    there = torch.tensor([g is not None for g in gradients], dtype=torch.bool)
+    mine = [g.detach() for g in gradients if g is not None]
+    somewhere = int(ranks.max(there.float()).sum())
+    hashes = torch.zeros(len(gradients), dtype=torch.int64)
+    if mine:
+        hashes[there] = bit_hashes(mine).cpu()
+    found = find_desync(ranks, [str(index) for index in range(len(gradients))], hashes)
     if found is None or found.majority or found.count < _NEARLY_ALL * somewhere:
         return False
     if ranks.size > 2:
         return True
-    return not bool(ranks.max(torch.tensor([float(not _in_proportion(gradients, local))])))
+    return not bool(ranks.max(torch.tensor([float(not _in_proportion(mine, local[there.numpy()]))])))
 
 
-def _in_proportion(gradients: Sequence[torch.Tensor | None], local: NDArray[np.float64]) -> bool:
-    norms = np.array([np.nan if g is None else float(torch.linalg.vector_norm(g.detach().double())) for g in gradients])
+def _in_proportion(gradients: Sequence[torch.Tensor], local: NDArray[np.float64]) -> bool:
+    if not gradients:
+        return False
+    norms = norms_of(gradients, gradients[0].device).cpu().double().numpy()
     with np.errstate(divide="ignore", invalid="ignore"):
         factors = norms / local
     factors = factors[np.isfinite(factors) & (factors > 0)]

@@ -104,20 +104,10 @@ def _described(graph: LossGraph, own: Parameters) -> list[str]:
     for call in graph.calls.values():
         func = call.func
         where = f"{getattr(func, '__module__', '')}.{getattr(func, '__qualname__', type(func).__qualname__)}"
-        lines += [where, str(call.grad), *_leaves((map_sources(call.args, word), map_sources(call.kwargs, word)))]
+        lines += [where, str(call.grad), *plain_leaves((map_sources(call.args, word), map_sources(call.kwargs, word)))]
     for number, chain in graph.chains.items():
         lines.append(f"forward {number} is given {[None if one is None else word(one) for one in chain.inputs]}")
     return lines + [str(word(root)) for root in graph.roots]
-
-
-def _leaves(value: Any) -> list[str]:
-    if isinstance(value, dict):
-        return [f"{key}={leaf}" for key, item in value.items() for leaf in _leaves(item)]
-    if isinstance(value, tuple | list):
-        return [leaf for item in value for leaf in (_leaves(item) or ["-"])]
-    if isinstance(value, str | int | float | bool | None | torch.dtype | torch.device | slice):
-        return [repr(value)]
-    return [type(value).__qualname__]
 
 
 def unpack(tensors: list[torch.Tensor], template: list[Pass], device: torch.device, own: Parameters) -> list[Pass]:

@@ -122,7 +122,7 @@ def plain_leaves(value: Any) -> list[str]:
         return [f"{key}={leaf}" for key, item in value.items() for leaf in (plain_leaves(item) or ["-"])]
     if isinstance(value, tuple | list):
         return [leaf for item in value for leaf in (plain_leaves(item) or ["-"])]
-    if isinstance(value, str | int | float | bool | None | torch.dtype | torch.device):
+    if isinstance(value, str | int | float | bool | None | torch.dtype | torch.device | slice):
         return [repr(value)]
     return [type(value).__qualname__]
 

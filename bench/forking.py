@@ -1,0 +1,47 @@
+"""A process that becomes a script: forked from one that has imported torch, it ends as Python ends one of its own."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+
+def become(call: Callable[[], object], out: Path, err: Path) -> NoReturn:
+    """Call in this process, which is a fork's, with its output in two files; end with the exit code that Python would give."""
+    code = 70
+    try:
+        for target, name in ((1, out), (2, err)):
+            os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), target)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        code = exit_code(call)
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code & 0xFF)
+
+
+def exit_code(call: Callable[[], object]) -> int:
+    """Call; return the exit code that Python would give the process."""
+    try:
+        result = call()
+    except SystemExit as stop:
+        if stop.code is None or isinstance(stop.code, int):
+            return int(stop.code or 0)
+        print(stop.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return result if isinstance(result, int) else 0
