@@ -16,15 +16,17 @@ import torch
 from torch import nn
 from torch.nn.utils.stateless import _reparametrize_module
 
+from bitwitness.replay.conditions import check_kept, check_unchanged, check_unseen
 from bitwitness.replay.errors import ReplayError
 from bitwitness.replay.execution import Execution
 from bitwitness.replay.quiet import quiet, redirected
 from bitwitness.replay.start import Replayed, Starts, starts_of
 from bitwitness.replay.untouched import STATIC, Untouched
-from bitwitness.stats import Features, bit_hash, marks_of
+from bitwitness.stats import Features, bit_hash
 from bitwitness.tap.buffers import BufferKeeper
 from bitwitness.tap.capture import ForwardRecord, Pass, StepRecord
 from bitwitness.tap.compiled import CompiledRegions, Entry, RecompileError
+from bitwitness.tap.gradhooks import parameter_hooks
 from bitwitness.tap.gradients import features_with_absent
 from bitwitness.tap.graphwalk import ForwardSpan, next_sequence_number
 from bitwitness.tap.heldstate import HeldState
@@ -213,27 +215,12 @@ class Replayer:
 
     def check(self, record: StepRecord, passes: list[Pass], *, strict: bool = True) -> None:
         """Raise `ReplayError` if the step cannot be run again or, where ``strict``, would not be the same."""
-        problem = record.unreplayable or self.refused
-        if problem is not None:
-            raise ReplayError(problem)
-        if not passes:
-            raise ReplayError("no forward of the guarded module took part in the backward")
-        if record.versions != [p._version for p in self.parameters.values()]:
-            raise ReplayError("parameters were changed between the forward and the optimizer step")
-        if any(module.training is not mode for module, mode in zip(self.root.modules(), record.training, strict=True)):
-            raise ReplayError("training flags were changed between the forward and the optimizer step")
-        if record.start_norm is not None and float(record.start_norm) != 0:
-            raise ReplayError("gradients were not zero when the step began")
+        if self.refused is not None:
+            raise ReplayError(record.unreplayable or self.refused)
+        check_kept(record, passes)
+        check_unchanged(record, self.root, list(self.parameters.values()))
         if strict:
-            self._check_parameters(record)
-
-    def _check_parameters(self, record: StepRecord) -> None:
-        if record.parameters is None:
-            return
-        with torch.no_grad(), own_work():
-            now = marks_of([p.detach() for p in self.parameters.values()], self.device)
-        if not torch.equal(record.parameters.nan_to_num(), now.nan_to_num()):
-            raise ReplayError("parameters were changed (through .data) between the forward and the optimizer step")
+            check_unseen(record, list(self.parameters.values()), self.device)
 
     def _run_pass(
         self,
@@ -303,6 +290,9 @@ class Replayer:
         self, group: Pass, hashes: list[torch.Tensor], around: Around
     ) -> tuple[Sequence[torch.Tensor | None], Starts]:
         leaves = {name: parameter.detach().requires_grad_() for name, parameter in self.parameters.items()}
+        for leaf, hooks in zip(leaves.values(), parameter_hooks(list(self.parameters.values())), strict=True):
+            for hook in hooks:
+                leaf.register_hook(hook)
         with _reparametrize_module(self.root, leaves, tie_weights=True):
             found = self._starts(group, hashes, around, {id(p): leaves[name] for name, p in self.parameters.items()})
             with around():

@@ -91,6 +91,8 @@ class StepRecord:
 
     ``unreplayable`` names the reason where the step cannot be run again, ``unhealable`` why its gradients cannot be put
     right; ``began`` is when, by `tap.clock.stopwatch`. ``graphs`` and ``sketches`` tell of each backward by its number.
+    ``hooks`` stood on the parameters' gradients in its backwards; ``doubts`` are reasons that hold where a bool, 0-d, on
+    its device, is true.
     ``parameters`` are the marks (`stats.marks_of`) of the parameters when it began, where they are kept; ``nbytes`` is what
     captures take so far.
     """
@@ -101,6 +103,8 @@ class StepRecord:
     zero_start: bool = False
     start_norm: torch.Tensor | None = None
     versions: list[int] = field(default_factory=list)
+    hooks: list[tuple[Any, ...]] | None = None
+    doubts: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     training: list[bool] = field(default_factory=list)
     unreplayable: str | None = None
     unhealable: str | None = None

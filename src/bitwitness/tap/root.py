@@ -16,14 +16,14 @@ import torch
 from torch import nn
 
 from bitwitness.stats import marks_of
-from bitwitness.stats.local import local_values
 from bitwitness.tap.capture import ForwardRecord, StepRecord
 from bitwitness.tap.capturing import Capturer, forward_of
 from bitwitness.tap.clock import StepClock, stopwatch
 from bitwitness.tap.company import wrapped_later
 from bitwitness.tap.compiled import CompiledRegions, broadcasts, find_entry, in_transform
 from bitwitness.tap.forwardhooks import ForwardHooks
-from bitwitness.tap.gradients import queue_after_backward
+from bitwitness.tap.gradhooks import GradientHooks
+from bitwitness.tap.gradients import norm_of_present, queue_after_backward
 from bitwitness.tap.graphwalk import sketch
 from bitwitness.tap.holdpoints import BackwardCall
 from bitwitness.tap.ledger import Change, GradientLedger
@@ -133,12 +133,14 @@ class RootTap:
         )
         self._hooks = ForwardHooks(self.entry, self.root, self._before, self._after)
         self.join = self._hooks.join
+        self._gradient_hooks = GradientHooks(lambda: self.record, lambda: bool(self._open) or self.paused)
 
     def close(self) -> None:
         """Remove the hooks; let go of what leads back here through autograd's graph, where no collector finds it."""
         self.window.forget()
         self.record = StepRecord(self._clock.step)
         self._hooks.close()
+        self._gradient_hooks.close()
 
     def watch_trainable(self) -> bool:
         """Watch the parameters that ask for a gradient now; return whether these are others than before."""
@@ -241,17 +243,9 @@ class RootTap:
     def _note_start(self) -> None:
         """See what lies in the gradients before the step's first backward adds to it."""
         record, parameters = self.record, list(self.parameters.values())
-        record.zero_start, record.start_norm = False, None
-        present = [p.grad for p in parameters if p.grad is not None]
-        if present:
-            # zero_grad(set_to_none=False): -0.0 + 0.0 is +0.0, so a replay must start from zeros, too
-            record.zero_start = True
-            record.start_norm = torch.stack(
-                [
-                    norm.to(self.device, torch.float32)
-                    for norm in torch._foreach_norm([local_values(g) for g in present])
-                ]
-            ).sum()
+        record.start_norm = norm_of_present(parameters, self.device)
+        # zero_grad(set_to_none=False): -0.0 + 0.0 is +0.0, so a replay must start from zeros, too
+        record.zero_start = record.start_norm is not None
 
     def _after(self, result: Any) -> None:
         record = self._open.pop() if self._open else None
@@ -293,6 +287,7 @@ class RootTap:
         self.ledger.open()
         try:
             with self._timed():
+                self._gradient_hooks.note(list(self.parameters.values()))
                 self._walk(call)
                 self._queue(call)
         except Exception as error:

@@ -1,0 +1,47 @@
+"""What must hold for a captured step to be run again: it was kept whole, and nothing that it read has changed since."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from bitwitness.replay.errors import ReplayError
+from bitwitness.stats import marks_of
+from bitwitness.tap.capture import Pass, StepRecord
+from bitwitness.tap.gradhooks import parameter_hooks
+from bitwitness.tap.modules import own_work
+from bitwitness.tap.reasons import PARAMETER_HOOKS
+
+
+def check_kept(record: StepRecord, passes: list[Pass]) -> None:
+    """Raise `ReplayError` if the step was not kept, or none of its forwards was used."""
+    if record.unreplayable is not None:
+        raise ReplayError(record.unreplayable)
+    if not passes:
+        raise ReplayError("no forward of the guarded module took part in the backward")
+
+
+def check_unchanged(record: StepRecord, root: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+    """Raise `ReplayError` if torch knows of a change since the step's forward."""
+    if record.versions != [p._version for p in parameters]:
+        raise ReplayError("parameters were changed between the forward and the optimizer step")
+    if any(module.training is not mode for module, mode in zip(root.modules(), record.training, strict=True)):
+        raise ReplayError("training flags were changed between the forward and the optimizer step")
+    if record.start_norm is not None and float(record.start_norm) != 0:
+        raise ReplayError("gradients were not zero when the step began")
+
+
+def check_unseen(record: StepRecord, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
+    """Raise `ReplayError` if something changed that torch does not tell of; waits for the device."""
+    if record.parameters is not None:
+        with torch.no_grad(), own_work():
+            now = marks_of([p.detach() for p in parameters], device)
+        if not torch.equal(record.parameters.nan_to_num(), now.nan_to_num()):
+            raise ReplayError("parameters were changed (through .data) between the forward and the optimizer step")
+    if record.hooks is not None and record.hooks != parameter_hooks(parameters):
+        raise ReplayError(PARAMETER_HOOKS)
+    for reason, holds in record.doubts:
+        if bool(holds):
+            raise ReplayError(reason)

@@ -1,0 +1,143 @@
+"""Hooks that a script puts on gradients: what they change is the script's affair, what they only see is no hindrance."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import bitwitness as bw
+
+ALWAYS = {"trend": {"z": 1e-9, "warmup": 1}, "replay": {"rest": False}, "self_test": False}
+STEPS, LATE = 12, (6, 9)
+
+
+def double(gradient):
+    return None if gradient is None else gradient * 2
+
+
+def doubled(gradients, _=None):
+    return tuple(map(double, gradients))
+
+
+def scale_in_place(parameter):
+    parameter.grad.mul_(2)
+
+
+def scale_data(parameter):
+    parameter.grad.data.mul_(2)
+
+
+def replace(parameter):
+    parameter.grad = parameter.grad * 2
+
+
+AFTER_FORWARD = {
+    "output": lambda out: out.register_hook(double),
+    "output's node": lambda out: out.grad_fn.register_hook(doubled),
+    "before output's node": lambda out: out.grad_fn.register_prehook(doubled),
+}
+IN_LOSS = {
+    "value": lambda value: value.register_hook(double),
+    "value's node": lambda value: value.grad_fn.register_hook(doubled),
+}
+ON_WEIGHT = {
+    "weight": lambda weight: weight.register_hook(double),
+    "accumulated, in place": lambda weight: weight.register_post_accumulate_grad_hook(scale_in_place),
+    "accumulated, through data": lambda weight: weight.register_post_accumulate_grad_hook(scale_data),
+    "accumulated, replaced": lambda weight: weight.register_post_accumulate_grad_hook(replace),
+}
+
+
+def train(kind: str, guarded=lambda *_: contextlib.nullcontext()) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 3))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with guarded(net, optimizer):
+        for step in range(STEPS):
+            x = torch.randn(16, 10)
+            late = step in LATE
+            handle = ON_WEIGHT[kind](net[0].weight) if late and kind in ON_WEIGHT else None
+            out = net(x)
+            if late and kind in AFTER_FORWARD:
+                AFTER_FORWARD[kind](out)
+            value = F.log_softmax(out, -1)
+            if late and kind in IN_LOSS:
+                IN_LOSS[kind](value)
+            optimizer.zero_grad()
+            F.nll_loss(value, x[:, :3].argmax(1)).backward()
+            if handle is not None:
+                handle.remove()
+            optimizer.step()
+    return [p.detach() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("kind", [*AFTER_FORWARD, *IN_LOSS, *ON_WEIGHT])
+def test_a_hook_that_changes_a_gradient_late_convicts_nobody(kind, capsys) -> None:
+    plain = train(kind)
+    guards = []
+
+    def guarded(*given):
+        guards.append(bw.Guard(*given, act="protect", **ALWAYS))
+        return guards[0]
+
+    found = train(kind, guarded)
+    said = capsys.readouterr().err
+    assert "VERDICT" not in said
+    assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+    assert guards[0].coverage()["dismissed"] == STEPS - len(LATE) - 1, said
+    reason = (
+        "the hooks on parameters' gradients are not the same now as in the backward"
+        if kind == "weight"
+        else "changes a gradient in the backward, outside the model's forward"
+    )
+    assert reason in said
+
+
+def test_hooks_that_only_look_are_called_once_a_step_and_hinder_no_replay(capsys) -> None:
+    seen: list[str] = []
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 3))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    behind = net[0].weight
+    handle = behind.register_post_accumulate_grad_hook(lambda _: seen.append("accumulated"))
+    with bw.Guard(net, optimizer, act="protect", **ALWAYS) as guard:
+        for _ in range(STEPS):
+            out = net(torch.randn(16, 10))
+            out.register_hook(lambda _: seen.append("output"))
+            value = out.square()
+            value.grad_fn.register_hook(lambda *_: seen.append("node"))
+            optimizer.zero_grad()
+            value.mean().backward()
+            optimizer.step()
+    table = guard.coverage()
+    assert table["dismissed"] == table["suspicions"] == STEPS - 1, capsys.readouterr().err
+    assert sorted(seen) == sorted(["accumulated", "output", "node"] * STEPS)
+    assert behind._post_accumulate_grad_hooks[handle.id].__name__ == "<lambda>"  # the script's own again
+    assert torch.Tensor.register_hook.__module__ == "torch._tensor"
+
+
+class Reentrant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(10, 20), nn.Linear(20, 3)
+
+    def forward(self, x):
+        return self.b(checkpoint(lambda x: self.a(x).relu(), x, use_reentrant=True))
+
+
+def test_parameters_hooks_take_part_in_a_replay_below_a_reentrant_checkpoint(capsys) -> None:
+    torch.manual_seed(0)
+    net = Reentrant()
+    net.a.weight.register_hook(double)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with bw.Guard(net, optimizer, act="protect", **ALWAYS) as guard:
+        for _ in range(4):
+            net(torch.randn(16, 10, requires_grad=True)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert guard.coverage()["dismissed"] == 3, capsys.readouterr().err
