@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -139,3 +141,109 @@ def test_a_skipped_step_leaves_gradients_to_be_read_and_optimizers_as_they_were(
     assert verdicts == [f"step {STRUCK}: transient_hardware [0] skipped"]
     assert found == expected
     assert all(all(row) for row in norms)
+
+
+class TwoModels:
+    """Two models in one backward, each with a guard and an optimizer of its own; ``second`` reads what ``first`` gives."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.first = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        self.second = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        self.optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (self.first, self.second)]
+
+    def step(self, x: torch.Tensor, y: torch.Tensor, clip: float | None, omitted: nn.Module | None) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        (self.second(self.first(x)) - y).square().mean().backward()
+        if clip:
+            nn.utils.clip_grad_norm_([*self.first.parameters(), *self.second.parameters()], clip)
+        for optimizer in self.optimizers:
+            if omitted is None or optimizer.param_groups[0]["params"][0] is not next(omitted.parameters()):
+                optimizer.step()
+
+
+def test_what_a_wrong_backward_gave_to_another_model_is_not_stepped(capsys) -> None:
+    both = TwoModels()
+    fault = FAULT | {"site": "2/addmm:forward"}
+    with (
+        FaultyDevice(from_mapping({"fault": [fault]})) as device,
+        bw.Guard(both.second, act="protect", deep_every=0, trend={"z": 1e-9, "warmup": 1}, self_test=False),
+    ):
+        for x, y in batches():
+            both.step(x, y, 1e9, None)
+    assert len(device.fired) == 1
+    said = capsys.readouterr().err
+    assert "healed with it; 2 parameters of other models, which the same backward reached, are not stepped" in said
+    (struck,) = re.findall(r"VERDICT step (\d+): transient_hardware, action healed", said)
+    plain = TwoModels()
+    for number, (x, y) in enumerate(batches()):
+        plain.step(x, y, 1e9, plain.first if number == int(struck) else None)
+    for one, other in ((both.first, plain.first), (both.second, plain.second)):
+        assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_it_is_said_where_another_model_was_stepped_before_the_guard_could_look(capsys) -> None:
+    both = TwoModels()
+    with (
+        FaultyDevice(from_mapping({"fault": [FAULT | {"site": "2/addmm:forward"}]})) as device,
+        bw.Guard(both.second, act="protect", deep_every=0, trend={"z": 1e-9, "warmup": 1}, self_test=False),
+    ):
+        for x, y in batches():
+            both.step(x, y, None, None)  # the first model's optimizer steps before the second's
+    assert len(device.fired) == 1
+    said = capsys.readouterr().err
+    assert "healed with it; 2 parameters of other models were stepped with what the same backward gave them" in said
+
+
+def test_two_models_of_one_backward_are_each_healed_by_their_own_guard(capsys) -> None:
+    plain = TwoModels()
+    for x, y in batches():
+        plain.step(x, y, None, None)
+    both = TwoModels()
+    often = {"act": "protect", "deep_every": 0, "trend": {"z": 1e-9, "warmup": 1}, "self_test": False}
+    fault = FAULT | {"site": "2/addmm:forward"}
+    with (
+        FaultyDevice(from_mapping({"fault": [fault]})) as device,
+        bw.Guard(both.first, **often),
+        bw.Guard(both.second, **often),
+    ):
+        for x, y in batches():
+            both.step(x, y, None, None)
+    assert len(device.fired) == 1
+    said = capsys.readouterr().err
+    assert said.count("VERDICT") == said.count("healed with it\n") == 2
+    for one, other in ((both.first, plain.first), (both.second, plain.second)):
+        assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True)), said
+
+
+def test_what_a_healed_backward_gave_to_a_model_that_has_its_own_is_cleared_by_the_script(capsys) -> None:
+    """A generator's backward goes through the discriminator, whose gradients the script clears before its own."""
+
+    def run() -> tuple[list[int], list[int]]:
+        torch.manual_seed(0)
+        generator = nn.Sequential(OrderedDict(a=nn.Linear(8, 16), b=nn.ReLU(), last=nn.Linear(16, 4)))
+        critic = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 1))
+        theirs, ours = (torch.optim.SGD(m.parameters(), lr=0.01) for m in (critic, generator))
+        with bw.Guard(generator, act="protect", deep_every=0, trend={"z": 1e-9, "warmup": 1}, self_test=False):
+            for x, y in batches():
+                made = generator(x + y.sum())
+                ours.zero_grad()
+                critic(made).square().mean().backward()
+                ours.step()
+                theirs.zero_grad()
+                (critic(y).mean() - critic(x[:, :4]).mean()).backward()
+                theirs.step()
+        return tuple([int(bit_hash(p.detach())) for p in model.parameters()] for model in (generator, critic))
+
+    expected = run()
+    fault = {key: value for key, value in FAULT.items() if key != "steps"} | {
+        "site": "last/addmm:forward",
+        "from_step": STRUCK,
+    }
+    with FaultyDevice(from_mapping({"fault": [fault]})) as device:
+        found = run()
+    said = capsys.readouterr().err
+    assert len(device.fired) == 1
+    assert "healed with it; 4 parameters of other models, which the same backward reached, are not stepped" in said
+    assert found == expected

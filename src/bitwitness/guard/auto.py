@@ -20,7 +20,8 @@ from bitwitness.errors import BitwitnessError
 from bitwitness.guard.children import children_guarded
 from bitwitness.guard.discovery import Blocks, contents, is_entered, root_of, trainable
 from bitwitness.guard.forked import inert_in_children
-from bitwitness.guard.guard import Guard, guarded_roots
+from bitwitness.guard.guard import Guard
+from bitwitness.guard.roots import guarded_roots
 from bitwitness.guard.unguarded import Unguarded, parameters_of
 from bitwitness.respond.reporter import Reporter
 from bitwitness.tap.company import is_alone, wrappers_noticed

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
-from weakref import WeakSet
 
 from torch import nn
 from torch.optim.optimizer import Optimizer
@@ -23,6 +22,7 @@ from bitwitness.finding import Note, Severity
 from bitwitness.guard.coverage import coverage_lines, coverage_table, nonfinite_lines
 from bitwitness.guard.forked import inert_in_children
 from bitwitness.guard.memory import learned, relearn
+from bitwitness.guard.roots import add_root, discard_root, guarded_roots
 from bitwitness.guard.selftest import prove
 from bitwitness.guard.watch import Watch
 from bitwitness.nonfinite.saturation import overflow_mode
@@ -34,13 +34,6 @@ from bitwitness.store import RunWriter, claim_folder, release_folder
 from bitwitness.tap.company import join_ranks, wrappers_noticed
 from bitwitness.tap.holdpoints import HoldPoints
 from bitwitness.tap.modules import unwrap
-
-_guarded: WeakSet[nn.Module] = WeakSet()  # only to refuse a second guard on one module
-
-
-def guarded_roots() -> list[nn.Module]:
-    """Return the modules that are under guard now."""
-    return list(_guarded)
 
 
 class Guard:
@@ -102,7 +95,7 @@ class Guard:
         root = unwrap(self.model)
         if self._used:
             raise UsageError("this Guard was used before; make a new one for another training")
-        if root in _guarded:
+        if root in guarded_roots():
             raise UsageError(
                 f"this {type(root).__name__} is guarded already; one guard watches one model: close() the earlier one first"
             )
@@ -133,8 +126,8 @@ class Guard:
         for name, reason in (prove() if self.config.self_test else {}).items():
             self.reporter.failure(f"self-test of {name}", RuntimeError(reason), 0)
         self.watch = Watch(self.model, self.optimizers or None, self.config, ranks, self.reporter, self._clock)
-        _guarded.add(root)
-        self._stack.callback(_guarded.discard, root)
+        add_root(root)
+        self._stack.callback(discard_root, root)
         self._stack.callback(self.watch.close)
         clock, skip = self.watch.clock, self.watch.proceedings.skip
         points = SkipPoints(self.watch, skip, lambda: clock.step)
@@ -203,7 +196,7 @@ class Guard:
         self.pause()
         if self.watch is not None:
             self.watch.close()
-        _guarded.discard(unwrap(self.model))
+        discard_root(unwrap(self.model))
 
     def pause(self) -> None:
         """Look away: nothing is checked until `resume`, and nothing is patched meanwhile."""

@@ -15,6 +15,7 @@ from bitwitness.config import Config
 from bitwitness.device import this_device
 from bitwitness.errors import EXIT_ELSEWHERE, SideChannelError, TrainingStopped
 from bitwitness.finding import Action, Cause, Device, Finding, Note, Severity, Verdict
+from bitwitness.guard.roots import unguarded_among
 from bitwitness.guard.tracing import Tracing
 from bitwitness.judge.experiments import Laboratory
 from bitwitness.judge.fingerprint import NEAR, Fingerprint
@@ -90,7 +91,9 @@ class Proceedings:
         # Around a compiled DistributedDataParallel buffers are captured before they are broadcast.
         broadcasts = reducing is not None and reducing.broadcast_buffers and not is_compiled(root.wrapper)
         self._judge = Judge(self.laboratory, root.root, replicated_buffers=broadcasts, devices=self.devices)
-        healable = Root(root.wrapper, root.root, parameters, self.replayer, gradients.collect, gradients.take)
+        healable = Root(
+            root.wrapper, root.root, parameters, self.replayer, gradients.collect, gradients.take, unguarded_among
+        )
         self.tracing = Tracing(config, self.replayer, ranks, reporter)
         self._watchdog = Watchdog(ranks, reporter, config.ranks.deadline_s)
         self._responder = Responder(config.act, ranks, healable, self._watchdog)

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from bitwitness.guard.guard import guarded_roots
+from bitwitness.guard.roots import guarded_roots
 
 _TRIES = 3  # steps for which an optimizer's model is looked for
 _NAMED = 4  # parameters that are named at the end

@@ -30,7 +30,7 @@ class Root:
     """What healing works on.
 
     ``describe`` is called in each backward of a lockstep replay once the local gradients are there; ``take`` returns
-    what it described.
+    what it described. ``unguarded`` returns, of some parameters of other models, those that nobody else judges.
     """
 
     wrapper: nn.Module
@@ -39,6 +39,7 @@ class Root:
     replayer: Replayer
     describe: Callable[[], None]
     take: Callable[[], Features | None]
+    unguarded: Callable[[list[nn.Parameter]], list[nn.Parameter]]
 
 
 class Responder:
@@ -62,9 +63,10 @@ class Responder:
             return replace(verdict, action=Action.STOPPED), EXIT_CONVICTED
         if judgement is None or verdict.cause is not Cause.TRANSIENT_HARDWARE:
             return verdict, None
-        unhealable = record.unhealable or self._unhealable()
+        unhealable = self._unhealable(record)
         if judgement.heal and unhealable is None and self._heal(outcome, record):
-            return replace(verdict, action=Action.HEALED, message=f"{verdict.message}; healed with it"), None
+            also = self._leave_out(record)
+            return replace(verdict, action=Action.HEALED, message=f"{verdict.message}; healed with it{also}"), None
         if judgement.heal or judgement.skip:
             self.skip.begin(record.step)
             why = "the gradient that entered the model was computed from wrong outputs"
@@ -72,12 +74,28 @@ class Responder:
                 why = unhealable
             elif judgement.heal:
                 why = f"{_TRIES} lockstep replays did not give the agreed gradients"
-            return replace(verdict, action=Action.SKIPPED, message=f"{verdict.message}; step skipped: {why}"), None
+            also = self._leave_out(record)
+            return replace(
+                verdict, action=Action.SKIPPED, message=f"{verdict.message}; step skipped: {why}{also}"
+            ), None
         return verdict, None
 
-    def _unhealable(self) -> str | None:
+    def _leave_out(self, record: StepRecord) -> str:
+        """Keep what the step gave to other models from being used; return what is to be said of it."""
+        waiting, stepped = map(self._root.unguarded, record.others())
+        said, kept = "", self.skip.leave_out(waiting)
+        if kept:
+            said = f"; {kept} parameters of other models, which the same backward reached, are not stepped"
+        if stepped:
+            said += f"; {len(stepped)} parameters of other models were stepped with what the same backward gave them"
+        return said
+
+    def _unhealable(self, record: StepRecord) -> str | None:
+        """Say why the gradients cannot be put right, on any rank; the same answer everywhere: they heal together."""
         together = self._ranks.size > 1 and not self._root.replayer.sharded
-        return stateful_reduction(self._root.wrapper) if together else None
+        reason = record.unhealable or (stateful_reduction(self._root.wrapper) if together else None)
+        anywhere = bool(self._ranks.max(torch.tensor([float(reason is not None)])))
+        return reason or ("the gradients of another rank cannot be put right" if anywhere else None)
 
     def _heal(self, outcome: Outcome, record: StepRecord) -> bool:
         """Replace all gradients by ones that two executions agree on; return whether that succeeded on every rank."""

@@ -34,7 +34,7 @@ class Skip:
     Parameters
     ----------
     parameters
-        Those of the root; others that an optimizer holds are stepped as ever.
+        Those of the root; others that an optimizer holds are stepped as ever, but for what `leave_out` is told of.
 
     """
 
@@ -44,6 +44,7 @@ class Skip:
         self._step: int | None = None
         self._stepping: list[Optimizer] = []  # an optimizer's step may call its base class's, with hooks of its own
         self._away: dict[int, _Away] = {}
+        self._left_out: dict[int, nn.Parameter] = {}
 
     def use(self, parameters: Sequence[nn.Parameter]) -> None:
         """Skip steps of these parameters from now on."""
@@ -55,10 +56,17 @@ class Skip:
         for optimizer in self._stepping:
             self._take(optimizer)
 
+    def leave_out(self, others: Sequence[nn.Parameter]) -> int:
+        """Let no optimizer use the gradients that other parameters have now, until they are cleared; return how many do."""
+        self._left_out = {id(p): p for p in others if p.grad is not None}
+        for optimizer in self._stepping if self._left_out else ():
+            self._take(optimizer)
+        return len(self._left_out)
+
     def before_step(self, optimizer: Optimizer) -> None:
         """Take the gradients away, if they are not to be used."""
         self._stepping.append(optimizer)
-        if self._step is not None:
+        if self._step is not None or self._left_out:
             self._take(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -76,6 +84,9 @@ class Skip:
 
     def before_backward(self, step: int) -> None:
         """Say that gradients of ``step`` are about to be added to what is there."""
+        self._left_out = {
+            key: p for key, p in self._left_out.items() if p.grad is not None and bool(p.grad.detach().any())
+        }
         if self._step in (None, step):
             return
         self._step = None
@@ -85,9 +96,15 @@ class Skip:
                 if parameter.grad is not None:
                     parameter.grad.zero_()
 
+    def _unused(self, parameter: nn.Parameter) -> bool:
+        """Tell whether a parameter's gradient is one that is not to be used."""
+        if id(parameter) in self._ours:
+            return self._step is not None
+        return id(parameter) in self._left_out
+
     def _take(self, optimizer: Optimizer) -> None:
         present = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        taken = [(p, p.grad) for p in present if id(p) in self._ours]
+        taken = [(p, p.grad) for p in present if self._unused(p)]
         if not taken:
             return
         # Some optimizers count their steps in the group, and do so without any gradient, too.

@@ -139,6 +139,14 @@ class StepRecord:
             for number in sorted(groups)
         ]
 
+    def others(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Return the parameters of other models that its backwards reached, too: those as they were, those stepped since."""
+        seen = [other for sketch in self.sketches.values() for other in sketch.others]
+        found = {id(p): (p, version) for ref, version in seen if (p := ref()) is not None}.values()
+        return [p for p, version in found if p._version == version], [
+            p for p, version in found if p._version != version
+        ]
+
     @property
     def shape(self) -> int:
         """Hash of what lies between this step's losses and its forwards: equal for steps of the same structure."""

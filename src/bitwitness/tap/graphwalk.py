@@ -10,17 +10,20 @@ Nodes are told apart by autograd's sequence numbers, so that nothing is kept ali
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from bitwitness.tap.lossgraph import Output
 
 LARGEST = 20_000
 """Nodes outside the recorded forwards that are looked at: some 20 ms. A second network fits, an unrolled simulation
 does not."""
+Other = tuple[weakref.ref[nn.Parameter], int]
 _Key = tuple[int, int, str]
 _LEAF = (1 << 64) - 1  # the sequence number of every AccumulateGrad node
 _SINK = "_DDPSinkBackward"  # DistributedDataParallel's own, around the outputs of static or unused graphs
@@ -73,6 +76,8 @@ class GraphSketch:
         How many nodes were looked at.
     complete
         Whether the walk came to its end; else `LARGEST` nodes were seen.
+    others
+        Parameters that are not the root's and are reached, too, before its forwards or beside them; each with its version.
 
     """
 
@@ -82,6 +87,7 @@ class GraphSketch:
     inside: frozenset[tuple[int, str]]
     nodes: int
     complete: bool = True
+    others: tuple[Other, ...] = field(default=(), compare=False)
 
     @property
     def forwards(self) -> frozenset[int]:
@@ -123,6 +129,7 @@ def sketch(roots: Iterable[Any], spans: Sequence[ForwardSpan], parameters: Mappi
         frozenset(walk.inside),
         len(walk.numbers),
         walk.complete,
+        tuple(walk.others.values()),
     )
 
 
@@ -149,6 +156,7 @@ class _Walk:
         self.reached: set[int] = set()
         self.inside: set[tuple[int, str]] = set()
         self.complete = True
+        self.others: dict[int, Other] = {}
         self._met: dict[int, int] = {}
 
     def finish(self) -> None:
@@ -166,22 +174,51 @@ class _Walk:
         name = node.name()
         return name == _SINK and (node._sequence_nr(), number, name) not in self._ends
 
+    def _foreign(self, edge: tuple[Any, int]) -> bool:
+        """Tell whether nothing of the root lies behind an input's history: a replay is given such an input without it."""
+        waiting = [edge]
+        seen: set[tuple[Any, int]] = set()
+        others: dict[int, Other] = {}
+        while waiting and len(seen) < LARGEST:
+            node, number = waiting.pop()
+            if node is None or (node, number) in seen:
+                continue
+            seen.add((node, number))
+            sequence = node._sequence_nr()
+            if sequence == _LEAF:
+                leaf = getattr(node, "variable", None)
+                if id(leaf) in self._parameters:
+                    return False
+                if isinstance(leaf, nn.Parameter):
+                    others[id(leaf)] = (weakref.ref(leaf), leaf._version)
+                continue
+            if (sequence, number, node.name()) in self._ends or any(s.begin <= sequence < s.end for s in self._spans):
+                return False
+            waiting += node.next_functions
+        if waiting:
+            return False
+        self.others |= others
+        return True
+
     def _meet(self, node: Any, number: int) -> object:
         """Note one node, and have those behind it visited; return what stands for it in the sketch."""
         if node is None:
             return None
         sequence = node._sequence_nr()
         if sequence == _LEAF:
-            position = self._parameters.get(id(node.variable)) if hasattr(node, "variable") else None
+            leaf = getattr(node, "variable", None)
+            position = self._parameters.get(id(leaf))
             if position is not None:
                 self.reached.add(position)
+            elif isinstance(leaf, nn.Parameter):
+                self.others[id(leaf)] = (weakref.ref(leaf), leaf._version)
             return ("leaf", position)
         name = node.name()
         output = self._ends.get((sequence, number, name))
         if output is not None:
             self.outputs.add(output)
             if output.forward not in self._met:
-                self.waiting += reversed(self._inputs.get(output.forward, []))
+                self.waiting += reversed([e for e in self._inputs.get(output.forward, []) if not self._foreign(e)])
             return ("output", self._order(output.forward), output.index)
         if node in self.numbers:
             return self.numbers[node]
