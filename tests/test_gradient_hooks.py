@@ -1,4 +1,4 @@
-"""Hooks that a script puts on gradients: what they change is the script's affair, what they only see is no hindrance."""
+"""Hooks on gradients, and backwards for some parameters: what they change is the script's affair, and accuses nobody."""
 
 from __future__ import annotations
 
@@ -141,3 +141,51 @@ def test_parameters_hooks_take_part_in_a_replay_below_a_reentrant_checkpoint(cap
             optimizer.step()
             optimizer.zero_grad()
     assert guard.coverage()["dismissed"] == 3, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("some", [True, False])
+def test_a_backward_for_some_parameters_alone_convicts_nobody(some, capsys) -> None:
+    def run(guarded) -> tuple[list[torch.Tensor], dict]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        with guarded(net, optimizer) as guard:
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                late = list((net[2] if some else net).parameters()) if step >= LATE[0] else None
+                net(torch.randn(4, 8)).square().mean().backward(inputs=late)
+                optimizer.step()
+        return [p.detach() for p in net.parameters()], guard and guard.coverage()
+
+    plain, _ = run(lambda *_: contextlib.nullcontext())
+    found, table = run(lambda *given: bw.Guard(*given, act="protect", **ALWAYS))
+    said = capsys.readouterr().err
+    assert "VERDICT" not in said
+    assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+    assert table["dismissed"] == (LATE[0] - 1 if some else STEPS - 1), said
+    assert ("the backward is asked for the gradients of some parameters only" in said) == some
+
+
+def test_a_backward_for_another_models_parameters_is_not_this_models(capsys) -> None:
+    """A generator's loss goes through the critic, and asks for the generator's gradients alone."""
+
+    def run(guarded) -> tuple[list[torch.Tensor], dict]:
+        torch.manual_seed(0)
+        made, judge = nn.Linear(8, 4), nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (made, judge))
+        with guarded(judge, theirs) as guard:
+            for _ in range(STEPS):
+                ours.zero_grad()
+                judge(made(torch.randn(4, 8))).mean().backward(inputs=list(made.parameters()))
+                ours.step()
+                theirs.zero_grad()
+                judge(torch.randn(4, 4)).square().mean().backward()
+                theirs.step()
+        return [p.detach() for p in judge.parameters()], guard and guard.coverage()
+
+    plain, _ = run(lambda *_: contextlib.nullcontext())
+    found, table = run(lambda *given: bw.Guard(*given, act="protect", **ALWAYS))
+    said = capsys.readouterr().err
+    assert "VERDICT" not in said
+    assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+    assert table["dismissed"] == STEPS - 1, said

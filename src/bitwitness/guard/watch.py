@@ -33,6 +33,7 @@ from bitwitness.ranks import Ranks
 from bitwitness.respond.reporter import Reporter
 from bitwitness.sense.light import LightStep
 from bitwitness.stats import Features
+from bitwitness.tap.capture import StepRecord
 from bitwitness.tap.clock import StepClock
 from bitwitness.tap.gradients import LocalGradients
 from bitwitness.tap.holdpoints import BackwardCall
@@ -346,7 +347,12 @@ class Watch:
             self.edits.look(record)
         if (problem := strangers(record.partners, self.ranks.members)) is not None:
             record.give_up(problem)
-        self.limits.update(reason for reason in (record.unreplayable or record.unhealable,) if reason)
+        try:
+            return self._look_at(record, features, scaler)
+        finally:
+            self.limits.update(reason for reason in (record.unreplayable or record.unhealable,) if reason)
+
+    def _look_at(self, record: StepRecord, features: Features | None, scaler: GradScaler | None) -> bool:
         self.unrepeated_losses.update({p.graph.problem for p in record.passes() if p.graph and p.graph.problem})
         losses, self._losses = self._losses, []
         if features is None:

@@ -72,7 +72,7 @@ class LockstepReplayer(Replayer):
     @contextmanager
     def _gradients_apart(self, *, zero_start: bool) -> Iterator[None]:
         """Let the replay reduce into gradients of its own."""
-        parameters = list(self.parameters.values())
+        parameters = list({id(p): p for p in (*self.parameters.values(), *self.root.parameters())}.values())
         held = [p.grad for p in parameters]
         for parameter, grad in zip(parameters, held, strict=True):
             parameter.grad = torch.zeros_like(grad) if zero_start and grad is not None else None

@@ -7,8 +7,9 @@ import io
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
 
 from torch import nn
@@ -41,7 +42,7 @@ def quiet(root: nn.Module) -> Iterator[None]:
     level = logging.root.manager.disable
     logging.disable(sys.maxsize)
     try:
-        with redirect_stdout(nowhere), redirect_stderr(nowhere), _nothing_written():
+        with redirect_stdout(nowhere), redirect_stderr(nowhere), _nothing_written(), _no_warnings():
             yield
     finally:
         logging.disable(level)
@@ -72,6 +73,15 @@ def _nothing_written() -> Iterator[None]:
 
     with replaced(builtins, "open", wrap), replaced(io, "open", wrap):
         yield
+
+
+def _no_warnings() -> AbstractContextManager[None]:
+    """Have this thread's warnings reach nobody, a list of the script's neither; which were given before stays known."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda message: None if in_replay() else original(message)
+
+    return replaced(warnings, "_showwarnmsg", wrap)
 
 
 def _is_torchs(module: str) -> bool:

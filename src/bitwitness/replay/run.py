@@ -81,7 +81,9 @@ class Replayer:
         self._regions = CompiledRegions(root) if regions is None else regions
         self._held = HeldState(root) if held is None else held
         self.keeper = BufferKeeper(root) if keeper is None else keeper
-        self._untouched = Untouched(root, list(parameters.values()), self._held, self.keeper)
+        # Also those whose gradients nobody compares: what a backward adds to them is put back, too.
+        every = {id(p): p for p in (*parameters.values(), *root.parameters())}
+        self._untouched = Untouched(root, list(every.values()), self._held, self.keeper)
         self.shared = False
         """Whether ranks exchange something in the forwards of the step at hand; set by who knows of all ranks."""
         self._through_leaves: bool | None = None
@@ -218,9 +220,14 @@ class Replayer:
         if self.refused is not None:
             raise ReplayError(record.unreplayable or self.refused)
         check_kept(record, passes)
-        check_unchanged(record, self.root, list(self.parameters.values()))
-        if strict:
-            check_unseen(record, list(self.parameters.values()), self.device)
+        parameters = list(self.parameters.values())
+        try:
+            check_unchanged(record, self.root, parameters)
+            if strict:
+                check_unseen(record, parameters, self.device)
+        except ReplayError as error:
+            record.give_up(str(error))
+            raise
 
     def _run_pass(
         self,

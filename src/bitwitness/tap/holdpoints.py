@@ -14,9 +14,9 @@ end under a scaler      ``torch.amp.GradScaler.update``: ends a step whose optim
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -39,7 +39,7 @@ class BackwardCall:
     """One backward: where it starts (tensors or gradient edges, and their gradients), and what for.
 
     ``retains``: the graph is kept, perhaps for another backward. ``accumulates``: into ``p.grad`` (``backward()``), rather
-    than returning gradients (``torch.autograd.grad``).
+    than returning gradients (``torch.autograd.grad``). ``inputs``: the only leaves that get a gradient; empty for all.
     """
 
     roots: tuple[Any, ...]
@@ -47,6 +47,13 @@ class BackwardCall:
     retains: bool = False
     create_graph: bool = False
     accumulates: bool = True
+    inputs: tuple[Any, ...] = ()
+
+    def for_some(self, parameters: Iterable[torch.Tensor]) -> BackwardCall:
+        """Return the call as it concerns some parameters: where it leaves them all out, it does not accumulate."""
+        given = {id(leaf) for leaf in self.inputs}
+        left_out = bool(given) and not any(id(p) in given for p in parameters)
+        return replace(self, accumulates=False) if left_out else self
 
 
 class StepListener(Protocol):
@@ -165,6 +172,7 @@ class HoldPoints:
                 retains=bool(args[1]),
                 create_graph=bool(args[2]),
                 accumulates=bool(kwargs.get("accumulate_grad")),
+                inputs=tuple(args[3]) if len(args) > 3 else (),
             )
             with self._listener.around_backward(call):
                 return original(t_outputs, *args, **kwargs)

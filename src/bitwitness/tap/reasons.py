@@ -16,3 +16,4 @@ EXCHANGED_IN_BACKWARD = "ranks exchange something in the backward, by other mean
 IN_LOSS_CODE = "ranks exchange something in the loss code"
 CHANGED_BY_HOOK = "a hook of the script's ({}) changes a gradient in the backward, outside the model's forward"
 PARAMETER_HOOKS = "the hooks on parameters' gradients are not the same now as in the backward"
+SOME_PARAMETERS = "the backward is asked for the gradients of some parameters only (inputs=)"

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from bitwitness.stats import marks_of
+from bitwitness.tap import reasons
 from bitwitness.tap.capture import ForwardRecord, StepRecord
 from bitwitness.tap.capturing import Capturer, forward_of
 from bitwitness.tap.clock import StepClock, stopwatch
@@ -28,7 +29,6 @@ from bitwitness.tap.graphwalk import sketch
 from bitwitness.tap.holdpoints import BackwardCall
 from bitwitness.tap.ledger import Change, GradientLedger
 from bitwitness.tap.modules import own_work, unwrap
-from bitwitness.tap.reasons import CLEARED, CREATE_GRAPH, EXCHANGED_IN_BACKWARD, IN_LOSS_CODE, NO_FORWARD, WRAPPED_LATER
 from bitwitness.tap.sharded import reduces, sharding_of
 from bitwitness.tap.structure import nbytes
 from bitwitness.tap.traffic import groups_between, read_traffic
@@ -86,7 +86,8 @@ class RootTap:
         self._retrained = retrained
         self.wrapper = model
         self.root = unwrap(model)
-        self._every = list(self.root.parameters())
+        self.sharding = sharding_of(model)
+        self._every = dict(self.root.named_parameters())
         self.parameters: dict[str, nn.Parameter] = {}
         self.ledger = GradientLedger([])
         self._positions: dict[int, int] = {}
@@ -109,7 +110,6 @@ class RootTap:
         self._queued: Any = None
         self._reached = False
         self._traffic = read_traffic()
-        self.sharding = sharding_of(model)
         first = next(iter(self.parameters.values()), None)
         self.device = torch.device("cpu") if first is None else first.device
         self.now = stopwatch(self.device)
@@ -144,7 +144,9 @@ class RootTap:
 
     def watch_trainable(self) -> bool:
         """Watch the parameters that ask for a gradient now; return whether these are others than before."""
-        named = {name: p for name, p in self.root.named_parameters() if p.requires_grad}
+        # In a forward, a module of FSDP2's holds the whole parameters instead of its shards.
+        every = self._every if self.sharding.fsdp2 else dict(self.root.named_parameters())
+        named = {name: p for name, p in every.items() if p.requires_grad}
         if [id(p) for p in named.values()] == [id(p) for p in self.parameters.values()]:
             return False
         self.parameters = named
@@ -210,7 +212,7 @@ class RootTap:
             self._begin_step()
         self._clock.micro = len(self.record.forwards)
         if self._alone and wrapped_later(self.wrapper):
-            self.record.give_up(WRAPPED_LATER)
+            self.record.give_up(reasons.WRAPPED_LATER)
         through = not self.entry.bypasses(self.wrapper)
         begun = {"sync": self._reduces() and through, "broadcast": through and broadcasts(self.wrapper)}
         return self.capturer.begin(self.record, part, args, kwargs, number=self.forwards_seen, **begun)
@@ -230,7 +232,7 @@ class RootTap:
 
     def _begin_step(self) -> None:
         record = self.record
-        if sum(p.requires_grad for p in self._every) != len(self.parameters) and self.watch_trainable():
+        if sum(p.requires_grad for p in self._every.values()) != len(self.parameters) and self.watch_trainable():
             self._retrained()
         if self.sharding.problem is not None:
             record.give_up(self.sharding.problem)
@@ -272,14 +274,16 @@ class RootTap:
         if self._depth > 1:
             return  # a backward inside a backward: activation checkpointing of the reentrant kind
         self.backwards += 1
-        self._call = call
+        self._call = call = call.for_some(self.parameters.values())
         self._reached = False
         self._traffic = read_traffic()
         if self.record.forwards and groups_between(self.capturer.traffic, self._traffic):
-            self.window.give_up(IN_LOSS_CODE)
+            self.window.give_up(reasons.IN_LOSS_CODE)
         self.window.backward_begins(call, self.record, self.backwards)
         if not call.accumulates:
             return
+        if call.inputs and {id(p) for p in self.parameters.values()} - {id(leaf) for leaf in call.inputs}:
+            self.record.give_up(reasons.SOME_PARAMETERS)
         if not self.record.backpropagated:
             self._note_start()
         elif self.ledger.change() is Change.CLEARED:
@@ -326,7 +330,7 @@ class RootTap:
             self._queued = None
         recorded = any(self.backwards in forward.backwards for forward in self.record.forwards)
         if self._alone and groups_between(self._traffic, read_traffic()):
-            self.record.give_up(EXCHANGED_IN_BACKWARD)
+            self.record.give_up(reasons.EXCHANGED_IN_BACKWARD)
         self._reached = self._call.accumulates and (recorded or self.ledger.moved())
         if self._reached:
             if not recorded:
@@ -343,7 +347,7 @@ class RootTap:
         if not self.regions.known:
             self._hooks.hook_parts()
         if not self.record.forwards:
-            self.record.give_up(CLEARED if self.record.cleared else NO_FORWARD)
+            self.record.give_up(reasons.CLEARED if self.record.cleared else reasons.NO_FORWARD)
         elif self.backwards not in self.record.sketches:
             self.record.give_up("a backward reached the parameters by a way that was not recorded")
 
@@ -369,13 +373,13 @@ class RootTap:
 
     def _keep_output_grad(self, record: ForwardRecord, index: int, grad: torch.Tensor) -> None:
         if self._call.create_graph:
-            self.record.give_up(CREATE_GRAPH)
+            self.record.give_up(reasons.CREATE_GRAPH)
         if not self._call.accumulates or self.paused:
             return
         if self.backwards not in record.backwards:  # the walk did not come to its end
             record.backwards.append(self.backwards)
         if grad.requires_grad:
-            self.record.give_up(CREATE_GRAPH)
+            self.record.give_up(reasons.CREATE_GRAPH)
             return
         self.capturer.account(self.record, nbytes([grad]) if grad.numel() > 1 else 0, "an output gradient is")
         if self.record.unreplayable is None:
