@@ -36,7 +36,8 @@ class HeldState:
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
-        self._code: list[Namespace] | None = None
+        self._code: dict[str, Namespace] | None = None
+        self._structure: tuple[Any, ...] | None = None
         self._learned = 0
         self._before: Snapshot | None = None
         self._volatile: dict[Place, str] = {}
@@ -103,11 +104,23 @@ class HeldState:
 
     def surroundings(self) -> Reading:
         """Return, by reference, what a forward that begins now finds around it."""
-        if self._around is None or self._around.outdated:
-            modules = [(name or type(m).__name__, m) for name, m in self._root.named_modules()]
-            code = {f"code {i}": namespace for i, namespace in enumerate(self._namespaces_of_code())}
-            self._around = Surroundings(modules, code)
-        return self._around.read()
+        if self._around is None:
+            self._around = self._search()
+        reading = self._around.read()
+        structure = (
+            reading.structure,
+            [list(held.items()) for p in self._root.parameters() if (held := p._backward_hooks)],
+        )
+        if self._structure is not None and structure != self._structure:  # other code, which uses names of its own
+            self._code = None
+            self._around = self._search()
+            reading = self._around.read()
+        self._structure = structure
+        return reading
+
+    def _search(self) -> Surroundings:
+        modules = [(name or type(m).__name__, m) for name, m in self._root.named_modules()]
+        return Surroundings(modules, self._namespaces_of_code())
 
     def moved(self, before: Reading) -> str | None:
         """Return what a forward that is repeated now would find otherwise; None if nothing.
@@ -118,9 +131,13 @@ class HeldState:
         self._volatile |= {place[:2]: name for place, name in changed.items() if len(place) > 1}
         return next(iter(changed.values()), None)
 
-    def _namespaces_of_code(self) -> list[Namespace]:
+    def _namespaces_of_code(self) -> dict[str, Namespace]:
+        """Return the namespaces that code uses, by names that stay where others come or go."""
         if self._code is None:
-            self._code = list(namespaces_of(self._root))
+            self._code = {}
+            for namespace in namespaces_of(self._root):
+                number = sum(key.startswith(f"code {namespace[0]} ") for key in self._code)
+                self._code[f"code {namespace[0]} {number}"] = namespace
         return self._code
 
     def find(self, tensor: torch.Tensor) -> Place | None:
@@ -157,11 +174,10 @@ class HeldState:
         return walk.snapshot
 
     def _namespaces(self) -> dict[Any, tuple[str, Any, frozenset[str] | None]]:
-        code = self._namespaces_of_code()
         found: dict[Any, tuple[str, Any, frozenset[str] | None]] = {}
         for position, (name, module) in enumerate(self._root.named_modules()):
             found[position] = name or type(module).__name__, module, None
-        return found | {f"code {i}": namespace for i, namespace in enumerate(code)}
+        return found | self._namespaces_of_code()
 
 
 def _within(value: Any, tensor: torch.Tensor, path: Place, depth: int) -> Place | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import compress
 from types import CellType, MethodType, ModuleType
 from typing import Any
 
@@ -30,6 +31,8 @@ _MOST = 20_000  # things that are looked at
 _SEARCHED_EVERY = 16  # forwards after which containers are looked for that have taken others' places
 _HASHED = 1 << 20  # bytes of plain tensors whose content is looked at, too
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
+_ANY_HOOKS = frozenset((*HOOKS, *_GLOBAL_HOOKS))
+_STRUCTURE = _ANY_HOOKS | {"_modules"}
 _CAPTURED = frozenset(("forward",))
 """Of the root: frameworks send its call elsewhere for a while, and a capture knows of it."""
 
@@ -62,6 +65,8 @@ class Reading:
     tensors: tuple[tuple[Place, str, torch.Tensor], ...]
     hashes: torch.Tensor | None
     versions: tuple[int, ...]
+    structure: list[tuple[Any, ...]]
+    """The children of modules, and the hooks on them and of torch."""
 
     def changed(self) -> dict[Place, str]:
         """Return the places at which something is not now what it was, with printable names; waits for a device if asked."""
@@ -124,8 +129,6 @@ class Surroundings:
 
     def __init__(self, modules: list[tuple[str, nn.Module]], namespaces: Mapping[Any, Namespace]) -> None:
         self._known = {id(module) for _, module in modules}
-        self._children = [vars(module).get("_modules", {}) for _, module in modules]  # a traced module's are not there
-        self._tree = self._shape()
         self._count = self._readings = 0
         self._seen: dict[int, tuple[Any, object]] = {}
         groups = [_of_module(position, name, module) for position, (name, module) in enumerate(modules)]
@@ -135,14 +138,6 @@ class Surroundings:
             self._search(group)
         self._flatten()
 
-    def _shape(self) -> list[tuple[int, ...]]:
-        return [tuple(map(id, children.values())) for children in self._children if children]
-
-    @property
-    def outdated(self) -> bool:
-        """Whether modules were exchanged, so that others have to be looked at; not asked each time."""
-        return self._readings % _SEARCHED_EVERY == 0 and self._tree != self._shape()
-
     def read(self) -> Reading:
         """Return what there is now."""
         self._readings += 1
@@ -150,7 +145,9 @@ class Surroundings:
             self._search_again()
         hashes = _hashes(self._tensors) if self._hashed else None
         versions = () if hashes is not None else _versions(self._tensors)
-        return Reading(self._sources, tuple(map(tuple, self._views)), self._tensors, hashes, versions)
+        values = tuple(map(tuple, self._views))
+        structure = [held for held in compress(values, self._structural) if held]
+        return Reading(self._sources, values, self._tensors, hashes, versions, structure)
 
     def _search_again(self) -> None:
         if changed := [group for group in self._groups if group.changed()]:
@@ -161,6 +158,7 @@ class Surroundings:
     def _flatten(self) -> None:
         self._sources = tuple(source for group in self._groups for source in (*group.top, *group.sources))
         self._views = [source.values for source in self._sources]
+        self._structural = [source.place[-1] in _STRUCTURE for source in self._sources]
         self._tensors = tuple({id(entry[2]): entry for group in self._groups for entry in group.tensors}.values())
         tensors = [tensor for _, _, tensor in self._tensors]
         small = sum(tensor.nbytes for tensor in tensors) <= _HASHED
@@ -173,7 +171,7 @@ class Surroundings:
         self._seen = {key: held for key, held in self._seen.items() if held[1] is not group}
         search = Search(group, self._known, self._seen, _MOST - self._count)
         for source, values in zip(group.top, group.seen, strict=True):
-            if source.place[-1] in HOOKS or source.place[-1] in _GLOBAL_HOOKS:
+            if source.place[-1] in _ANY_HOOKS:
                 continue  # what these hold is found as what the code of the hooks uses
             keys = source.names() or [""] * len(values)
             for key, value in zip(keys, values, strict=False):
