@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from bitwitness.tap.modes import scripts_modes
 
 _Switch = tuple[Callable[[], Any], Callable[[Any], Any]]
 
@@ -49,9 +50,8 @@ class Ambient:
     @classmethod
     def read(cls) -> Ambient:
         """Read what holds now; the modes of bitwitness's own are left out."""
-        modes = tuple(mode for mode in _get_current_function_mode_stack() if not _is_ours(mode))
-        dispatch = tuple(mode for mode in _get_current_dispatch_mode_stack() if not _is_ours(mode))
-        return cls(tuple(read() for read, _ in _SWITCHES), modes, _saving(), dispatch)
+        modes, dispatch = scripts_modes()
+        return cls(tuple(read() for read, _ in _SWITCHES), tuple(modes), _saving(), tuple(dispatch))
 
     def left(self) -> str | None:
         """Return the name of a dispatch mode that has been left, or entered, since; None if there is none."""
@@ -91,7 +91,3 @@ def _set(wanted: tuple[Any, ...], present: tuple[Any, ...]) -> None:
     for (_, put), value, there in zip(_SWITCHES, wanted, present, strict=True):
         if value != there:
             put(value)
-
-
-def _is_ours(mode: Any) -> bool:
-    return type(mode).__module__.startswith("bitwitness.")

@@ -14,7 +14,7 @@ end under a scaler      ``torch.amp.GradScaler.update``: ends a step whose optim
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -30,6 +30,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+
+from bitwitness.tap import reasons
 
 RunBackward = Callable[..., Any]
 
@@ -54,6 +56,14 @@ class BackwardCall:
         given = {id(leaf) for leaf in self.inputs}
         left_out = bool(given) and not any(id(p) in given for p in parameters)
         return replace(self, accumulates=False) if left_out else self
+
+    def unrepeatable(self, parameters: Sequence[torch.Tensor], device: torch.device) -> str | None:
+        """Say what a re-execution would do otherwise than this backward, which begins now; None if nothing is known."""
+        if self.inputs and {id(p) for p in parameters} - {id(leaf) for leaf in self.inputs}:
+            return reasons.SOME_PARAMETERS
+        if not all(p.requires_grad for p in parameters):
+            return reasons.FROZEN
+        return reasons.AUTOCAST_BACKWARD if torch.is_autocast_enabled(device.type) else None
 
 
 class StepListener(Protocol):

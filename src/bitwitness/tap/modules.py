@@ -19,6 +19,8 @@ import torch
 from torch import nn
 from torch.nn.modules import module as nn_module
 
+from bitwitness.tap.modes import scripts_modes_off
+
 ROOT = "."
 OWN = "(bitwitness)"
 """The module path of operators that bitwitness itself runs: a faulty device computes our checks wrongly, too."""
@@ -38,7 +40,8 @@ def own_work(module: str = OWN, phase: str = "forward", call: int = 0) -> Iterat
     """
     token = _own_work.set((module, phase, call))
     try:
-        yield
+        with scripts_modes_off():
+            yield
     finally:
         _own_work.reset(token)
 

@@ -55,6 +55,18 @@ class Some:
         return map(self.names.get, self.keys)
 
 
+class Present:
+    """Which of a mapping's names stand for something: FSDP2 exchanges what they stand for, shards and whole parameters."""
+
+    __slots__ = ("names",)
+
+    def __init__(self, names: Mapping[str, Any]) -> None:
+        self.names = names
+
+    def __iter__(self) -> Iterator[bool]:
+        return (value is not None for value in self.names.values())
+
+
 class Cell:
     """A closure's cell."""
 

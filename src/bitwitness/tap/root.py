@@ -282,8 +282,8 @@ class RootTap:
         self.window.backward_begins(call, self.record, self.backwards)
         if not call.accumulates:
             return
-        if call.inputs and {id(p) for p in self.parameters.values()} - {id(leaf) for leaf in call.inputs}:
-            self.record.give_up(reasons.SOME_PARAMETERS)
+        if (problem := call.unrepeatable(list(self.parameters.values()), self.device)) is not None:
+            self.record.give_up(problem)
         if not self.record.backpropagated:
             self._note_start()
         elif self.ledger.change() is Change.CLEARED:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import compress
-from types import CellType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch import nn
 from bitwitness.stats.digest import bit_hashes
 from bitwitness.tap.contents import Place, same
 from bitwitness.tap.lossgraph import version_of
-from bitwitness.tap.reachable import FRAMEWORKS, HOOKS, TORCHS, Cell, Search, Some, Source
+from bitwitness.tap.reachable import FRAMEWORKS, HOOKS, TORCHS, Cell, Present, Search, Some, Source
 from bitwitness.tap.structure import PLAIN
 from bitwitness.tap.usercode import Namespace
 
@@ -32,6 +32,8 @@ _SEARCHED_EVERY = 16  # forwards after which containers are looked for that have
 _HASHED = 1 << 20  # bytes of plain tensors whose content is looked at, too
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
 _ANY_HOOKS = frozenset((*HOOKS, *_GLOBAL_HOOKS))
+_TORCH = (torch.nn.functional, torch)
+_FUNCTIONS = (FunctionType, BuiltinFunctionType)
 _STRUCTURE = _ANY_HOOKS | {"_modules"}
 _CAPTURED = frozenset(("forward",))
 """Of the root: frameworks send its call elsewhere for a while, and a capture knows of it."""
@@ -171,8 +173,8 @@ class Surroundings:
         self._seen = {key: held for key, held in self._seen.items() if held[1] is not group}
         search = Search(group, self._known, self._seen, _MOST - self._count)
         for source, values in zip(group.top, group.seen, strict=True):
-            if source.place[-1] in _ANY_HOOKS:
-                continue  # what these hold is found as what the code of the hooks uses
+            if source.place[-1] in _ANY_HOOKS or isinstance(source.values, Present) or source.thing in _TORCH:
+                continue  # what hooks hold is found as what their code uses
             keys = source.names() or [""] * len(values)
             for key, value in zip(keys, values, strict=False):
                 if key not in TORCHS:
@@ -191,7 +193,9 @@ def _of_module(position: int, name: str, module: nn.Module) -> _Group:
     top += [Source((position, key), f"{label}'s hooks", names[key].values()) for key in HOOKS if key in names]
     children = names.get("_modules", {})
     top.append(Source((position, "_modules"), label, children.values(), children.keys(), module))
-    for parameter in names.get("_parameters", {}).values():
+    parameters = names.get("_parameters", {})
+    top.append(Source((position, "_parameters"), label, Present(parameters), parameters.keys(), module))
+    for parameter in parameters.values():
         if parameter is not None:
             top.append(
                 Source((position, "_parameters"), label, vars(parameter).values(), vars(parameter).keys(), parameter)
@@ -220,6 +224,9 @@ def _of_code(key: Any, name: str, thing: Any, keys: frozenset[str] | None) -> _G
 def _of_torch() -> _Group:
     hooks = vars(sys.modules["torch.nn.modules.module"])
     top = [Source(("torch", key), "torch's global hooks", hooks[key].values()) for key in _GLOBAL_HOOKS if key in hooks]
+    for module in _TORCH:
+        functions = [key for key, value in vars(module).items() if isinstance(value, _FUNCTIONS)]
+        top.append(Source((module.__name__,), module.__name__, Some(vars(module), functions), functions, module))
     return _Group(top, [])
 
 

@@ -1,0 +1,64 @@
+"""Torch's two stacks of modes: what a script has entered sees what the script computes, and nothing of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import overrides
+from torch.utils import _python_dispatch as dispatch
+
+_Stack = tuple[Callable[[], list[Any]], Callable[[], Any], Callable[[Any], None]]
+_STACKS: tuple[_Stack, ...] = (
+    (overrides._get_current_function_mode_stack, overrides._pop_mode, overrides._push_mode),
+    (dispatch._get_current_dispatch_mode_stack, dispatch._pop_mode, dispatch._push_mode),
+)
+_aside: ContextVar[tuple[list[Any], list[Any]] | None] = ContextVar("bitwitness_modes_aside", default=None)
+
+
+def scripts_modes() -> tuple[list[Any], list[Any]]:
+    """Return the function modes and the dispatch modes that the script has entered, also while they are set aside."""
+    functions, dispatching = _aside.get() or (_STACKS[0][0](), _STACKS[1][0]())
+    return [mode for mode in functions if not is_ours(mode)], [mode for mode in dispatching if not is_ours(mode)]
+
+
+def is_ours(mode: Any) -> bool:
+    """Tell whether a mode is one of bitwitness's."""
+    return type(mode).__module__.startswith("bitwitness.")
+
+
+def scripts_modes_off() -> AbstractContextManager[None]:
+    """Run what is inside under bitwitness's own modes alone."""
+    if not (torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()):
+        return nullcontext()
+    return _off()
+
+
+@contextmanager
+def _off() -> Iterator[None]:
+    there = tuple(read() for read, _, _ in _STACKS)
+    ours = tuple([mode for mode in modes if is_ours(mode)] for modes in there)
+    if ours == there:
+        yield
+        return
+    token = _aside.set((there[0], there[1])) if _aside.get() is None else None
+    for stack, modes in zip(_STACKS, ours, strict=True):
+        _set(stack, modes)
+    try:
+        yield
+    finally:
+        for stack, modes in zip(_STACKS, there, strict=True):
+            _set(stack, modes)
+        if token is not None:
+            _aside.reset(token)
+
+
+def _set(stack: _Stack, modes: list[Any]) -> None:
+    read, pop, push = stack
+    for _ in read():
+        pop()
+    for mode in modes:
+        push(mode)
