@@ -90,7 +90,13 @@ class Proceedings:
         reducing = distributed(root.wrapper)
         # Around a compiled DistributedDataParallel buffers are captured before they are broadcast.
         broadcasts = reducing is not None and reducing.broadcast_buffers and not is_compiled(root.wrapper)
-        self._judge = Judge(self.laboratory, root.root, replicated_buffers=broadcasts, devices=self.devices)
+        self._judge = Judge(
+            self.laboratory,
+            root.root,
+            replicated=not root.sharding.spread,
+            replicated_buffers=broadcasts,
+            devices=self.devices,
+        )
         healable = Root(
             root.wrapper, root.root, parameters, self.replayer, gradients.collect, gradients.take, unguarded_among
         )

@@ -72,6 +72,8 @@ class Judge:
         Makes the experiments, over its ranks.
     root
         The guarded module.
+    replicated
+        Every rank holds the same parameters: no shards, and none that DistributedDataParallel was told to leave out.
     replicated_buffers
         Buffers are broadcast before each forward, so that they must be equal over the ranks, too.
     devices
@@ -80,11 +82,18 @@ class Judge:
     """
 
     def __init__(
-        self, laboratory: Laboratory, root: nn.Module, *, replicated_buffers: bool, devices: list[Device]
+        self,
+        laboratory: Laboratory,
+        root: nn.Module,
+        *,
+        replicated: bool,
+        replicated_buffers: bool,
+        devices: list[Device],
     ) -> None:
         self._laboratory = laboratory
         self._ranks = laboratory.ranks
         self._root = root
+        self._replicated = replicated
         self._replicated_buffers = replicated_buffers
         self._devices = devices
         self._proof = OperatorProof(laboratory)
@@ -150,12 +159,9 @@ class Judge:
         return train_apart(self._ranks, [p.grad for p in parameters], local)
 
     def _state(self, record: StepRecord) -> Desync | None:
-        if self._ranks.size == 1:
+        if self._ranks.size == 1 or not self._replicated:
             return None
-        # Shards are no replicas: comparing them would convict healthy state.
-        named: dict[str, torch.Tensor] = {
-            name: p for name, p in self._root.named_parameters() if not hasattr(type(p), "to_local")
-        }
+        named: dict[str, torch.Tensor] = dict(self._root.named_parameters())
         if self._replicated_buffers and self._broadcast_everywhere(record):
             buffers = [name for name, _ in self._root.named_buffers()]
             named |= dict(zip(buffers, record.forwards[-1].buffers, strict=False))

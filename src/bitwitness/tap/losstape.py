@@ -19,6 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from bitwitness.tap.clock import stopwatch
+from bitwitness.tap.compiled import in_transform
 from bitwitness.tap.lossgraph import LossGraph, Output
 from bitwitness.tap.modules import in_own_work
 from bitwitness.tap.patching import replaced
@@ -26,6 +27,7 @@ from bitwitness.tap.structure import tensors_of
 from bitwitness.tap.tapedcalls import FindHeld, Tape
 
 _LONGEST = 20_000  # calls; a second network's forward fits, a whole evaluation does not
+_UNKNOWN = "a call of the loss code could not be noted ({}: {})"
 _BACKWARDS = ("backward", "grad")
 _PLAIN = (
     "__set__",
@@ -187,7 +189,7 @@ class LossTape:
         if name in _BACKWARDS:
             return self._apart(func, args, kwargs)
         quiet = not self.on or self._inside or self._tape.problem is not None
-        if quiet or name in _PLAIN or func in _NOT_TAPED or in_own_work():
+        if quiet or name in _PLAIN or func in _NOT_TAPED or in_own_work() or in_transform():
             return func(*args, **kwargs)
         if len(self._tape.calls) >= _LONGEST:
             self.give_up(f"more than {_LONGEST} torch functions were called between forward and backward")
@@ -196,22 +198,22 @@ class LossTape:
         return self._noted(func, args, kwargs, lambda: func(*args, **kwargs))
 
     def _noted(self, func: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """Note a call, and count what noting takes beside the call itself."""
-        inside = 0.0
-
-        def timed() -> Any:
-            nonlocal inside
-            began = self._now()
-            try:
-                return run()
-            finally:
-                inside = self._now() - began
-
+        """Run a call and note it; an error of the script's goes on to the script, one of ours ends the tape for the step."""
         began = self._now()
         try:
-            return self._tape.note(func, args, kwargs, timed)
-        finally:
-            self.own_seconds += self._now() - began - inside
+            begun = self._tape.begin(func, args, kwargs)
+        except Exception as error:
+            self.give_up(_UNKNOWN.format(getattr(func, "__name__", func), error))
+            return run()
+        called = self._now()
+        result = run()
+        returned = self._now()
+        try:
+            self._tape.note(begun, args, result)
+        except Exception as error:
+            self.give_up(_UNKNOWN.format(getattr(func, "__name__", func), error))
+        self.own_seconds += called - began + self._now() - returned
+        return result
 
     def _apart(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a backward; the mode, which torch has set aside for it, is back on the stack after it."""
@@ -247,7 +249,7 @@ def function_applied(tape: LossTape) -> AbstractContextManager[None]:
     def wrap(original: Any) -> Any:
         def apply(kind: type[Any], *args: Any, **kwargs: Any) -> Any:
             run = original.__get__(None, kind)
-            if in_own_work() or not tape.on:
+            if in_own_work() or in_transform() or not tape.on:
                 return run(*args, **kwargs)
             return tape.applied(run, kind, args, kwargs)
 

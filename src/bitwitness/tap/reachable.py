@@ -55,6 +55,19 @@ class Some:
         return map(self.names.get, self.keys)
 
 
+class Without:
+    """All names of a mapping but a few; iterates over their values."""
+
+    __slots__ = ("left_out", "names")
+
+    def __init__(self, names: Mapping[str, Any], left_out: frozenset[str]) -> None:
+        self.names = names
+        self.left_out = left_out
+
+    def __iter__(self) -> Iterator[Any]:
+        return (value for key, value in self.names.items() if key not in self.left_out)
+
+
 class Present:
     """Which of a mapping's names stand for something: FSDP2 exchanges what they stand for, shards and whole parameters."""
 

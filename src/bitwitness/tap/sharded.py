@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from bitwitness.stats import Features, features_of
-from bitwitness.tap.modules import own_work
+from bitwitness.tap.compiled import distributed
+from bitwitness.tap.modules import own_work, unwrap
 
 _PARAM_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 
@@ -50,6 +51,10 @@ class Sharding:
 
 def sharding_of(model: nn.Module) -> Sharding:
     """Look at a model's modules and parameters."""
+    if left_out := getattr(distributed(model), "parameters_to_ignore", None):
+        kept = sorted({name for name, _ in unwrap(model).named_parameters()} & set(left_out))
+        if kept:
+            return Sharding(problem=f"DistributedDataParallel is told to leave out {kept[0]}: each rank has its own")
     fsdp = sys.modules.get("torch.distributed.fsdp")
     kinds = () if fsdp is None else (fsdp.FSDPModule,)
     if fsdp is not None and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in model.modules()):

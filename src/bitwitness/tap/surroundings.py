@@ -23,7 +23,7 @@ from torch import nn
 from bitwitness.stats.digest import bit_hashes
 from bitwitness.tap.contents import Place, same
 from bitwitness.tap.lossgraph import version_of
-from bitwitness.tap.reachable import FRAMEWORKS, HOOKS, TORCHS, Cell, Present, Search, Some, Source
+from bitwitness.tap.reachable import FRAMEWORKS, HOOKS, TORCHS, Cell, Present, Search, Some, Source, Without
 from bitwitness.tap.structure import PLAIN
 from bitwitness.tap.usercode import Namespace
 
@@ -34,6 +34,8 @@ _GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
 _ANY_HOOKS = frozenset((*HOOKS, *_GLOBAL_HOOKS))
 _TORCH = (torch.nn.functional, torch)
 _FUNCTIONS = (FunctionType, BuiltinFunctionType)
+_PATCHED = frozenset(("backward", "register_hook"))
+"""Methods that are replaced by our own for a while."""
 _STRUCTURE = _ANY_HOOKS | {"_modules"}
 _CAPTURED = frozenset(("forward",))
 """Of the root: frameworks send its call elsewhere for a while, and a capture knows of it."""
@@ -173,7 +175,7 @@ class Surroundings:
         self._seen = {key: held for key, held in self._seen.items() if held[1] is not group}
         search = Search(group, self._known, self._seen, _MOST - self._count)
         for source, values in zip(group.top, group.seen, strict=True):
-            if source.place[-1] in _ANY_HOOKS or isinstance(source.values, Present) or source.thing in _TORCH:
+            if source.place[-1] in _ANY_HOOKS or isinstance(source.values, Present | Without) or source.thing in _TORCH:
                 continue  # what hooks hold is found as what their code uses
             keys = source.names() or [""] * len(values)
             for key, value in zip(keys, values, strict=False):
@@ -224,6 +226,8 @@ def _of_code(key: Any, name: str, thing: Any, keys: frozenset[str] | None) -> _G
 def _of_torch() -> _Group:
     hooks = vars(sys.modules["torch.nn.modules.module"])
     top = [Source(("torch", key), "torch's global hooks", hooks[key].values()) for key in _GLOBAL_HOOKS if key in hooks]
+    methods = vars(torch.Tensor)
+    top.append(Source(("Tensor",), "torch.Tensor's methods", Without(methods, _PATCHED)))
     for module in _TORCH:
         functions = [key for key, value in vars(module).items() if isinstance(value, _FUNCTIONS)]
         top.append(Source((module.__name__,), module.__name__, Some(vars(module), functions), functions, module))

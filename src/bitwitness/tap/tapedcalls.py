@@ -40,6 +40,15 @@ _DRAWS = re.compile(
 FindHeld = Callable[[torch.Tensor], "Held | None"]
 
 
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A call that is about to be made, with its first argument, if that is a tensor, and the version that it has."""
+
+    call: Call
+    first: torch.Tensor | None
+    version: int | None
+
+
 @dataclass(slots=True)
 class Tape:
     """The calls of one step so far, and where each tensor that they made comes from."""
@@ -69,21 +78,25 @@ class Tape:
         if any(source is not None for source in placed):
             self.chains[number] = Chain(len(self.calls), placed)
 
-    def note(self, func: Callable[..., Any], args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """Run a function of the script's and note it; ``run`` calls it."""
+    def begin(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Begun:
+        """Take what a function of the script's is about to be called with."""
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
         version = None if first is None else version_of(first)
         placed = map_tensors(args, self.source), map_tensors(kwargs, self.source)
         call = Call(func, *placed, torch.is_grad_enabled(), Autocast.read(self.device), current_line())
         self._mind_randomness(call, args, kwargs)
-        result = run()
+        return Begun(call, first, version)
+
+    def note(self, begun: Begun, args: Any, result: Any) -> None:
+        """Note a call that has been made."""
+        call, first = begun.call, begun.first
         made = tensors_of(result)
         name = call.name
         if name == "__setitem__":
             made = [args[0]]
             call.func = _set_item
-        call.mutates = first is not None and version_of(first) != version
-        others = [source for source in sources_in(placed) if isinstance(source, Outside)]
+        call.mutates = first is not None and version_of(first) != begun.version
+        others = [source for source in sources_in((call.args, call.kwargs)) if isinstance(source, Outside)]
         # What is changed in place and was not made here (an optimizer's parameters) stays outside, as it is then.
         known = {id(source.tensor) for source in others}
         made = [tensor for tensor in made if id(tensor) not in known]
@@ -99,7 +112,6 @@ class Tape:
             number = len(self.calls) - 1
             for index, tensor in enumerate(made):
                 self.sources[tensor] = Result(number, index)
-        return result
 
     def _mind_randomness(self, call: Call, args: Any, kwargs: Any) -> None:
         if isinstance(getattr(call.func, "__self__", None), type) or _DRAWS.match(call.name):

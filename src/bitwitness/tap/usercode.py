@@ -76,6 +76,8 @@ class _Search:
                 {key for key in vars(base) if not key.startswith("__")} if functions or _is_users_kind(base) else set()
             )
             keys |= _FORWARD & vars(base).keys() if issubclass(base, nn.Module) else set()
+            if _is_users_kind(base):  # what is set through a subclass is the subclass's from then on
+                keys |= {key for above in base.__mro__[1:] if _is_users_kind(above) for key in _data_names(above)}
             if keys:
                 self._kinds[id(base)] = base, frozenset(keys)
             for function in functions:
@@ -155,6 +157,10 @@ class _Search:
             yield f"{function.__qualname__}'s own", held, None
         for kind, keys in self._kinds.values():
             yield kind.__qualname__, kind, keys
+
+
+def _data_names(kind: type) -> set[str]:
+    return {key for key, value in vars(kind).items() if not key.startswith("__") and _function(value) is None}
 
 
 def _is_users_kind(kind: type) -> bool:
