@@ -117,6 +117,16 @@ def test_how_gradients_are_reduced_is_the_scripts_affair(ranks: int, tmp_path: P
     assert "the communication hook powerSGD_hook reduces the gradients" in str(skipped["messages"])
 
 
+def test_what_ranks_do_not_share_from_first_to_last_is_no_fault(tmp_path: Path) -> None:
+    told = run(2, tmp_path, "unfrozen_trials")
+    bits_held(told)
+    assert told["sharded, unfrozen", "clean"]["left_open"] == [0, 0]
+    left_open(
+        told["wrapped, unfrozen", "clean"], "0.bias was frozen when the model was guarded: a DistributedDataParallel"
+    )
+    left_open(told["partly each rank's own", "clean"], "DistributedDataParallel is told to leave out 2.bias")
+
+
 def test_faults_in_a_loss_outside_the_model(tmp_path: Path) -> None:
     told = run(4, tmp_path, "losses")
     bits_held(told)

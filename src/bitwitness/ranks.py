@@ -38,6 +38,10 @@ class Ranks(Protocol):
         """Number of the rank that asks, within the group."""
 
     @property
+    def in_job(self) -> int:
+        """Its number as messages tell it: for a process that trains alone, that within the whole job."""
+
+    @property
     def size(self) -> int:
         """Number of ranks."""
 
@@ -83,11 +87,14 @@ class Ranks(Protocol):
 
 
 class Alone:
-    """One rank: every collective is the identity."""
+    """One rank: every collective is the identity. ``in_job`` is its number in a job that trains something else together."""
 
     rank = 0
     size = 1
     members: tuple[int, ...] = ()
+
+    def __init__(self, in_job: int = 0) -> None:
+        self.in_job = in_job
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Return the values."""
@@ -159,7 +166,7 @@ class SideChannel:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, deadline_s: float) -> None:
-        self.rank = dist.get_rank(group)
+        self.rank = self.in_job = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.deadline_s = deadline_s
         self.broken = False

@@ -27,6 +27,7 @@ from bitwitness.respond.reporter import Reporter
 from bitwitness.tap.company import is_alone, wrappers_noticed
 from bitwitness.tap.compiled import CompileNotices, is_compiled, outside_transforms
 from bitwitness.tap.hooks import being_traced
+from bitwitness.tap.modes import scripts_modes_off
 from bitwitness.tap.modules import in_backward, keywords_of_call, unwrap
 
 _MANY = 2  # models met between two steps (a GAN's); where there are more, each optimizer's are guarded as one
@@ -235,7 +236,7 @@ class AutoGuard:
         if number and config.out is not None:
             config = replace(config, out=f"{config.out}-{number + 1}")
         try:
-            with outside_transforms():
+            with outside_transforms(), scripts_modes_off():
                 guard = Guard(root, config=config).start()
         except BitwitnessError as error:
             self._reporter.say(f"{type(unwrap(root)).__name__} trains unguarded: {error}")

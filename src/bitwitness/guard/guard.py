@@ -113,7 +113,7 @@ class Guard:
         ranks = join_ranks(self.model, self.config.ranks.deadline_s)
         self._stack.callback(ranks.close)
         self._writer = writer = self._open_writer(ranks)
-        self.reporter = Reporter(writer, ranks.rank)
+        self.reporter = Reporter(writer, ranks.in_job)
         if writer is not None:
             self._stack.callback(writer.close)
         for warning in self._warnings:
@@ -255,7 +255,7 @@ class Guard:
         if watch is None or reporter is None:
             return
         table = self.coverage()
-        reporter.event(Note("coverage", watch.clock.step, watch.ranks.rank, evidence=table))
+        reporter.event(Note("coverage", watch.clock.step, watch.ranks.in_job, evidence=table))
         if watch.ranks.rank == 0:
             for line in coverage_lines(table) if not self.config.nonfinite.only else nonfinite_lines(watch, table):
                 reporter.say(line)
@@ -265,7 +265,7 @@ class Guard:
                     "no optimizer step was seen: the guard could check nothing. Does another optimizer own the parameters, "
                     "or does the training loop run outside the guard?",
                     severity=Severity.WARNING,
-                    rank=watch.ranks.rank,
+                    rank=watch.ranks.in_job,
                 ),
                 speak=True,
             )

@@ -230,7 +230,7 @@ class Proceedings:
         return outcome
 
     def _announce(self, verdict: Verdict, loud: list[Finding], *, differs: bool) -> None:
-        speaks = self._ranks.rank == (verdict.ranks[0] if verdict.ranks else 0)
+        speaks = self._ranks.size == 1 or self._ranks.rank == (verdict.ranks[0] if verdict.ranks else 0)
         if verdict.cause in _INNOCENT or verdict.action is Action.REPORTED:
             self._innocent_in_a_row += 1
             rest = min(_LONGEST_REST, 2 ** (self._innocent_in_a_row - 2)) if self._innocent_in_a_row > 1 else 0
@@ -253,7 +253,7 @@ class Proceedings:
 
     def _note(self, what: str, verdict: Verdict, *, speak: bool) -> None:
         message = f"{what}: {verdict.message}"
-        note = Note(message, verdict.step, self._ranks.rank, "judge", evidence={"cause": what, **verdict.evidence})
+        note = Note(message, verdict.step, self._ranks.in_job, "judge", evidence={"cause": what, **verdict.evidence})
         self._reporter.note(note, speak=speak)
 
     def _stop(self, verdict: Verdict, code: int) -> None:

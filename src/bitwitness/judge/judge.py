@@ -240,7 +240,7 @@ class Judge:
         whose = judgement.ranks[0] if judgement.ranks else 0
         told = self._ranks.tell(json.dumps(self._executions(found)) if self._ranks.rank == whose else "", whose)
         evidence: dict[str, Any] = {
-            "whose": f"rank {whose}'s step",
+            "whose": f"rank {self._numbers((whose,))[0]}'s step",
             **(json.loads(told) if told else {}),
             "ranks": [_row_text(row.matches) for row in found.rows],
         }
@@ -279,7 +279,7 @@ class Judge:
         verdict = Verdict(
             judgement.cause,
             step,
-            judgement.ranks,
+            self._numbers(judgement.ranks),
             tuple(self._devices[rank] for rank in judgement.ranks),
             Action.REPORTED,
             self._message(step, judgement, located, found),
@@ -288,6 +288,10 @@ class Judge:
             fault_code=FAULT_CODE if hardware else None,
         )
         return Outcome(verdict, found, judgement, evidence)
+
+    def _numbers(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the numbers by which messages call these ranks."""
+        return tuple(self._ranks.in_job for _ in ranks) if self._ranks.size == 1 else ranks
 
     def _repeated(self, judgement: Judgement) -> Judgement:
         for rank in judgement.ranks:
@@ -301,7 +305,8 @@ class Judge:
         )
 
     def _message(self, step: int, judgement: Judgement, located: Located | None, found: Experiments) -> str:
-        who = ", ".join(f"rank {rank}: {self._devices[rank]}" for rank in judgement.ranks)
+        numbers = self._numbers(judgement.ranks)
+        who = ", ".join(f"rank {n}: {self._devices[rank]}" for n, rank in zip(numbers, judgement.ranks, strict=True))
         what = f" in {located.site}" + (f" ({located.line})" if located and located.line else "") if located else ""
         match judgement.cause:
             case Cause.TRANSIENT_HARDWARE:

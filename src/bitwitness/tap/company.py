@@ -29,12 +29,17 @@ def join_ranks(model: nn.Module, deadline_s: float) -> Ranks:
     """Return the side channel among the ranks that train ``model`` together, or `Alone`."""
     if (wrapper := distributed(model)) is not None:
         group = wrapper.process_group
-        return SideChannel(group, deadline_s=deadline_s) if dist.get_world_size(group) > 1 else Alone()
+        return SideChannel(group, deadline_s=deadline_s) if dist.get_world_size(group) > 1 else Alone(_number())
     sharding = sharding_of(model)
     (_whole.discard if sharding.spread else _whole.add)(model)
     if sharding.spread and dist.is_initialized() and dist.get_world_size(sharding.group()) > 1:
         return SideChannel(sharding.group(), deadline_s=deadline_s)
-    return Alone()
+    return Alone(_number())
+
+
+def _number() -> int:
+    """Return this process's number in its job, whatever that trains together."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def is_alone(model: nn.Module) -> bool:

@@ -111,7 +111,7 @@ class HeldState:
             reading.structure,
             [list(held.items()) for p in self._root.parameters() if (held := p._backward_hooks)],
         )
-        if self._structure is not None and structure != self._structure:  # other code, which uses names of its own
+        if reading.code or self._structure not in (None, structure):  # other code, which uses names of its own
             self._code = None
             self._around = self._search()
             reading = self._around.read()

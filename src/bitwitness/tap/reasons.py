@@ -19,3 +19,7 @@ PARAMETER_HOOKS = "the hooks on parameters' gradients are not the same now as in
 SOME_PARAMETERS = "the backward is asked for the gradients of some parameters only (inputs=)"
 FROZEN = "parameters were frozen between the forward and the backward"
 AUTOCAST_BACKWARD = "the backward runs under autocast"
+UNFROZEN = (
+    "{} was frozen when the model was guarded: a DistributedDataParallel that was made with it frozen does not reduce its "
+    "gradient, and the ranks drift apart; wrap the model again after unfreezing"
+)

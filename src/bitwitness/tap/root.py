@@ -21,7 +21,7 @@ from bitwitness.tap.capture import ForwardRecord, StepRecord
 from bitwitness.tap.capturing import Capturer, forward_of
 from bitwitness.tap.clock import StepClock, stopwatch
 from bitwitness.tap.company import wrapped_later
-from bitwitness.tap.compiled import CompiledRegions, broadcasts, find_entry, in_transform
+from bitwitness.tap.compiled import CompiledRegions, broadcasts, distributed, find_entry, in_transform
 from bitwitness.tap.forwardhooks import ForwardHooks
 from bitwitness.tap.gradhooks import GradientHooks
 from bitwitness.tap.gradients import norm_of_present, queue_after_backward
@@ -96,7 +96,7 @@ class RootTap:
         self.backwards = self.forwards_seen = self.outputs_seen = 0
         self.unseen_backwards = 0
         """Backwards that reached the parameters without a recorded forward."""
-        self.paused = self.reducing = False
+        self.paused = self.reducing = self._reached = self._trained = False
         self._own_seconds = 0.0
         self._clock = clock
         self._around = around_forward
@@ -105,10 +105,8 @@ class RootTap:
         self._entered: list[AbstractContextManager[Any]] = []
         self._open: list[ForwardRecord | None] = []
         self._depth = 0
-        self._trained = False
         self._call = BackwardCall(())
         self._queued: Any = None
-        self._reached = False
         self._traffic = read_traffic()
         first = next(iter(self.parameters.values()), None)
         self.device = torch.device("cpu") if first is None else first.device
@@ -145,10 +143,12 @@ class RootTap:
     def watch_trainable(self) -> bool:
         """Watch the parameters that ask for a gradient now; return whether these are others than before."""
         # In a forward, a module of FSDP2's holds the whole parameters instead of its shards.
-        every = self._every if self.sharding.fsdp2 else dict(self.root.named_parameters())
-        named = {name: p for name, p in every.items() if p.requires_grad}
+        every = self._every.items() if self.sharding.fsdp2 else self.root.named_parameters()
+        named = {name: p for name, p in every if p.requires_grad}
         if [id(p) for p in named.values()] == [id(p) for p in self.parameters.values()]:
             return False
+        if self.parameters and distributed(self.wrapper) is not None and (new := named.keys() - self.parameters.keys()):
+            self.sharding = replace(self.sharding, problem=reasons.UNFROZEN.format(min(new)))
         self.parameters = named
         self.ledger = GradientLedger(list(named.values()))
         self._positions = {id(p): i for i, p in enumerate(named.values())}

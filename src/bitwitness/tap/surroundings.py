@@ -13,7 +13,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import chain, compress
+from operator import itemgetter
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -70,7 +71,9 @@ class Reading:
     hashes: torch.Tensor | None
     versions: tuple[int, ...]
     structure: list[tuple[Any, ...]]
-    """The children of modules, and the hooks on them and of torch."""
+    """The modules' classes, their children, and the hooks on them and of torch."""
+    code: bool
+    """Whether functions have come, or others, that were not there when it was searched."""
 
     def changed(self) -> dict[Place, str]:
         """Return the places at which something is not now what it was, with printable names; waits for a device if asked."""
@@ -98,6 +101,20 @@ class Reading:
         for (place, name, tensor), there in zip(self.tensors, moved, strict=False):
             if there:
                 yield place, name, tensor
+
+
+def _names_code(source: Source) -> bool:
+    """Tell whether a source is the names of a module of the root's, or of the code, and no container's or torch's."""
+    return len(source.place) == 1 and source.thing not in _TORCH
+
+
+def _runs(value: Any) -> bool:
+    """Tell whether a value is code that a forward may run, or an object of it."""
+    return callable(value) and not isinstance(value, type | nn.Module | torch.Tensor)
+
+
+def _no_slots(_values: tuple[Any, ...]) -> tuple[Any, ...]:
+    return ()
 
 
 def _first_difference(names: list[str], old: tuple[Any, ...], new: tuple[Any, ...]) -> str | None:
@@ -132,7 +149,8 @@ class Surroundings:
     """
 
     def __init__(self, modules: list[tuple[str, nn.Module]], namespaces: Mapping[Any, Namespace]) -> None:
-        self._known = {id(module) for _, module in modules}
+        self._modules = [module for _, module in modules]
+        self._known = set(map(id, self._modules))
         self._count = self._readings = 0
         self._seen: dict[int, tuple[Any, object]] = {}
         groups = [_of_module(position, name, module) for position, (name, module) in enumerate(modules)]
@@ -145,13 +163,25 @@ class Surroundings:
     def read(self) -> Reading:
         """Return what there is now."""
         self._readings += 1
+        code = False
         if self._readings % _SEARCHED_EVERY == 0 or self._readings < _SEARCHED_EVERY:
+            code = self._other_code(tuple(map(tuple, self._views)))  # the search takes what it finds for known
             self._search_again()
         hashes = _hashes(self._tensors) if self._hashed else None
         versions = () if hashes is not None else _versions(self._tensors)
         values = tuple(map(tuple, self._views))
-        structure = [held for held in compress(values, self._structural) if held]
-        return Reading(self._sources, values, self._tensors, hashes, versions, structure)
+        structure = [tuple(map(type, self._modules)), *filter(None, compress(values, self._structural))]
+        return Reading(
+            self._sources, values, self._tensors, hashes, versions, structure, code or self._other_code(values)
+        )
+
+    def _other_code(self, values: tuple[tuple[Any, ...], ...]) -> bool:
+        """Tell whether a name that held nothing, or a function, holds another function now, or a new name does."""
+        own = [values[index] for index in self._own]
+        if list(map(len, own)) != self._lengths:
+            return any(len(a) != len(b) and any(map(_runs, a)) for a, b in zip(own, self._held, strict=True))
+        flat = tuple(chain.from_iterable(own))
+        return any(now is not old and _runs(now) for now, old in zip(self._slots(flat), self._functions, strict=True))
 
     def _search_again(self) -> None:
         if changed := [group for group in self._groups if group.changed()]:
@@ -162,6 +192,13 @@ class Surroundings:
     def _flatten(self) -> None:
         self._sources = tuple(source for group in self._groups for source in (*group.top, *group.sources))
         self._views = [source.values for source in self._sources]
+        self._own = [index for index, source in enumerate(self._sources) if _names_code(source)]
+        self._held = [tuple(self._views[index]) for index in self._own]
+        self._lengths = list(map(len, self._held))
+        flat = tuple(chain.from_iterable(self._held))
+        slots = [index for index, value in enumerate(flat) if value is None or _runs(value)]
+        self._slots = itemgetter(*slots, *slots[:1], *slots[:1]) if slots else _no_slots
+        self._functions = self._slots(flat)
         self._structural = [source.place[-1] in _STRUCTURE for source in self._sources]
         self._tensors = tuple({id(entry[2]): entry for group in self._groups for entry in group.tensors}.values())
         tensors = [tensor for _, _, tensor in self._tensors]

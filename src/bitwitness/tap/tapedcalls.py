@@ -27,6 +27,7 @@ from bitwitness.tap.lossgraph import (
     sources_in,
     version_of,
 )
+from bitwitness.tap.modes import scripts_modes_off
 from bitwitness.tap.randomness import RandomState
 from bitwitness.tap.structure import map_tensors, tensors_of
 
@@ -106,7 +107,8 @@ class Tape:
             call.changes_outside |= call.mutates and self._is_part_of_another(first)
             call.scalar = made[0].numel() == 1 and made[0].is_floating_point()
             if call.scalar:
-                self.last_scalar = made[0].detach()
+                with scripts_modes_off():
+                    self.last_scalar = made[0].detach()
             call.storages = _storages(made)
             self.calls.append(call)
             number = len(self.calls) - 1
