@@ -5,9 +5,9 @@ export OMP_NUM_THREADS := 1
 
 .PHONY: test check demo demo-seed bench bench-record bench-compare detect campaign innocent clean
 
-# two files of tests at a time: most wait for the processes that they start
+# three files of tests at a time on two cores: most wait for the processes that they start
 test: .stamp-venv check
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 check: .stamp-venv
 	$(BIN)/ruff check .
