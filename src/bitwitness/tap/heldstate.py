@@ -37,7 +37,7 @@ class HeldState:
     def __init__(self, root: nn.Module) -> None:
         self._root = root
         self._code: dict[str, Namespace] | None = None
-        self._structure: tuple[Any, ...] | None = None
+        self._structure: list[tuple[Any, ...]] | None = None
         self._learned = 0
         self._before: Snapshot | None = None
         self._volatile: dict[Place, str] = {}
@@ -107,15 +107,11 @@ class HeldState:
         if self._around is None:
             self._around = self._search()
         reading = self._around.read()
-        structure = (
-            reading.structure,
-            [list(held.items()) for p in self._root.parameters() if (held := p._backward_hooks)],
-        )
-        if reading.code or self._structure not in (None, structure):  # other code, which uses names of its own
+        if reading.code or self._structure not in (None, reading.structure):  # other code, which uses names of its own
             self._code = None
             self._around = self._search()
             reading = self._around.read()
-        self._structure = structure
+        self._structure = reading.structure
         return reading
 
     def _search(self) -> Surroundings:

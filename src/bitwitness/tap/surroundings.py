@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, compress
-from operator import itemgetter
+from operator import is_, itemgetter
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -71,7 +71,7 @@ class Reading:
     hashes: torch.Tensor | None
     versions: tuple[int, ...]
     structure: list[tuple[Any, ...]]
-    """The modules' classes, their children, and the hooks on them and of torch."""
+    """The modules' classes, their children, and the hooks on them, on their parameters and of torch."""
     code: bool
     """Whether functions have come, or others, that were not there when it was searched."""
 
@@ -151,6 +151,8 @@ class Surroundings:
     def __init__(self, modules: list[tuple[str, nn.Module]], namespaces: Mapping[Any, Namespace]) -> None:
         self._modules = [module for _, module in modules]
         self._known = set(map(id, self._modules))
+        own = (vars(module).get("_parameters", {}).values() for module in self._modules)  # a traced module has none
+        self._parameters = [parameter for held in own for parameter in held if parameter is not None]
         self._count = self._readings = 0
         self._seen: dict[int, tuple[Any, object]] = {}
         groups = [_of_module(position, name, module) for position, (name, module) in enumerate(modules)]
@@ -170,7 +172,8 @@ class Surroundings:
         hashes = _hashes(self._tensors) if self._hashed else None
         versions = () if hashes is not None else _versions(self._tensors)
         values = tuple(map(tuple, self._views))
-        structure = [tuple(map(type, self._modules)), *filter(None, compress(values, self._structural))]
+        hooks = [tuple(held.items()) for parameter in self._parameters if (held := parameter._backward_hooks)]
+        structure = [tuple(map(type, self._modules)), *filter(None, compress(values, self._structural)), *hooks]
         return Reading(
             self._sources, values, self._tensors, hashes, versions, structure, code or self._other_code(values)
         )
@@ -180,8 +183,10 @@ class Surroundings:
         own = [values[index] for index in self._own]
         if list(map(len, own)) != self._lengths:
             return any(len(a) != len(b) and any(map(_runs, a)) for a, b in zip(own, self._held, strict=True))
-        flat = tuple(chain.from_iterable(own))
-        return any(now is not old and _runs(now) for now, old in zip(self._slots(flat), self._functions, strict=True))
+        now = self._slots(tuple(chain.from_iterable(own)))
+        if all(map(is_, now, self._functions)):
+            return False
+        return any(new is not old and _runs(new) for new, old in zip(now, self._functions, strict=True))
 
     def _search_again(self) -> None:
         if changed := [group for group in self._groups if group.changed()]:
@@ -233,7 +238,8 @@ def _of_module(position: int, name: str, module: nn.Module) -> _Group:
     children = names.get("_modules", {})
     top.append(Source((position, "_modules"), label, children.values(), children.keys(), module))
     parameters = names.get("_parameters", {})
-    top.append(Source((position, "_parameters"), label, Present(parameters), parameters.keys(), module))
+    if parameters:
+        top.append(Source((position, "_parameters"), label, Present(parameters), parameters.keys(), module))
     for parameter in parameters.values():
         if parameter is not None:
             top.append(
