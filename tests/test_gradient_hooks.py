@@ -143,6 +143,16 @@ def test_parameters_hooks_take_part_in_a_replay_below_a_reentrant_checkpoint(cap
     assert guard.coverage()["dismissed"] == 3, capsys.readouterr().err
 
 
+def compared(run, capsys) -> tuple[dict, str]:
+    """Run plain and guarded; see that nobody is accused and the bits are the same; return the coverage, and what was said."""
+    plain, _ = run(lambda *_: contextlib.nullcontext())
+    found, table = run(lambda *given: bw.Guard(*given, act="protect", **ALWAYS))
+    said = capsys.readouterr().err
+    assert "VERDICT" not in said
+    assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+    return table, said
+
+
 @pytest.mark.parametrize("some", [True, False])
 def test_a_backward_for_some_parameters_alone_convicts_nobody(some, capsys) -> None:
     def run(guarded) -> tuple[list[torch.Tensor], dict]:
@@ -157,11 +167,7 @@ def test_a_backward_for_some_parameters_alone_convicts_nobody(some, capsys) -> N
                 optimizer.step()
         return [p.detach() for p in net.parameters()], guard and guard.coverage()
 
-    plain, _ = run(lambda *_: contextlib.nullcontext())
-    found, table = run(lambda *given: bw.Guard(*given, act="protect", **ALWAYS))
-    said = capsys.readouterr().err
-    assert "VERDICT" not in said
-    assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+    table, said = compared(run, capsys)
     assert table["dismissed"] == (LATE[0] - 1 if some else STEPS - 1), said
     assert ("the backward is asked for the gradients of some parameters only" in said) == some
 
@@ -183,9 +189,5 @@ def test_a_backward_for_another_models_parameters_is_not_this_models(capsys) -> 
                 theirs.step()
         return [p.detach() for p in judge.parameters()], guard and guard.coverage()
 
-    plain, _ = run(lambda *_: contextlib.nullcontext())
-    found, table = run(lambda *given: bw.Guard(*given, act="protect", **ALWAYS))
-    said = capsys.readouterr().err
-    assert "VERDICT" not in said
-    assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+    table, said = compared(run, capsys)
     assert table["dismissed"] == STEPS - 1, said

@@ -12,13 +12,12 @@ How they are reached depends on who owns them:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
 
 from bitwitness.stats import Features, features_of, marks_of, norms_of
-from bitwitness.stats.local import local_values
 from bitwitness.tap.compiled import distributed
 from bitwitness.tap.modules import own_work
 from bitwitness.tap.sharded import ReduceTap, sharding_of
@@ -43,14 +42,6 @@ def features_with_absent(grads: list[torch.Tensor | None], device: torch.device,
 
     digest = spread(features.digest) if hashed else features.digest
     return Features(spread(features.l2), spread(features.absmax), digest)
-
-
-def norm_of_present(parameters: Sequence[nn.Parameter], device: torch.device) -> torch.Tensor | None:
-    """Return the sum of the norms of the gradients that are there, float32, 0-d, on ``device``; None if there are none."""
-    present = [local_values(p.grad) for p in parameters if p.grad is not None]
-    if not present:
-        return None
-    return torch.stack([norm.to(device, torch.float32) for norm in torch._foreach_norm(present)]).sum()
 
 
 class LocalGradients:

@@ -157,6 +157,7 @@ class _Walk:
         self.inside: set[tuple[int, str]] = set()
         self.complete = True
         self.others: dict[int, Other] = {}
+        self._elsewhere: set[tuple[Any, int]] = set()  # behind which nothing of the root lies
         self._met: dict[int, int] = {}
 
     def finish(self) -> None:
@@ -181,7 +182,7 @@ class _Walk:
         others: dict[int, Other] = {}
         while waiting and len(seen) < LARGEST:
             node, number = waiting.pop()
-            if node is None or (node, number) in seen:
+            if node is None or (node, number) in seen or (node, number) in self._elsewhere:
                 continue
             seen.add((node, number))
             sequence = node._sequence_nr()
@@ -189,8 +190,7 @@ class _Walk:
                 leaf = getattr(node, "variable", None)
                 if id(leaf) in self._parameters:
                     return False
-                if isinstance(leaf, nn.Parameter):
-                    others[id(leaf)] = (weakref.ref(leaf), leaf._version)
+                _note_other(leaf, others)
                 continue
             if (sequence, number, node.name()) in self._ends or any(s.begin <= sequence < s.end for s in self._spans):
                 return False
@@ -198,6 +198,7 @@ class _Walk:
         if waiting:
             return False
         self.others |= others
+        self._elsewhere |= seen
         return True
 
     def _meet(self, node: Any, number: int) -> object:
@@ -210,8 +211,8 @@ class _Walk:
             position = self._parameters.get(id(leaf))
             if position is not None:
                 self.reached.add(position)
-            elif isinstance(leaf, nn.Parameter):
-                self.others[id(leaf)] = (weakref.ref(leaf), leaf._version)
+            else:
+                _note_other(leaf, self.others)
             return ("leaf", position)
         name = node.name()
         output = self._ends.get((sequence, number, name))
@@ -230,3 +231,8 @@ class _Walk:
         self.complete = len(self.numbers) < LARGEST
         self.waiting += reversed(node.next_functions)
         return name
+
+
+def _note_other(leaf: Any, others: dict[int, Other]) -> None:
+    if isinstance(leaf, nn.Parameter):
+        others[id(leaf)] = (weakref.ref(leaf), leaf._version)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bitwitness.stats import marks_of
+from bitwitness.stats import marks_of, total_of
 from bitwitness.tap import reasons
 from bitwitness.tap.capture import ForwardRecord, StepRecord
 from bitwitness.tap.capturing import Capturer, forward_of
@@ -24,7 +24,7 @@ from bitwitness.tap.company import wrapped_later
 from bitwitness.tap.compiled import CompiledRegions, broadcasts, distributed, find_entry, in_transform
 from bitwitness.tap.forwardhooks import ForwardHooks
 from bitwitness.tap.gradhooks import GradientHooks
-from bitwitness.tap.gradients import norm_of_present, queue_after_backward
+from bitwitness.tap.gradients import queue_after_backward
 from bitwitness.tap.graphwalk import sketch
 from bitwitness.tap.holdpoints import BackwardCall
 from bitwitness.tap.ledger import Change, GradientLedger
@@ -244,8 +244,8 @@ class RootTap:
 
     def _note_start(self) -> None:
         """See what lies in the gradients before the step's first backward adds to it."""
-        record, parameters = self.record, list(self.parameters.values())
-        record.start_norm = norm_of_present(parameters, self.device)
+        record, present = self.record, [p.grad for p in self.parameters.values() if p.grad is not None]
+        record.start_norm = total_of(present, self.device) if present else None
         # zero_grad(set_to_none=False): -0.0 + 0.0 is +0.0, so a replay must start from zeros, too
         record.zero_start = record.start_norm is not None
 
