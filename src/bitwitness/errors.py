@@ -44,5 +44,8 @@ class TrainingStopped(SystemExit):
         super().__init__(code)
         self.reason = reason
 
+    def __reduce__(self) -> tuple[type[TrainingStopped], tuple[object, str]]:
+        return type(self), (self.code, self.reason)  # a pool of processes sends it to its parent
+
     def __str__(self) -> str:
         return self.reason

@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from bitwitness.config import Config
 from bitwitness.errors import BitwitnessError
 from bitwitness.guard.children import children_guarded
+from bitwitness.guard.commands import commands_named
 from bitwitness.guard.discovery import Blocks, contents, is_entered, root_of, trainable
 from bitwitness.guard.forked import inert_in_children
 from bitwitness.guard.guard import Guard
@@ -43,7 +44,7 @@ class AutoGuard:
 
     The search rests, so that nothing stays hooked globally, while every optimizer that steps has its parameters guarded, and
     goes on where one does not. A model with compiled modules ends the search: torch would compile the search's hooks into
-    it. Processes that the script starts with ``multiprocessing`` search, too.
+    it. Processes that the script starts with ``multiprocessing`` search, too; commands that it starts are named.
 
     Parameters
     ----------
@@ -85,6 +86,7 @@ class AutoGuard:
             self._reporter.say(warning)
         inert_in_children(self)
         self._stack.enter_context(children_guarded(self._config, guarded_child, self._reporter.say))
+        self._stack.enter_context(commands_named(self._reporter.say))
         self._stack.enter_context(wrappers_noticed(self._wrapped))
         self._stack.callback(register_optimizer_step_post_hook(self._stepped).remove)
         self._begin_search()

@@ -8,11 +8,14 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from bitwitness.config import Config
+from bitwitness.guard.childstops import ChildStops, telling
 from bitwitness.guard.forked import starting_worker
+from bitwitness.respond.final import PROCESS
 
 _PROCESS: Any = BaseProcess
 _OTHERS = ("torch.utils.data", "multiprocessing.managers", "multiprocessing.resource", "multiprocessing.forkserver")
@@ -30,10 +33,12 @@ class GuardedRun:
     watch: Watch
     config: Config
     original: Callable[[], Any] | None
+    mouth: Connection
 
     def __call__(self) -> None:
         """Run what the process was made for, under guard."""
         _put_back(self.process, self.original)
+        PROCESS.also(telling(self.mouth))
         with self.watch(self.config):
             self.process.run()
 
@@ -54,6 +59,7 @@ def children_guarded(config: Config, watch: Watch, say: Callable[[str], None]) -
     """
     original = _PROCESS.start
     here = os.getpid()
+    stops = ChildStops(say)
 
     @functools.wraps(original)
     def start(process: BaseProcess) -> None:
@@ -62,7 +68,7 @@ def children_guarded(config: Config, watch: Watch, say: Callable[[str], None]) -
             return
         with starting_worker():
             if _may_train(process):
-                _start_guarded(process, original, _config_of(process, config), watch, say)
+                _start_guarded(process, original, (_config_of(process, config), watch), stops, say)
             else:
                 original(process)
 
@@ -72,25 +78,35 @@ def children_guarded(config: Config, watch: Watch, say: Callable[[str], None]) -
     finally:
         if _PROCESS.start is start:
             _PROCESS.start = original
+        stops.close()
 
 
 def _start_guarded(
-    process: BaseProcess, start: Callable[[BaseProcess], None], config: Config, watch: Watch, say: Callable[[str], None]
+    process: BaseProcess,
+    start: Callable[[BaseProcess], None],
+    how: tuple[Config, Watch],
+    stops: ChildStops,
+    say: Callable[[str], None],
 ) -> None:
     own = vars(process).get("run")
     if problem := _problem(process):
         start(process)
         say(f"what the process {process.name} trains is not guarded: {problem}")
         return
-    process.run = GuardedRun(process, watch, config, own)  # type: ignore[method-assign]
+    config, watch = how
+    ear, mouth = stops.line()
+    process.run = GuardedRun(process, watch, config, own, mouth)  # type: ignore[method-assign]
     failed = None
     try:
         start(process)
+        stops.listen(process, ear)
     except Exception as error:
         if getattr(process, "_popen", None) is not None:
             raise
         failed = error
+        ear.close()
     finally:
+        mouth.close()
         _put_back(process, own)
     if failed is not None:
         start(process)  # raises the same where it was not ours

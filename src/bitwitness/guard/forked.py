@@ -17,7 +17,18 @@ class Inherited(Protocol):
         """Become inert in the child; ``worker``: ``multiprocessing`` made it, and says itself what runs in it."""
 
 
+class Listener(Protocol):
+    """Something with a thread: a process with threads had better not fork."""
+
+    def before_fork(self) -> None:
+        """End the thread."""
+
+    def after_fork_here(self) -> None:
+        """Begin it again, in the process that forked."""
+
+
 _inherited: WeakSet[Inherited] = WeakSet()
+_listeners: WeakSet[Listener] = WeakSet()
 _kept: list[Inherited] = []  # in a child: what is never freed there, since it would close the parent's connections
 _starting = threading.local()
 _registered = False
@@ -25,11 +36,21 @@ _registered = False
 
 def inert_in_children(owner: Inherited) -> None:
     """Have ``owner`` told in every process that is forked from now on."""
-    global _registered  # noqa: PLW0603 - Python knows no way to take such a callback back, so there is one
     _inherited.add(owner)
+    _register()
+
+
+def still_while_forking(owner: Listener) -> None:
+    """Have the thread of ``owner`` ended before every fork of this process, and begun again behind it."""
+    _listeners.add(owner)
+    _register()
+
+
+def _register() -> None:
+    global _registered  # noqa: PLW0603 - Python knows no way to take such callbacks back, so they are given once
     if not _registered and hasattr(os, "register_at_fork"):
         _registered = True
-        os.register_at_fork(after_in_child=_in_child)
+        os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
 
 
 @contextmanager
@@ -48,3 +69,15 @@ def _in_child() -> None:
         _kept.append(owner)
         with suppress(Exception):  # it is the script's own process: our trouble is not its trouble
             owner.after_fork(worker=worker)
+
+
+def _before() -> None:
+    for owner in list(_listeners):
+        with suppress(Exception):
+            owner.before_fork()
+
+
+def _in_parent() -> None:
+    for owner in list(_listeners):
+        with suppress(Exception):
+            owner.after_fork_here()

@@ -88,15 +88,38 @@ def _end_child(code: int) -> None:
         frame = frame.f_back
 
 
-def end_from_thread(code: int, reason: str, close: Callable[[], None]) -> None:
-    """Interrupt the main thread, because the training was stopped in this one; end it after `GRACE_S`, if it goes on.
+def end_from_elsewhere(code: int, reason: str, where: str, close: Callable[[], None], patience: float = 0.0) -> None:
+    """Interrupt the main thread, because the training was stopped elsewhere; end it after `GRACE_S`, if it goes on.
 
     An interrupt that the script does not catch then ends the process with ``code``, and shows no traceback.
+
+    Parameters
+    ----------
+    code, reason
+        The stop's.
+    where
+        The thread or process in which it was.
+    close
+        Called before this process is ended from here.
+    patience
+        Seconds that the main thread has to notice by itself.
+
     """
+    if patience <= 0:
+        _interrupt(code, reason, where)
+    else:
+        with suppress(Exception):
+            sys.stderr.write(f"bitwitness: the training was stopped in {where}, and so it is here: {reason}\n")
+        _later(patience, _interrupt, code, reason, where)
+    why = f"the training was stopped {GRACE_S:g} s ago, and the main thread goes on"
+    _later(GRACE_S, end_now, code, why, close)
+
+
+def _interrupt(code: int, reason: str, where: str) -> None:
     with suppress(Exception):
         sys.stderr.write(
-            f"bitwitness: the training was stopped in thread {threading.current_thread().name!r}; the main thread is "
-            f"interrupted, and has {GRACE_S:g} s to end with exit code {code}\n"
+            f"bitwitness: the training was stopped in {where}; the main thread is interrupted, and has {GRACE_S:g} s to "
+            f"end with exit code {code}\n"
         )
     _name_interrupts(code, reason)
     main = threading.main_thread()
@@ -105,8 +128,10 @@ def end_from_thread(code: int, reason: str, close: Callable[[], None]) -> None:
             signal.pthread_kill(main.ident, signal.SIGINT)
         else:
             _thread.interrupt_main()
-    why = f"the training was stopped {GRACE_S:g} s ago, and the main thread goes on"
-    timer = threading.Timer(GRACE_S, end_now, (code, why, close))
+
+
+def _later(seconds: float, call: Callable[..., object], *args: object) -> None:
+    timer = threading.Timer(seconds, call, args)
     timer.daemon = True
     timer.start()
 

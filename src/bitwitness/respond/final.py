@@ -21,7 +21,7 @@ from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer
 
 from bitwitness.errors import EXIT_CONVICTED, TrainingStopped
-from bitwitness.respond.ending import end_from_thread, end_now, interactive, seal
+from bitwitness.respond.ending import end_from_elsewhere, end_now, interactive, seal
 from bitwitness.tap.compiled import Entry, HookedCall
 from bitwitness.tap.holdpoints import BackwardCall, HoldPoints, Relay, StepListener
 from bitwitness.tap.hooks import ModuleHook
@@ -45,6 +45,7 @@ class Finality:
         self._came_back: Counter[int] = Counter()
         self._entries: WeakSet[nn.Module] = WeakSet()
         self._on: list[Callable[[], None]] = []
+        self._told: list[Callable[[Stop], None]] = []
         self._contained = 0
 
     @contextmanager
@@ -78,17 +79,39 @@ class Finality:
 
     def declare(self, error: TrainingStopped) -> None:
         """Make a stop final: refuse further steps, and settle the process's exit code."""
+        stop = Stop(error.code if isinstance(error.code, int) else EXIT_CONVICTED, error.reason)
+        thread = threading.current_thread()
+        if self._settle(stop) and thread is not threading.main_thread():
+            end_from_elsewhere(stop.code, stop.reason, f"thread {thread.name!r}", self._close_all)
+
+    def declare_for(self, stop: Stop, where: str, patience: float) -> None:
+        """Make a stop in a child final here, too: in so many seconds the main thread is interrupted, if it goes on."""
+        if self._settle(stop):
+            end_from_elsewhere(stop.code, stop.reason, where, self._close_all, patience)
+
+    def also(self, told: Callable[[Stop], None]) -> None:
+        """Have someone told of the stop."""
+        self._told.append(told)
+
+    def no_more(self, told: Callable[[Stop], None]) -> None:
+        """Tell them no more."""
+        self._told.remove(told)
+
+    def _settle(self, stop: Stop) -> bool:
+        """Take a stop for this process's, if it is the first; return whether the process is to end."""
         if self._contained or self.stop is not None:
-            return
-        self.stop = stop = Stop(error.code if isinstance(error.code, int) else EXIT_CONVICTED, error.reason)
+            return False
+        self.stop = stop
         for module in self._entries:
             self._refuse_forwards(module)
         HoldPoints(_Refusal(self)).__enter__()  # never left
+        for told in list(self._told):
+            with suppress(Exception):
+                told(stop)
         if interactive():
-            return
+            return False
         seal(stop.code)
-        if threading.current_thread() is not threading.main_thread():
-            end_from_thread(stop.code, stop.reason, self._close_all)
+        return True
 
     @contextmanager
     def contained(self) -> Iterator[None]:
