@@ -1,4 +1,6 @@
-"""Ranks as ``torchrun`` starts them, forked from one process that has imported torch: half of a short job is its imports.
+"""Ranks as ``torchrun`` starts them, and scripts as ``python`` does, forked from one process that has imported torch.
+
+Half of a short job is its imports.
 
 What torchrun itself does (logs told apart, restarts, signals) is tested with torchrun. Each call of `forked` gives its ranks
 the variables that torchrun gives, a store that an agent keeps, and ends the others where one fails.
@@ -11,8 +13,10 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from functools import cache
 from pathlib import Path
+from typing import NoReturn
 
 from bitwitness.demo.launch import Launched
 
@@ -35,19 +39,50 @@ def forked(ranks: int, arguments: list[str], logs: Path, *, environment: dict[st
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    server = _server()
     asked = {"ranks": ranks, "arguments": list(map(str, arguments)), "logs": str(logs), "port": port}
-    asked |= {"environment": {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(environment or {})}}
+    code = _ask({**asked, "environment": environment or {}})
+    return Launched(code, sorted(logs.rglob("std*.log")))
+
+
+def script(arguments: list[str], where: Path, *, timeout: float = 200.0) -> subprocess.CompletedProcess[str]:
+    """Run ``python ARGUMENTS`` (a script or ``-m module``, and its arguments) in a folder; as `subprocess.run`.
+
+    What Python itself does at its start and end (the order of "at exit", excepthooks) is tested in interpreters of their own.
+
+    Raises
+    ------
+    subprocess.TimeoutExpired
+        It took longer; it was killed.
+
+    """
+    with tempfile.TemporaryDirectory() as logs:
+        asked = {
+            "ranks": 0,
+            "arguments": list(map(str, arguments)),
+            "logs": logs,
+            "where": str(where),
+            "timeout": timeout,
+        }
+        code = _ask({**asked, "environment": {}})
+        out, err = ((Path(logs) / name).read_text() for name in ("stdout.log", "stderr.log"))
+    if code is None:
+        raise subprocess.TimeoutExpired(arguments, timeout, out, err)
+    return subprocess.CompletedProcess(arguments, code, out, err)
+
+
+def _ask(asked: dict) -> int | None:
+    """Have the server run something; return its exit code."""
+    server = _server()
+    asked["environment"] = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **asked["environment"]}
     try:
         server.stdin.write(json.dumps(asked) + "\n")
         server.stdin.flush()
-        code = int(server.stdout.readline())
+        return json.loads(server.stdout.readline())
     except BaseException:
         server.kill()  # its ranks end with it
         server.wait()
         _server.cache_clear()
         raise
-    return Launched(code, sorted(logs.rglob("std*.log")))
 
 
 # -- the server --------------------------------------------------------------------------------------------------------------
@@ -70,9 +105,35 @@ def _serve() -> None:
         asked = json.loads(line)
         pid = os.fork()
         if not pid:
-            os._exit(_lead(asked))
-        _, status = os.waitpid(pid, 0)
-        os.write(1, f"{os.waitstatus_to_exitcode(status)}\n".encode())
+            os._exit(_lead(asked)) if asked["ranks"] else _alone(asked)
+        os.write(1, f"{json.dumps(_await(pid, asked.get('timeout')))}\n".encode())
+
+
+def _await(pid: int, timeout: float | None) -> int | None:
+    """Return the exit code of a process, or None if it had to be killed."""
+    import signal
+    import time
+
+    until = time.monotonic() + (timeout or float("inf"))
+    done = status = 0
+    while not done and time.monotonic() < until:
+        done, status = os.waitpid(pid, os.WNOHANG if timeout else 0)
+        if not done:
+            time.sleep(0.01)
+    if not done:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        return None
+    return os.waitstatus_to_exitcode(status)
+
+
+def _alone(asked: dict) -> NoReturn:
+    """Be a script."""
+    from forking import become
+
+    folder = Path(asked["logs"])
+    os.chdir(asked["where"])
+    become(lambda: _run(asked, {}), folder / "stdout.log", folder / "stderr.log")
 
 
 def _lead(asked: dict) -> int:
@@ -107,16 +168,12 @@ def _rank(asked: dict, number: int) -> int:
     pid = os.fork()
     if not pid:
         folder = Path(asked["logs"]) / str(number)
-        become(lambda: _run(asked, number), folder / "stdout.log", folder / "stderr.log")
+        become(lambda: _run(asked, _variables(asked, number)), folder / "stdout.log", folder / "stderr.log")
     return pid
 
 
-def _run(asked: dict, number: int) -> None:
-    """Be a rank: its variables, and its script as ``__main__``."""
-    import runpy
-    import types
-
-    _die_with_parent()
+def _variables(asked: dict, number: int) -> dict[str, str]:
+    """Return what torchrun tells a rank."""
     size, port = str(asked["ranks"]), str(asked["port"])
     own = {
         "RANK": str(number),
@@ -126,7 +183,19 @@ def _run(asked: dict, number: int) -> None:
         "GROUP_RANK": "0",
     }
     own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ROLE_RANK": str(number), "ROLE_WORLD_SIZE": size}
-    own |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": port, "TORCHELASTIC_RESTART_COUNT": "0"}
+    return own | {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": port,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+
+
+def _run(asked: dict, own: dict[str, str]) -> None:
+    """Be a process of Python: with variables of its own, and its script as ``__main__``."""
+    import runpy
+    import types
+
+    _die_with_parent()
     os.environ.clear()
     os.environ.update(asked["environment"] | own)
     first, *rest = asked["arguments"]

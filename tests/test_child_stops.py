@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pickle
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from ranks import script
 
 import bitwitness as bw
 
@@ -17,20 +17,13 @@ pytestmark = pytest.mark.ranks
 
 
 def run(where: Path, case: str, method: str = "fork") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "bitwitness", "run", "--act", "stop", JOB, case, method],
-        cwd=where,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
+    return script(["-m", "bitwitness", "run", "--act", "stop", JOB, case, method], where)
 
 
 @pytest.mark.parametrize(
     ("case", "method", "printed"),
     [
-        ("waits_for_an_answer", "spawn", "cleaned up"),
+        ("waits_for_an_answer", "fork", "cleaned up"),
         ("waits_for_a_pool", "fork", ""),
         ("a_child_of_a_child", "fork", "cleaned up"),
     ],

@@ -103,7 +103,7 @@ def choose_fault(script: str, seed: int, kind: str, counted: Run, held: int) -> 
         return None
     site = sorted(pool)[(lot // 3) % len(pool)]
     operator = site.partition(":")[0]
-    # By the fewer of the two: several guards hold more steps than the script has, several optimizers step more than a guard holds.
+    # By the fewer of the two: several guards together hold more steps than the script's process takes.
     first = max(4, int(0.6 * min(held or counted.steps, counted.steps or held)))
     once = "times = 1\n" if kind == "transient" else ""
     text = (
