@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,10 +26,18 @@ _FAR_FROM_EAGER = 0.1  # of the whole gradient's norm; fusing kernels changes ro
 _FAR_FROM_OTHER_DRAWS = 0.9  # ten times as large: other random numbers, which compiled code draws, do not do that
 
 
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """An execution whose operators were compared with float64: the first that is wrong, if any, and its gradients."""
+
+    located: Located | None
+    fingerprint: Fingerprint
+
+
 def examine(
     replayer: Replayer, record: StepRecord, rank: int, *, unchecked: set[str] | None = None, together: bool = False
-) -> Located | None:
-    """Replay the step and recompute each operator in float64; return the first that is wrong on this device.
+) -> Examined:
+    """Replay the step and recompute each operator in float64.
 
     Slow (each operator runs twice more, once in double precision), and only done after a suspicion that no other device
     could answer.
@@ -46,7 +54,7 @@ def examine(
     """
     sight = _Sight()
     tracker = ModuleTracker()
-    replayer.run(record, around=lambda: OperatorTap(tracker, sight.check, computes, before=sight.keep))
+    run = replayer.run(record, around=lambda: OperatorTap(tracker, sight.check, computes, before=sight.keep))
     if unchecked is not None:
         unchecked |= sight.unchecked
     # Where ranks exchange something in a replay, all run it equally often.
@@ -55,9 +63,10 @@ def examine(
     close = OperatorTrace(keep=index)
     if found is not None or together:
         replayer.run(record, around=close.tap)
-    if found is None:
-        return None
-    return Located(str(found[1].site()), close.line, rank, {f"rank {rank}": found[2].as_dict()})
+    located = None
+    if found is not None:
+        located = Located(str(found[1].site()), close.line, rank, {f"rank {rank}": found[2].as_dict()})
+    return Examined(located, Fingerprint.of(run))
 
 
 class _Sight:

@@ -210,28 +210,28 @@ def _dispute(device: int, found: list[tuple[int, int, Match]], rows: Sequence[Ro
     return found[0][0], device
 
 
-def _spreading(rows: Sequence[Row]) -> list[int]:
+def spreading(rows: Sequence[Row]) -> list[int]:
     """Return the ranks whose own executions differ among themselves by more than rounding."""
     own = [pair for pair in PAIRS if set(pair) <= set(LOCAL)]
     return [rank for rank, row in enumerate(rows) if any(row.match(*pair) is Match.FAR for pair in own)]
 
 
 def _without_culprit(rows: Sequence[Row], tally: _Tally, *, reproducible: bool) -> Judgement:
-    spreading = _spreading(rows)
+    apart = spreading(rows)
     if (
         reproducible
         and len(rows) > 1
-        and len(spreading) == 1
-        and not rows[spreading[0]].never_repeated
-        and set(tally.unresolved) <= _neighbours(spreading[0], rows)
+        and len(apart) == 1
+        and not rows[apart[0]].never_repeated
+        and set(tally.unresolved) <= _neighbours(apart[0], rows)
     ):
         reason = "this device alone gives another result each time, where healthy replays gave the same bits"
         return Judgement(
             Cause.PERSISTENT_HARDWARE,
-            (spreading[0],),
+            (apart[0],),
             intermittent=True,
             reason=reason,
-            wrong={spreading[0]: ["spread"]},
+            wrong={apart[0]: ["spread"]},
         )
     if tally.disputes:
         pair = tuple(sorted(tally.disputes[0]))

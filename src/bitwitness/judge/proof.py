@@ -6,17 +6,23 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from bitwitness.errors import SideChannelError
 from bitwitness.finding import Cause, Severity, to_jsonable
 from bitwitness.judge.alone import contradicts_operators, examine
-from bitwitness.judge.decide import CANNOT, LOCAL, Judgement
+from bitwitness.judge.decide import CANNOT, LOCAL, Judgement, Match, spreading
 from bitwitness.judge.experiments import Experiments, Laboratory
+from bitwitness.judge.fingerprint import Fingerprint
 from bitwitness.judge.localize import Located, locate
 from bitwitness.replay.errors import ReplayError
 from bitwitness.sense.checksum import ChecksumSensor
 from bitwitness.tap.capture import StepRecord
 from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.operators import OperatorTap
+
+_CONTRADICTS = "an operator's result contradicts float64"
+_ASKED = 2  # devices, one after the other: the other ranks wait
 
 
 class OperatorProof:
@@ -51,7 +57,7 @@ class OperatorProof:
                 located = locate(self._ranks, self._laboratory.replayer, record, found.guests, owner, witness)
                 return judgement, located if located is not None and located.parted else None
             if judgement.cause in (Cause.DISMISSED, Cause.INCONCLUSIVE) and judgement.reason != CANNOT:
-                return self._accused_by_checksum(record, found)
+                return self._accused(record, found)
         except SideChannelError:
             raise
         except Exception as error:
@@ -74,12 +80,12 @@ class OperatorProof:
         if located is not None and located.culprit is not None:
             reason = "two devices contradict each other, and float64 contradicts this one"
             return Judgement(Cause.PERSISTENT_HARDWARE, (located.culprit,), reason=reason, wrong=wrong), located
-        # What parts first may be lawful, or not repeat its bits, and what is wrong come later: each operator is asked on the
-        # suspect's device.
-        alone = self._examined(record, pair[0])
-        if alone is not None:
-            reason = "an operator's result contradicts float64"
-            return Judgement(Cause.PERSISTENT_HARDWARE, (pair[0],), reason=reason, wrong=wrong), alone
+        # What parts first may be lawful, or not repeat its bits, and what is wrong come later: each operator is asked, on
+        # both devices.
+        for rank in pair:
+            alone = self._examined(record, rank)
+            if alone is not None:
+                return Judgement(Cause.PERSISTENT_HARDWARE, (rank,), reason=_CONTRADICTS, wrong=wrong), alone
         if located is not None and not located.parted:
             if self._laboratory.replayer.compiled:
                 return self._compiled_alone(judgement, record, found), None
@@ -94,14 +100,20 @@ class OperatorProof:
             return Judgement(Cause.DISMISSED, reason=reason, wrong=wrong), None
         return _without_proof(judgement), located
 
-    def _accused_by_checksum(self, record: StepRecord, found: Experiments) -> tuple[Judgement, Located | None]:
-        """Ask float64 where an operator's invariant failed, and no gradient shows it (a last layer's, say); collective."""
-        accused = next((rank for rank, row in enumerate(found.rows) if row.proven_by_checksum), None)
-        located = None if accused is None else self._examined(record, accused)
-        if accused is None or located is None:
-            return found.judgement, None
-        reason = "an operator's result contradicts float64"
-        return Judgement(Cause.PERSISTENT_HARDWARE, (accused,), reason=reason, wrong=found.judgement.wrong), located
+    def _accused(self, record: StepRecord, found: Experiments) -> tuple[Judgement, Located | None]:
+        """Ask float64 where a device contradicts itself, or an operator's invariant failed; collective.
+
+        No gradient may show the latter (a last layer's).
+        """
+        accused = [rank for rank, row in enumerate(found.rows) if row.proven_by_checksum]
+        if found.judgement.cause is Cause.INCONCLUSIVE:
+            accused += [rank for rank in spreading(found.rows) if rank not in accused]
+        for rank in accused[:_ASKED]:
+            located = self._examined(record, rank)
+            if located is not None:
+                wrong = found.judgement.wrong
+                return Judgement(Cause.PERSISTENT_HARDWARE, (rank,), reason=_CONTRADICTS, wrong=wrong), located
+        return found.judgement, None
 
     def _compiled_alone(self, judgement: Judgement, record: StepRecord, found: Experiments) -> Judgement:
         """Ask a device that alone gives another result whether its compiled code contradicts its own operators; collective."""
@@ -121,7 +133,7 @@ class OperatorProof:
         problem = ""
         if self._ranks.rank == rank or together:
             try:
-                found = examine(replayer, record, rank, unchecked=unchecked, together=together)
+                found = examine(replayer, record, rank, unchecked=unchecked, together=together).located
             except ReplayError as error:
                 problem = str(error)
         if problem:
@@ -138,15 +150,19 @@ class OperatorProof:
             return judgement, None
         unchecked: set[str] = set()
         together = replayer.lockstep or self._ranks.size > 1
-        mine = examine(replayer, record, self._ranks.rank, unchecked=unchecked, together=together)
-        told = self._ranks.tell_all("" if mine is None else mine.as_text())
+        examined = examine(replayer, record, self._ranks.rank, unchecked=unchecked, together=together)
+        told = self._ranks.tell_all("" if examined.located is None else examined.located.as_text())
         guilty = [rank for rank, text in enumerate(told) if text]
         if guilty:
-            reason = "an operator's result contradicts float64"
             wrong = judgement.wrong
             located = Located.from_text(told[guilty[0]])
-            return Judgement(Cause.PERSISTENT_HARDWARE, tuple(guilty), reason=reason, wrong=wrong), located
+            return Judgement(Cause.PERSISTENT_HARDWARE, tuple(guilty), reason=_CONTRADICTS, wrong=wrong), located
         replayed = found.executions[1]
+        if judgement.heal and not self._vouched_for(found, examined.fingerprint):
+            reason = (
+                "two replays agree, and one whose operators float64 was asked about gives another result than they do"
+            )
+            return Judgement(Cause.INCONCLUSIVE, reason=reason, wrong=judgement.wrong), None
         if self._ranks.size == 1 and not judgement.wrong and replayer.compiled and replayed is not None:
             gap = contradicts_operators(replayer, record, replayed)
             if gap is not None:
@@ -160,6 +176,13 @@ class OperatorProof:
             reason = f"{judgement.reason}; float64 contradicts no operator, but could not judge {', '.join(names[:4])}"
             return replace(judgement, cause=Cause.INCONCLUSIVE, reason=reason), None
         return judgement, None
+
+    def _vouched_for(self, found: Experiments, examined: Fingerprint) -> bool:
+        """Tell whether the replays that are to heal gave what the execution gave whose operators are right; collective."""
+        replayed, tolerance = found.executions[2], self._laboratory.tolerance
+        far = replayed is None or replayed.compare(examined, tolerance, found.spreads) is Match.FAR
+        agreed = self._laboratory.replayer.compiled or not far
+        return not bool(self._ranks.max(torch.tensor([float(not agreed)])))
 
     def by_checksum(self, record: StepRecord, culprit: int) -> dict[str, Any]:
         """Replay on the culprit with every matrix product checked; return the first that fails, for all ranks."""

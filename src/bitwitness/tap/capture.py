@@ -21,6 +21,8 @@ from bitwitness.tap.lossgraph import LossGraph
 from bitwitness.tap.randomness import RandomState
 from bitwitness.tap.surroundings import Reading
 
+_PENDING_KEPT = 8  # forwards in evaluation mode that wait for a backward
+
 
 @dataclass(slots=True)
 class ForwardRecord:
@@ -127,6 +129,12 @@ class StepRecord:
     def backpropagated(self) -> bool:
         """Whether any of its forwards was."""
         return any(forward.backwards for forward in self.forwards)
+
+    def let_go_of_evaluations(self) -> None:
+        """Keep few forwards in evaluation mode that wait for a backward: some evaluations keep gradients by mistake."""
+        pending = [forward for forward in self.forwards if not forward.backpropagated]
+        if len(pending) > _PENDING_KEPT:
+            self.forwards = [forward for forward in self.forwards if forward is not pending[0]]
 
     def passes(self) -> list[Pass]:
         """Group the forwards by the backwards that went through them, in order; unused forwards are left out."""

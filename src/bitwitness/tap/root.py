@@ -32,9 +32,8 @@ from bitwitness.tap.modules import own_work, unwrap
 from bitwitness.tap.sharded import reduces, sharding_of
 from bitwitness.tap.structure import nbytes
 from bitwitness.tap.traffic import groups_between, read_traffic
+from bitwitness.tap.trainable import Trainable
 from bitwitness.tap.window import Dropped, LossWindow
-
-_PENDING_KEPT = 8  # forwards in evaluation mode that wait for a backward
 
 
 class RootTap:
@@ -87,7 +86,7 @@ class RootTap:
         self.wrapper = model
         self.root = unwrap(model)
         self.sharding = sharding_of(model)
-        self._every = dict(self.root.named_parameters())
+        self._trainable = Trainable(self.root, fixed=self.sharding.fsdp2)
         self.parameters: dict[str, nn.Parameter] = {}
         self.ledger = GradientLedger([])
         self._positions: dict[int, int] = {}
@@ -142,9 +141,7 @@ class RootTap:
 
     def watch_trainable(self) -> bool:
         """Watch the parameters that ask for a gradient now; return whether these are others than before."""
-        # In a forward, a module of FSDP2's holds the whole parameters instead of its shards.
-        every = self._every.items() if self.sharding.fsdp2 else self.root.named_parameters()
-        named = {name: p for name, p in every if p.requires_grad}
+        named = self._trainable.read()
         if [id(p) for p in named.values()] == [id(p) for p in self.parameters.values()]:
             return False
         if self.parameters and distributed(self.wrapper) is not None and (new := named.keys() - self.parameters.keys()):
@@ -168,6 +165,8 @@ class RootTap:
             self.window.forward_begins()
         if self.paused or self._depth or in_transform() or not torch.is_grad_enabled() or not self._in_training():
             return  # in a backward: a checkpoint around the whole root runs it again
+        if not self._trainable.any():
+            return
         try:
             self.window.mind_dropped_loss(self.record)
             with own_work(), self._timed():
@@ -184,9 +183,7 @@ class RootTap:
         if self.root.training:
             self._trained = True
         elif not self._trained:
-            pending = [forward for forward in self.record.forwards if not forward.backpropagated]
-            if len(pending) > _PENDING_KEPT:  # an evaluation that keeps gradients, by mistake
-                self.record.forwards = [forward for forward in self.record.forwards if forward is not pending[0]]
+            self.record.let_go_of_evaluations()
         return self.root.training or not self._trained
 
     @contextmanager
@@ -208,6 +205,10 @@ class RootTap:
         self._begin_step_if_due()
         if self.record.backpropagated:
             self._check_gradients_since()
+        elif self.record.forwards and self._trainable.grown():
+            self.record = StepRecord(
+                self._clock.step, began=self.now()
+            )  # what ran before, and may never train, was frozen
         if not self.record.forwards:
             self._begin_step()
         self._clock.micro = len(self.record.forwards)
@@ -232,7 +233,7 @@ class RootTap:
 
     def _begin_step(self) -> None:
         record = self.record
-        if sum(p.requires_grad for p in self._every.values()) != len(self.parameters) and self.watch_trainable():
+        if self._trainable.outdated() and self.watch_trainable():
             self._retrained()
         if self.sharding.problem is not None:
             record.give_up(self.sharding.problem)
@@ -282,7 +283,7 @@ class RootTap:
         self.window.backward_begins(call, self.record, self.backwards)
         if not call.accumulates:
             return
-        if (problem := call.unrepeatable(list(self.parameters.values()), self.device)) is not None:
+        if (problem := call.unrepeatable(self._trainable.asked(), self.device)) is not None:
             self.record.give_up(problem)
         if not self.record.backpropagated:
             self._note_start()
