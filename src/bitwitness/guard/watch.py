@@ -34,7 +34,7 @@ from bitwitness.respond.reporter import Reporter
 from bitwitness.sense.light import LightStep
 from bitwitness.stats import Features
 from bitwitness.tap.capture import StepRecord
-from bitwitness.tap.clock import StepClock
+from bitwitness.tap.clock import StepClock, Timer
 from bitwitness.tap.gradients import LocalGradients
 from bitwitness.tap.holdpoints import BackwardCall
 from bitwitness.tap.lossgraph import LossGraph
@@ -73,7 +73,6 @@ class Watch:
         self.clock = StepClock()
         self.reporter = reporter
         self.ranks = ranks
-        self._own_seconds = 0.0
         self.steps_held = 0
         self.deep = DeepSteps(config)
         self.optimizer_steps = 0
@@ -90,6 +89,7 @@ class Watch:
             alone=ranks.size == 1,
             retrained=self._parameters_changed,
         )
+        self._timed = Timer(self.root.now)
         self._optimizers, self._seconds = optimizers, clock
         self._owners = Owners(self.root.parameters.values(), optimizers)
         self.gradients = self._local_gradients()
@@ -169,13 +169,11 @@ class Watch:
                     self._look(None)
 
     def _backward_ended(self) -> None:
-        started = self.root.now()
         try:
-            self.edits.backward_ended()
+            with self._timed():
+                self.edits.backward_ended()
         except Exception as error:
             self._fail("local gradients", error)
-        finally:
-            self._own_seconds += self.root.now() - started
 
     def hold(self, *, scaler: GradScaler | None = None, optimizer: Optimizer | None = None) -> None:
         """Look at the step's gradients, and act on what they show."""
@@ -219,16 +217,15 @@ class Watch:
             self._forwards_looked_at = self.root.forwards_seen
             self._busy = True
             ordinary = False
-            started = self.root.now()
             try:
-                ordinary = self._hold(scaler)
+                with self._timed():
+                    ordinary = self._hold(scaler)
             except SideChannelError as error:
                 self._lost(error)
             except Exception as error:
                 self._fail("hold point", error)
             finally:
                 self._busy = False
-                self._own_seconds += self.root.now() - started
                 self._stepped_early = False
                 self.edits.step_ended()
                 self.clock.end_step()
@@ -317,7 +314,7 @@ class Watch:
     @property
     def own_seconds(self) -> float:
         """Seconds that the guard attributes to itself so far, by `tap.clock.stopwatch`."""
-        return self._own_seconds + self.root.own_seconds
+        return self._timed.seconds + self.root.own_seconds
 
     def _note_times(self, *, ordinary: bool) -> None:
         own, self._own_before = self.own_seconds - self._own_before, self.own_seconds
@@ -335,9 +332,8 @@ class Watch:
     def _collect(self) -> None:
         if self.gradients.mode in ("hold", "reduce"):
             return  # they are still there at the hold point, and are read once
-        started = self.root.now()
-        self.gradients.collect()
-        self._own_seconds += self.root.now() - started
+        with self._timed():
+            self.gradients.collect()
 
     def _hold(self, scaler: GradScaler | None) -> bool:
         """Look at the step; return whether it was ordinary: nothing of it was run again."""

@@ -159,7 +159,7 @@ def _differs(group: Pass) -> str:
 def _from_outputs(group: Pass, made: Replayed, *, strict: bool) -> Roots | None:
     """Return outputs with the gradients that arrived there; None where these are not all that reached the parameters."""
     seen = group.sketch
-    if strict and (seen is None or not seen.only_outputs or any(len(f.backwards) != 1 for f in group.forwards)):
+    if strict and (seen is None or not seen.only_outputs or any(len(f.backwards) > 1 for f in group.forwards)):
         return None
     wanted = None if seen is None or not seen.complete else seen.outputs
     pairs = [

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from bitwitness.stats import bit_hash
 from bitwitness.tap.lossgraph import version_of
@@ -51,9 +52,14 @@ class BufferKeeper:
         return list(self._copies)
 
     def put(self, values: Sequence[torch.Tensor]) -> None:
-        """Set what is kept, in order, in place; fewer values than there are now are those of the first ones."""
-        with torch.no_grad():
-            for tensor, value in zip(self.tensors(), values, strict=False):
+        """Set what is kept, in order, in place; fewer values than there are now are those of the first ones.
+
+        Their versions stay: a graph may hold them (batch normalisation's does), and finds them as the training's found them.
+        """
+        tensors = self.tensors()
+        versioned = tuple(tensor for tensor in tensors if not tensor.is_inference())
+        with torch.no_grad(), _unsafe_preserve_version_counter(versioned):
+            for tensor, value in zip(tensors, values, strict=False):
                 tensor.detach().copy_(value)
 
     def forward_begins(self) -> None:

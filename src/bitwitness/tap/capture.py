@@ -137,15 +137,17 @@ class StepRecord:
             self.forwards = [forward for forward in self.forwards if forward is not pending[0]]
 
     def passes(self) -> list[Pass]:
-        """Group the forwards by the backwards that went through them, in order; unused forwards are left out."""
-        groups: dict[int, list[ForwardRecord]] = {}
-        for record in self.forwards:
-            for number in record.backwards:
-                groups.setdefault(number, []).append(record)
-        return [
-            Pass(number, groups[number], self.graphs.get(number), self.sketches.get(number))
-            for number in sorted(groups)
-        ]
+        """Group the forwards by the backwards that went through them, in order; unused forwards are left out.
+
+        One whose outputs the loss only reads (a target, detached) is used.
+        """
+        return [self._pass(number) for number in sorted({n for forward in self.forwards for n in forward.backwards})]
+
+    def _pass(self, number: int) -> Pass:
+        graph = self.graphs.get(number)
+        read = set() if graph is None else graph.forwards
+        forwards = [forward for forward in self.forwards if number in forward.backwards or forward.number in read]
+        return Pass(number, forwards, graph, self.sketches.get(number))
 
     def others(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Return the parameters of other models that its backwards reached, too: those as they were, those stepped since."""

@@ -228,6 +228,8 @@ class LossRun:
     def value(self, source: Any) -> Any:
         """Return what stands for a source now, also inside placed arguments."""
         if isinstance(source, Output):
+            if source not in self._outputs:
+                raise LookupError("the loss reads what a forward gave that is not run again with it")
             return self._outputs[source]
         if isinstance(source, Result):
             return self._results[source]

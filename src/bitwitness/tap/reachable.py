@@ -75,6 +75,22 @@ class Without:
         return chain((len(self.names),), self._some)
 
 
+class Theirs:
+    """A mapping's values that are not this package's own code."""
+
+    __slots__ = ("_names",)
+
+    def __init__(self, names: Mapping[Any, Any]) -> None:
+        self._names = names
+
+    def __iter__(self) -> Iterator[Any]:
+        return (value for value in self._names.values() if not _is_ours(value))
+
+
+def _is_ours(value: Any) -> bool:
+    return str(getattr(value, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
+
+
 class Present:
     """Which of a mapping's names stand for something: FSDP2 exchanges what they stand for, shards and whole parameters."""
 

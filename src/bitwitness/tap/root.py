@@ -7,8 +7,8 @@ place, and gets the objects that the model made. Gradients are noticed by themse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from bitwitness.stats import marks_of, total_of
 from bitwitness.tap import reasons
 from bitwitness.tap.capture import ForwardRecord, StepRecord
 from bitwitness.tap.capturing import Capturer, forward_of
-from bitwitness.tap.clock import StepClock, stopwatch
+from bitwitness.tap.clock import StepClock, Timer, stopwatch
 from bitwitness.tap.company import wrapped_later
 from bitwitness.tap.compiled import CompiledRegions, broadcasts, distributed, find_entry, in_transform
 from bitwitness.tap.forwardhooks import ForwardHooks
@@ -31,7 +31,7 @@ from bitwitness.tap.ledger import Change, GradientLedger
 from bitwitness.tap.modules import own_work, unwrap
 from bitwitness.tap.sharded import reduces, sharding_of
 from bitwitness.tap.structure import nbytes
-from bitwitness.tap.traffic import groups_between, read_traffic
+from bitwitness.tap.traffic import groups_between, read_traffic, without
 from bitwitness.tap.trainable import Trainable
 from bitwitness.tap.window import Dropped, LossWindow
 
@@ -96,7 +96,6 @@ class RootTap:
         self.unseen_backwards = 0
         """Backwards that reached the parameters without a recorded forward."""
         self.paused = self.reducing = self._reached = self._trained = False
-        self._own_seconds = 0.0
         self._clock = clock
         self._around = around_forward
         self._local_gradients = local_gradients
@@ -110,6 +109,7 @@ class RootTap:
         first = next(iter(self.parameters.values()), None)
         self.device = torch.device("cpu") if first is None else first.device
         self.now = stopwatch(self.device)
+        self._timed = Timer(self.now)
         self.entry = find_entry(model, self.root)
         self.regions = CompiledRegions(model)
         self.window = LossWindow(
@@ -154,7 +154,7 @@ class RootTap:
     @property
     def own_seconds(self) -> float:
         """Seconds that recording took so far, by `stopwatch`."""
-        return self._own_seconds + self.window.own_seconds
+        return self._timed.seconds + self.window.own_seconds
 
     # -- forward -------------------------------------------------------------------------------------------------
 
@@ -185,14 +185,6 @@ class RootTap:
         elif not self._trained:
             self.record.let_go_of_evaluations()
         return self.root.training or not self._trained
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        started = self.now()
-        try:
-            yield
-        finally:
-            self._own_seconds += self.now() - started
 
     def _begin_step_if_due(self) -> None:
         if self._clock.begin_forward() or self.record.step != self._clock.step:
@@ -337,6 +329,8 @@ class RootTap:
             if not recorded:
                 self._without_forward()
             self.ledger.note()
+        else:  # what another model's backward reduces is none of this one's
+            self.capturer.traffic = without(self._traffic, read_traffic(), self.capturer.traffic)
         self.window.backward_ended(reached=self._reached)
         self._call = BackwardCall(())
         return self._reached

@@ -24,7 +24,7 @@ from torch import nn
 from bitwitness.stats.digest import bit_hashes
 from bitwitness.tap.contents import Place, same
 from bitwitness.tap.lossgraph import version_of
-from bitwitness.tap.reachable import FRAMEWORKS, HOOKS, TORCHS, Cell, Present, Search, Some, Source, Without
+from bitwitness.tap.reachable import FRAMEWORKS, HOOKS, TORCHS, Cell, Present, Search, Some, Source, Theirs, Without
 from bitwitness.tap.structure import PLAIN
 from bitwitness.tap.usercode import Namespace
 
@@ -268,7 +268,7 @@ def _of_code(key: Any, name: str, thing: Any, keys: frozenset[str] | None) -> _G
 
 def _of_torch() -> _Group:
     hooks = vars(sys.modules["torch.nn.modules.module"])
-    top = [Source(("torch", key), "torch's global hooks", hooks[key].values()) for key in _GLOBAL_HOOKS if key in hooks]
+    top = [Source(("torch", key), "torch's global hooks", Theirs(hooks[key])) for key in _GLOBAL_HOOKS if key in hooks]
     methods = vars(torch.Tensor)
     top.append(Source(("Tensor",), "torch.Tensor's methods", Without(methods, _PATCHED)))
     for module in _TORCH:

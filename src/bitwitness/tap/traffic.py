@@ -36,6 +36,15 @@ def groups_between(before: Reading, after: Reading) -> list[Any]:
     return [group for group in module._world.pg_map if id(group) in moved]
 
 
+def without(begun: Reading, ended: Reading, earlier: Reading) -> Reading:
+    """Return an earlier reading as it would have been had what went on between two later ones gone on before it."""
+    if begun == ended:
+        return earlier
+    before = dict(begun)
+    moved = {key: count - before.get(key, count) for key, count in ended}
+    return tuple((key, count + moved.get(key, 0)) for key, count in earlier)
+
+
 def strangers(partners: set[int], members: Sequence[int]) -> str | None:
     """Return why forwards cannot be run again that exchange something with ranks which are not asked to do the same.
 
