@@ -40,7 +40,7 @@ class LightReader:
     def read(self, features: Features, losses: Sequence[torch.Tensor], scale: float, *, scaled: bool) -> LightStep:
         """Return the step's sizes, divided by the loss scale."""
         count = len(self._names)
-        with torch.no_grad(), own_work():
+        with own_work(), torch.no_grad():
             buffers = self._told_now()
             sizes = torch.cat([features.l2, features.absmax, *self._totals(buffers)])
             ends = [loss.detach().reshape(1).to(sizes.device, _wide(loss)) for loss in losses]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,7 @@ from bitwitness.tap.clock import StepClock, Timer
 from bitwitness.tap.gradients import LocalGradients
 from bitwitness.tap.holdpoints import BackwardCall
 from bitwitness.tap.lossgraph import LossGraph
+from bitwitness.tap.modes import scripts_modes_off
 from bitwitness.tap.owners import Owners
 from bitwitness.tap.root import RootTap
 from bitwitness.tap.traffic import strangers
@@ -151,24 +152,31 @@ class Watch:
         if self._busy:
             yield
             return
-        self.root.begin_backward(call)
-        self.gradients.reducing = self.root.reducing
-        tap = self._deep_tap()
+        tap: AbstractContextManager[Any] = nullcontext()
         try:
-            if tap is None:
+            with scripts_modes_off():
+                self.root.begin_backward(call)
+                self.gradients.reducing = self.root.reducing
+                tap = self._deep_tap()
+        except Exception as error:
+            self._fail("backward", error)
+        try:
+            with tap:
                 yield
-            else:
-                with tap:
-                    yield
         finally:
-            if self.root.end_backward():
-                self._armed = True
-                self._losses += [t.detach() for t in call.roots if isinstance(t, torch.Tensor) and t.numel() == 1]
-                self._backward_ended()
-                if self._in_step or self._stepped_early:
-                    self._look(None)
+            with scripts_modes_off():
+                self._backward_ended(call)
 
-    def _backward_ended(self) -> None:
+    def _backward_ended(self, call: BackwardCall) -> None:
+        if not self.root.end_backward():
+            return
+        self._armed = True
+        self._losses += [t.detach() for t in call.roots if isinstance(t, torch.Tensor) and t.numel() == 1]
+        self._compare_edits()
+        if self._in_step or self._stepped_early:
+            self._look(None)
+
+    def _compare_edits(self) -> None:
         try:
             with self._timed():
                 self.edits.backward_ended()
@@ -218,7 +226,7 @@ class Watch:
             self._busy = True
             ordinary = False
             try:
-                with self._timed():
+                with self._timed(), scripts_modes_off():
                     ordinary = self._hold(scaler)
             except SideChannelError as error:
                 self._lost(error)
@@ -297,15 +305,16 @@ class Watch:
 
     # -- the step ------------------------------------------------------------------------------------------------
 
-    def _deep_tap(self) -> AbstractContextManager[Any] | None:
+    def _deep_tap(self) -> AbstractContextManager[Any]:
         """Return the tap of a deep step; compiled code is looked at in a replay instead (`Sensors.look_again`)."""
         if self._busy or not self.is_deep(self.clock.step):
-            return None
+            return nullcontext()
         if self.root.regions.present():
             self._look_again_at = self.clock.step
-            return None
+            return nullcontext()
         # Ranges change slowly, and few trainings have narrow dtypes that overflow: they are measured on some deep steps.
-        return self.sensors.operator_tap(ranges=self.config.nonfinite.only or self.deep.taken % _RANGES_EVERY == 0)
+        tap = self.sensors.operator_tap(ranges=self.config.nonfinite.only or self.deep.taken % _RANGES_EVERY == 0)
+        return nullcontext() if tap is None else tap
 
     def is_deep(self, step: int) -> bool:
         """Tell whether a step's operators are looked at: the same steps on all ranks."""

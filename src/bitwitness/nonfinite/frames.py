@@ -83,7 +83,7 @@ class FrameLog:
             if self._full:
                 return
             self._full = path == self._last
-            with torch.no_grad(), own_work():
+            with own_work(), torch.no_grad():
                 given = [(f"input[{i}]", t) for i, t in enumerate(tensors_of(args))]
                 given += [(name, t) for name, value in kwargs.items() for t in tensors_of(value)]
                 made = tensors_of(result)

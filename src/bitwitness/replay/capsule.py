@@ -165,6 +165,7 @@ def _record(
         output_grads=grads,
         output_digests=[],
         state=None,
+        began=None,
         surroundings=None,
         drawn=None,
     )

@@ -36,7 +36,7 @@ def check_unchanged(record: StepRecord, root: nn.Module, parameters: Sequence[nn
 def check_unseen(record: StepRecord, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
     """Raise `ReplayError` if something changed that torch does not tell of; waits for the device."""
     if record.parameters is not None:
-        with torch.no_grad(), own_work():
+        with own_work(), torch.no_grad():
             now = marks_of([p.detach() for p in parameters], device)
         if not torch.equal(record.parameters.nan_to_num(), now.nan_to_num()):
             raise ReplayError("parameters were changed (through .data) between the forward and the optimizer step")

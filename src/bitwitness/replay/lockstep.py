@@ -52,7 +52,7 @@ class LockstepReplayer(Replayer):
             finally:
                 self._sync(reduce=True)
         self._believe(done)
-        with torch.no_grad(), own_work():
+        with own_work(), torch.no_grad():
             done.outputs = torch.stack(outputs) if outputs else torch.zeros(0, dtype=torch.int64, device=self.device)
             done.features = self._joined([parts.get(index) for index in range(len(self.parameters))])
         return done

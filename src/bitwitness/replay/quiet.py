@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -21,15 +22,20 @@ from bitwitness.tap.randomness import in_replay
 _REPORTERS = {"LightningModule": ("log", "log_dict")}
 """Classes by name (they need not be installed), and methods of theirs that add to sums kept elsewhere."""
 
+_CLOCKS_APART_S = 0.02
+
 
 @contextmanager
-def quiet(root: nn.Module) -> Iterator[None]:
+def quiet(root: nn.Module, *, since: float | None = None) -> Iterator[None]:
     """Have what modules of ``root`` report, print, log and write to files meanwhile come to nothing.
+
+    ``since``: when the forward began that is repeated, by `time.time`.
 
     Raises
     ------
     ReplayError
-        Inside, where a file is opened to be read and written, or read after it was written: what would it hold?
+        Inside, where a file is opened to be read and written, or read after it was written, by this forward or since the
+        other began: what would it hold?
 
     """
     silenced: list[tuple[dict[str, Any], str, bool, Any]] = []
@@ -42,7 +48,7 @@ def quiet(root: nn.Module) -> Iterator[None]:
     level = logging.root.manager.disable
     logging.disable(sys.maxsize)
     try:
-        with redirect_stdout(nowhere), redirect_stderr(nowhere), _nothing_written(), _no_warnings():
+        with redirect_stdout(nowhere), redirect_stderr(nowhere), _nothing_written(since), _no_warnings():
             yield
     finally:
         logging.disable(level)
@@ -54,7 +60,7 @@ def quiet(root: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _nothing_written() -> Iterator[None]:
+def _nothing_written(since: float | None) -> Iterator[None]:
     """Have files that this thread opens to write be the null device: the training's own forward has written them."""
     written: set[str] = set()
 
@@ -64,6 +70,8 @@ def _nothing_written() -> Iterator[None]:
                 return original(file, mode, *args, **kwargs)
             if "+" in mode or str(file) in written:
                 raise ReplayError(f"the forward writes to {file} and reads it")
+            if "r" in mode and since is not None and _written_since(file, since):
+                raise ReplayError(f"the forward reads {file}, which was written to since it began")
             if set(mode) & set("wax"):
                 written.add(str(file))
                 return original(os.devnull, "wb" if "b" in mode else "w", *args, **kwargs)
@@ -73,6 +81,14 @@ def _nothing_written() -> Iterator[None]:
 
     with replaced(builtins, "open", wrap), replaced(io, "open", wrap):
         yield
+
+
+def _written_since(file: Any, moment: float) -> bool:
+    """Tell whether a file was written to since then; the clock of files runs some milliseconds behind."""
+    try:
+        return Path(file).stat().st_mtime > moment - _CLOCKS_APART_S
+    except (OSError, TypeError, ValueError):
+        return False
 
 
 def _no_warnings() -> AbstractContextManager[None]:

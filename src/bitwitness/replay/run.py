@@ -24,7 +24,7 @@ from bitwitness.replay.start import Replayed, Starts, starts_of
 from bitwitness.replay.untouched import STATIC, Untouched
 from bitwitness.stats import Features, bit_hash
 from bitwitness.tap.buffers import BufferKeeper
-from bitwitness.tap.capture import ForwardRecord, Pass, StepRecord
+from bitwitness.tap.capture import ForwardRecord, Pass, StepRecord, beside
 from bitwitness.tap.compiled import CompiledRegions, Entry, RecompileError
 from bitwitness.tap.gradhooks import parameter_hooks
 from bitwitness.tap.gradients import features_with_absent
@@ -139,6 +139,7 @@ class Replayer:
         passes = record.passes() if passes is None else passes
         self.check(record, passes, strict=strict)
         self._strict = strict
+        self._held.know(beside(passes))
         totals: list[torch.Tensor | None] = [None] * len(self.parameters)
         self._had_gradients = [p.grad is not None for p in self.parameters.values()]
         done = Execution(features_with_absent([], self.device), torch.zeros(0))
@@ -148,19 +149,19 @@ class Replayer:
                 self._run_pass(group, totals, outputs, done, around=around, zero_start=record.zero_start)
             after = [buffer.detach().clone() for buffer in self.keeper.tensors()] if keep else None
             done.state = self._held.volatile() if keep else None
-            with torch.no_grad(), own_work():
+            with own_work(), torch.no_grad():
                 done.features = features_with_absent(totals, self.device)
         if keep:
             self._mind_static(totals, done.features)
         self._believe(done)
-        with torch.no_grad(), own_work():
+        with own_work(), torch.no_grad():
             done.outputs = torch.stack(outputs) if outputs else torch.zeros(0, dtype=torch.int64, device=self.device)
             done.grads, done.buffers = (totals if keep else None), after
         return done
 
     def _mind_static(self, grads: list[torch.Tensor | None], features: Features) -> None:
         """See whether gradients lie in memory that putting everything back has written to."""
-        with torch.no_grad(), own_work():
+        with own_work(), torch.no_grad():
             now = features_with_absent(grads, self.device)
         if not torch.equal(now.digest, features.digest):
             self._held.refused = self._held.refused or STATIC.format(what="gradients")
@@ -364,7 +365,7 @@ class Replayer:
         with ambient, record.autocast.context(), around(), redirected(self.root, record.redirect):
             if around is nullcontext:
                 self._compare_surroundings(record)
-            with quiet(self.root):
+            with quiet(self.root, since=record.began):
                 result = call(*args, **kwargs)
         if (
             around is nullcontext
@@ -379,15 +380,17 @@ class Replayer:
             raise ReplayError(
                 f"the replayed forward returned {len(values)} differentiable outputs, the step {len(record.output_grads)}"
             )
-        with torch.no_grad(), own_work():
+        with own_work(), torch.no_grad():
             hashes += [bit_hash(tensor.detach()) for tensor in values]
         return values
 
     def _compare_surroundings(self, record: ForwardRecord) -> None:
         """See whether a forward that is about to be repeated finds what the training's found."""
-        with torch.no_grad(), own_work():
+        with own_work(), torch.no_grad():
             moved = None if record.surroundings is None else self._held.moved(record.surroundings)
         if moved is not None:
             self._untouched.problem = f"the forward found {moved} otherwise than a re-execution does"
         if record.ambient is not None and (mode := record.ambient.left()) is not None:
             self._untouched.problem = f"the script's {mode} was on in the forward or is on now, and not both"
+        if self._untouched.problem is not None and self._strict and not self.lockstep:
+            raise ReplayError(self._untouched.problem)  # before it changes anything for nothing

@@ -66,7 +66,7 @@ class Untouched:
             try:
                 yield
             finally:
-                with torch.no_grad(), own_work():
+                with own_work(), torch.no_grad():
                     self._gradients_back(grads)  # first of all: what is put back next may lie in the same memory
                     self._mind_static(outputs, "outputs")
                     self._put_back(everything, around)

@@ -7,6 +7,7 @@ training did. Where there is no tape it goes back from the gradients that arrive
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +43,8 @@ class ForwardRecord:
     autocast: Autocast
     buffers: list[torch.Tensor]
     sync: bool
+    began: float | None = None
+    """When it began, by `time.time`; None for another rank's."""
     output_digests: list[torch.Tensor] = field(default_factory=list)
     output_grads: list[torch.Tensor | None] = field(default_factory=list)
     backwards: list[int] = field(default_factory=list)
@@ -178,3 +181,14 @@ class StepRecord:
             for record in group.forwards
             for grad in record.output_grads
         ]
+
+
+def beside(passes: Sequence[Pass]) -> list[Any]:
+    """Return what of the script's ran with some passes beside the modules' code: modes, hooks, autograd functions."""
+    found: list[Any] = []
+    for group in passes:
+        found += () if group.sketch is None else group.sketch.customs
+        for forward in group.forwards:
+            if forward.ambient is not None:
+                found += [*forward.ambient.modes, *forward.ambient.dispatch, *(forward.ambient.saving or ())]
+    return found

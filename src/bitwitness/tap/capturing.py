@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -88,6 +89,7 @@ class Capturer:
             autocast=Autocast.read(self._device),
             buffers=self.buffers.take(),
             sync=sync,
+            began=time.time(),
             number=number,
             state=state,
             redirect=vars(self._root).get("forward"),

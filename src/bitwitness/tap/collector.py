@@ -96,7 +96,7 @@ class GradientCollector:
             self.uncovered[site.short] = f"its gradient is sparse ({grad.layout})"
             return
         try:
-            with torch.no_grad(), own_work():
+            with own_work(), torch.no_grad():
                 self._taken.append((site, _norm(grad.detach())))
         except Exception as error:
             self.uncovered[site.short] = f"its norm cannot be computed: {type(error).__name__}: {error}"
@@ -115,7 +115,7 @@ class GradientCollector:
         self._taken.clear()
         if not taken:
             return (), torch.zeros(0)
-        with torch.no_grad(), own_work():
+        with own_work(), torch.no_grad():
             device = taken[0][1].device
             values = torch.stack([value.to(device, non_blocking=True) for _, value in taken])
         return tuple(site for site, _ in taken), values

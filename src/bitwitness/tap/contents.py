@@ -6,11 +6,14 @@ tensors, arrays, generators. What is plain (numbers, text) needs no more than it
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections import deque
+import threading
+import weakref
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import CellType, FunctionType, ModuleType
+from types import CellType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +21,7 @@ from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from bitwitness.stats.local import local_parts
-from bitwitness.tap.leaves import LARGEST, Position, content_of, kind_of, put_back
+from bitwitness.tap.leaves import LARGEST, UNTOLD, Position, content_of, kind_of, put_back, restorable
 from bitwitness.tap.lossgraph import version_of
 from bitwitness.tap.structure import PLAIN
 
@@ -30,6 +33,9 @@ _MOST = 20_000  # containers and leaves
 ARGUMENT = "argument"
 """The first part of the place of what a forward was given, which may be an object of any library."""
 _MISSING = object()
+_DATA: tuple[type, ...] = (SimpleNamespace, argparse.Namespace, UserDict, UserList, ChainMap, threading.local)
+"""Classes of Python's own library whose objects hold what a script puts there."""
+_WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
 _OWN = frozenset(vars(nn.Module())) | {"_is_full_backward_hook", "_compiled_call_impl", "forward"}
 """A module's attributes that torch itself keeps; ``forward`` is captured by its own name."""
 _TRAINERS = ("lightning", "pytorch_lightning", "lightning_fabric", "transformers", "accelerate")
@@ -74,7 +80,14 @@ class Leaf:
     @property
     def exact(self) -> bool:
         """Whether it can be put back as it was."""
-        return self.content is not None and not isinstance(self.content, Position)
+        return (
+            self.content is not None and not isinstance(self.content, Position) and restorable(self.thing, self.content)
+        )
+
+    @property
+    def untold(self) -> bool:
+        """Whether it does not show what it holds."""
+        return kind_of(self.thing) == UNTOLD
 
     def changed(self) -> bool:
         """Tell whether its content is no longer what it was, as far as that is known."""
@@ -192,6 +205,8 @@ def read(thing: Any, keys: frozenset[str] | None = None) -> Any:
         return {key: vars(thing)[key] for key in keys or () if key in vars(thing)}
     if isinstance(thing, dict):
         return dict(thing) if keys is None else {key: thing[key] for key in keys if key in thing}
+    if isinstance(thing, _WEAK):
+        return dict(thing)
     if isinstance(thing, list | deque):
         return list(thing)
     if isinstance(thing, set):
@@ -203,11 +218,11 @@ def write(thing: Any, held: Any, keys: frozenset[str] | None = None) -> None:
     """Put back into a container what `read` returned."""
     if isinstance(thing, CellType):
         thing.cell_contents = held["value"]
-    elif isinstance(thing, dict) and keys is None:
+    elif isinstance(thing, dict | weakref.WeakKeyDictionary | weakref.WeakValueDictionary) and keys is None:
         thing.clear()
         thing.update(held)
-    elif isinstance(thing, dict | nn.Module):
-        names = vars(thing) if isinstance(thing, nn.Module) else thing  # past the module's own __setattr__
+    elif isinstance(thing, dict | nn.Module | threading.local):
+        names = thing if isinstance(thing, dict) else vars(thing)  # past the module's own __setattr__
         for key in read(thing, keys).keys() - held.keys():
             del names[key]
         names.update(held)
@@ -246,7 +261,7 @@ def _set_attributes(thing: Any, held: dict[str, Any], keys: frozenset[str] | Non
 
 def _inside(value: Any, *, foreign: bool) -> Any:
     """Return what a container or an object holds; None for anything else, and, unless ``foreign``, for the frameworks' own."""
-    if isinstance(value, dict | list | set | deque):
+    if isinstance(value, dict | list | set | deque) or type(value) in (*_DATA, *_WEAK):
         return read(value)
     if isinstance(value, tuple | frozenset):
         return list(value)

@@ -156,7 +156,7 @@ def _reason(hook: Any) -> str:
 def _norm(gradient: torch.Tensor | None) -> Any:
     if gradient is None or gradient.layout is not torch.strided:
         return None
-    with torch.no_grad(), own_work():
+    with own_work(), torch.no_grad():
         return torch.linalg.vector_norm(gradient.detach())
 
 

@@ -96,7 +96,7 @@ class LocalGradients:
 
     def _one(self, index: int, parameter: torch.Tensor) -> None:
         if parameter.grad is not None and self.reducing:
-            with torch.no_grad(), own_work():
+            with own_work(), torch.no_grad():
                 self._parts[index] = features_of([parameter.grad])
 
     def collect(self, *, hashed: bool = True) -> None:
@@ -114,7 +114,7 @@ class LocalGradients:
         """Describe some gradients that an optimizer is about to use, and to let go, while the backward still runs."""
         wanted = {id(parameter) for parameter in parameters}
         here = [(i, p.grad) for i, p in enumerate(self._parameters) if id(p) in wanted and p.grad is not None]
-        with torch.no_grad(), own_work():
+        with own_work(), torch.no_grad():
             found = features_of([grad for _, grad in here])
         for number, (index, _) in enumerate(here):
             part = slice(number, number + 1)
@@ -148,7 +148,7 @@ class LocalGradients:
             self._latest = self.joined([parts.get(i) for i in range(len(self._parameters))]) if parts else None
             parts.clear()
         if self.mode == "hold" and (self._latest is None or self._norms_only):
-            with torch.no_grad(), own_work():
+            with own_work(), torch.no_grad():
                 if self._norms_only and not hashed:
                     self._latest = self._norms()
                 else:
@@ -158,7 +158,7 @@ class LocalGradients:
 
     def backward_ended(self, *, read: bool = True) -> None:
         """Note the gradients as a backward left them; without ``read`` forget what an earlier one left."""
-        with torch.no_grad(), own_work():
+        with own_work(), torch.no_grad():
             if self.mode != "hold":
                 self.reduced = self._norms().l2
             elif not self._norms_only:
@@ -171,7 +171,7 @@ class LocalGradients:
         """Tell whether the gradients still are what a backward left, where these are local; waits for the device."""
         if self._left is None:
             return True
-        with torch.no_grad(), own_work():
+        with own_work(), torch.no_grad():
             return torch.equal(self._marks().nan_to_num(), self._left.nan_to_num())
 
     def _marks(self) -> torch.Tensor:
@@ -181,7 +181,7 @@ class LocalGradients:
         """Tell whether the reduced gradients still have the norms with which a backward left them; waits for the device."""
         if self.reduced is None:
             return True
-        with torch.no_grad(), own_work():
+        with own_work(), torch.no_grad():
             return torch.equal(self._norms().l2.nan_to_num(), self.reduced.nan_to_num())
 
     @property
@@ -197,7 +197,7 @@ class LocalGradients:
 
     def describe(self) -> Features:
         """Describe the gradients at the hold point in full, where `take` was brief."""
-        with torch.no_grad(), own_work():
+        with own_work(), torch.no_grad():
             return features_with_absent([p.grad for p in self._parameters], self._device, hashed=False)
 
     def _norms(self) -> Features:

@@ -88,6 +88,8 @@ class GraphSketch:
     nodes: int
     complete: bool = True
     others: tuple[Other, ...] = field(default=(), compare=False)
+    customs: tuple[type, ...] = field(default=(), compare=False)
+    """Classes of `torch.autograd.Function` whose backwards lie there."""
 
     @property
     def forwards(self) -> frozenset[int]:
@@ -130,6 +132,7 @@ def sketch(roots: Iterable[Any], spans: Sequence[ForwardSpan], parameters: Mappi
         len(walk.numbers),
         walk.complete,
         tuple(walk.others.values()),
+        tuple({type(node)._forward_cls for node in walk.numbers if hasattr(type(node), "_forward_cls")}),
     )
 
 

@@ -9,7 +9,7 @@ replay starts from what the forward found; around a replay everything is looked 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from bitwitness.tap.buffers import LEARNED_FROM
 from bitwitness.tap.contents import ARGUMENT, Place, Snapshot, Walk, read
 from bitwitness.tap.leaves import is_generator
 from bitwitness.tap.surroundings import Reading, Surroundings
-from bitwitness.tap.usercode import Namespace, namespaces_of
+from bitwitness.tap.usercode import Namespace, is_users_function, namespaces_of
 
 _NESTED = 3  # containers within containers in which a tensor is looked for
 
@@ -43,6 +43,8 @@ class HeldState:
         self._volatile: dict[Place, str] = {}
         self._mutated: set[Place] = set()
         self._found: list[Place] = []
+        self._beside: list[Any] = []
+        self._forward: Any = None
         self._around: Surroundings | None = None
         self.refused: str | None = None
         """Why no replay may be made: something changes in a forward that cannot be put back."""
@@ -96,14 +98,17 @@ class HeldState:
             if leaf.place in changed and leaf.changed():
                 self._mutated.add(leaf.place)
                 if not leaf.exact and self.refused is None:
+                    what = "does not tell whether it moves" if leaf.untold else "changes"
                     self.refused = (
-                        f"{leaf.name} ({type(leaf.thing).__name__}) changes in the forward, and cannot be put back"
+                        f"{leaf.name} ({type(leaf.thing).__name__}) {what} in the forward, and cannot be put back"
                     )
         self._volatile |= {place[:2]: name for place, name in changed.items() if len(place) > 1}
         return new
 
     def surroundings(self) -> Reading:
         """Return, by reference, what a forward that begins now finds around it."""
+        if self._redirected():
+            self._code = self._around = None
         if self._around is None:
             self._around = self._search()
         reading = self._around.read()
@@ -113,6 +118,22 @@ class HeldState:
             reading = self._around.read()
         self._structure = reading.structure
         return reading
+
+    def know(self, things: Iterable[Any]) -> None:
+        """Look at these, too: functions, classes and objects of the script's that a step ran beside the modules' code."""
+        new = [thing for thing in things if all(thing is not known for known in self._beside)]
+        if new:
+            self._beside += new
+            self._code = self._around = None
+
+    def _redirected(self) -> bool:
+        """Tell whether the root's own ``forward`` was replaced by other code of the script's since it was looked at."""
+        forward = vars(self._root).get("forward")
+        function = getattr(forward, "__func__", forward)
+        if function is self._forward or not (function is None or is_users_function(function)):
+            return False  # frameworks send the root's call elsewhere for a while
+        self._forward = function
+        return True
 
     def _search(self) -> Surroundings:
         modules = [(name or type(m).__name__, m) for name, m in self._root.named_modules()]
@@ -131,7 +152,7 @@ class HeldState:
         """Return the namespaces that code uses, by names that stay where others come or go."""
         if self._code is None:
             self._code = {}
-            for namespace in namespaces_of(self._root):
+            for namespace in namespaces_of(self._root, self._beside):
                 number = sum(key.startswith(f"code {namespace[0]} ") for key in self._code)
                 self._code[f"code {namespace[0]} {number}"] = namespace
         return self._code

@@ -22,19 +22,24 @@ import torch
 
 LARGEST = 64 << 20
 """Bytes of tensors and arrays whose content is kept; the rest is known by reference and version alone."""
+UNTOLD = "untold"
 _UNTOLD = (GeneratorType, map, filter, zip)
 """Things that do not tell how far they have come: each time that they are asked, they count as moved."""
 _CHANNELS = frozenset(("_queue", "socket", "ssl", "sqlite3", "multiprocessing.queues", "multiprocessing.connection"))
 """Modules whose objects give and take what nobody can take back."""
 _ASKED = itertools.count()
+_SPAWNED = "n_children_spawned"
+"""What a numpy seed counts, and cannot be set back."""
 _BY_TYPE: tuple[tuple[Any, str], ...] = (
     (torch.Generator, "torch"),
     (random.Random, "python"),
     (bytearray, "bytes"),
     ((io.StringIO, io.BytesIO), "memory"),
     (array, "array.array"),
+    (memoryview, "memoryview"),
+    ((ctypes._SimpleCData, ctypes.Structure, ctypes.Union, ctypes.Array), "ctypes"),
     (queue.Queue, "queue"),
-    (_UNTOLD, "untold"),
+    (_UNTOLD, UNTOLD),
 )
 
 
@@ -57,23 +62,32 @@ def kind_of(thing: Any) -> str | None:
             return name
     if type(thing).__module__ == "multiprocessing.sharedctypes" and hasattr(thing, "get_obj"):
         return "shared"
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        if isinstance(thing, numpy.random.Generator):
-            return "numpy"
-        if isinstance(thing, numpy.random.RandomState):
-            return "numpy.legacy"
-        if isinstance(thing, numpy.ndarray) and thing.dtype != object:
-            return "array"
+    if (numpys := _kind_of_numpys(thing)) is not None:
+        return numpys
     if isinstance(thing, io.IOBase) or type(thing).__module__ == "_csv":
         return "file"
     if any(kind.__module__ in _CHANNELS for kind in type(thing).__mro__):
-        return "untold"
+        return UNTOLD
     return "iterator" if hasattr(type(thing), "__next__") and hasattr(type(thing), "__iter__") else None
 
 
+def _kind_of_numpys(thing: Any) -> str | None:
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if isinstance(thing, numpy.random.Generator):
+        return "numpy"
+    if isinstance(thing, numpy.random.SeedSequence):
+        return "seeds"
+    if isinstance(thing, numpy.random.RandomState):
+        return "numpy.legacy"
+    if isinstance(thing, numpy.ndarray) and thing.dtype != object:
+        return "array"
+    return None
+
+
 def _set_numpy(thing: Any, state: Any) -> None:
-    thing.bit_generator.state = state
+    thing.bit_generator.state = {key: value for key, value in state.items() if key != _SPAWNED}
 
 
 def _set_items(thing: Any, content: Any) -> None:
@@ -99,6 +113,24 @@ def _set_array(thing: Any, content: Any) -> None:
 
 def _set_shared(thing: Any, content: Any) -> None:
     ctypes.memmove(ctypes.addressof(thing.get_obj()), content, len(content))
+
+
+def _viewed(thing: Any) -> Any:
+    return None if thing.readonly or not thing.c_contiguous or thing.nbytes > LARGEST else bytes(thing)
+
+
+def _set_viewed(thing: Any, content: Any) -> None:
+    thing.cast("B")[:] = content
+
+
+def _set_ctypes(thing: Any, content: Any) -> None:
+    ctypes.memmove(ctypes.addressof(thing), content, len(content))
+
+
+def _numpy_state(thing: Any) -> Any:
+    state = dict(thing.bit_generator.state)
+    seeds = getattr(thing.bit_generator, "seed_seq", None)
+    return {**state, _SPAWNED: getattr(seeds, _SPAWNED, 0)}
 
 
 def _position(thing: Any) -> Position | None:
@@ -133,23 +165,31 @@ def _untold(_thing: Any) -> Position:
 _KINDS_OF_STATE: dict[str | None, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = {
     "torch": (lambda g: g.get_state(), lambda g, state: g.set_state(state)),
     "python": (lambda g: g.getstate(), lambda g, state: g.setstate(state)),
-    "numpy": (lambda g: g.bit_generator.state, _set_numpy),
+    "numpy": (_numpy_state, _set_numpy),
     "numpy.legacy": (lambda g: g.get_state(), lambda g, state: g.set_state(state)),
     "array": (lambda a: a.copy() if a.nbytes <= LARGEST else None, _set_items),
     "bytes": (bytes, _set_bytes),
     "memory": (lambda f: None if f.closed else (f.getvalue(), f.tell()), _set_memory),
     "iterator": (_position, lambda _thing, _content: None),
+    "memoryview": (_viewed, _set_viewed),
+    "ctypes": (bytes, _set_ctypes),
+    "seeds": (lambda s: Position(str(s.n_children_spawned)), lambda _thing, _content: None),
     "array.array": (lambda a: a.tobytes(), _set_array),
     "shared": (lambda s: bytes(s.get_obj()), _set_shared),
     "file": (_file_position, lambda _thing, _content: None),
     "queue": (_waiting, lambda _thing, _content: None),
-    "untold": (_untold, lambda _thing, _content: None),
+    UNTOLD: (_untold, lambda _thing, _content: None),
 }
 
 
 def content_of(thing: Any) -> Any:
     """Return a copy of the state of a generator, an array or an iterator; None if it has none to show."""
     return _KINDS_OF_STATE[kind_of(thing)][0](thing)
+
+
+def restorable(thing: Any, content: Any) -> bool:
+    """Tell whether `put_back` makes a thing what it was: a numpy generator that has spawned others stays one that has."""
+    return kind_of(thing) != "numpy" or _numpy_state(thing)[_SPAWNED] == content[_SPAWNED]
 
 
 def put_back(thing: Any, content: Any) -> None:

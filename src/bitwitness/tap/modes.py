@@ -51,7 +51,8 @@ def _off() -> Iterator[None]:
         yield
     finally:
         for stack, modes in zip(_STACKS, there, strict=True):
-            _set(stack, modes)
+            now = stack[0]()  # ours may have been entered or left meanwhile
+            _set(stack, [m for m in modes if not is_ours(m) or m in now] + [m for m in now if m not in modes])
         if token is not None:
             _aside.reset(token)
 

@@ -28,6 +28,7 @@ from bitwitness.tap.gradients import queue_after_backward
 from bitwitness.tap.graphwalk import sketch
 from bitwitness.tap.holdpoints import BackwardCall
 from bitwitness.tap.ledger import Change, GradientLedger
+from bitwitness.tap.modes import scripts_modes_off
 from bitwitness.tap.modules import own_work, unwrap
 from bitwitness.tap.sharded import reduces, sharding_of
 from bitwitness.tap.structure import nbytes
@@ -165,12 +166,10 @@ class RootTap:
             self.window.forward_begins()
         if self.paused or self._depth or in_transform() or not torch.is_grad_enabled() or not self._in_training():
             return  # in a backward: a checkpoint around the whole root runs it again
-        if not self._trainable.any():
-            return
         try:
             self.window.mind_dropped_loss(self.record)
             with own_work(), self._timed():
-                self._open[-1] = self._begin(part, args, kwargs)
+                self._open[-1] = self._begin(part, args, kwargs) if self._trainable.any() else None
             context = self._around()
             if context is not None:
                 context.__enter__()
@@ -362,7 +361,8 @@ class RootTap:
 
     def _output_grad(self, record: ForwardRecord, index: int, grad: torch.Tensor) -> None:
         try:
-            self._keep_output_grad(record, index, grad)
+            with scripts_modes_off():
+                self._keep_output_grad(record, index, grad)
         except Exception as error:
             self._fail("capture", error)
 
@@ -383,7 +383,7 @@ class RootTap:
     def _run_local_gradients(self) -> None:
         try:
             if self._local_gradients is not None and self.ledger.moved():
-                with torch.no_grad(), own_work():
+                with own_work(), torch.no_grad():
                     self._local_gradients()
         except Exception as error:
             self._fail("local gradients", error)

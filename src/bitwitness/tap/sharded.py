@@ -127,7 +127,7 @@ class ReduceTap:
             for param, grad in zip(fsdp_params, grads, strict=True)
             if (index := self._index.get(id(param.sharded_param))) is not None
         ]
-        with torch.no_grad(), own_work():
+        with own_work(), torch.no_grad():
             found = features_of([grad for _, grad in here])
         for number, (index, _) in enumerate(here):
             part = slice(number, number + 1)

@@ -6,7 +6,7 @@ import dis
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache, partial
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -33,9 +33,20 @@ def is_users(code: CodeType) -> bool:
     return not code.co_filename.startswith(_LIBRARIES)
 
 
-def namespaces_of(root: nn.Module) -> Iterator[Namespace]:
-    """Yield the namespaces outside the modules themselves that their code uses, each once."""
+def is_users_function(value: Any) -> bool:
+    """Tell whether a value is a function of the script's."""
+    function = _function(value)
+    return function is not None and is_users(function.__code__)
+
+
+def namespaces_of(root: nn.Module, beside: Iterable[Any] = ()) -> Iterator[Namespace]:
+    """Yield the namespaces outside the modules themselves that their code uses, each once.
+
+    ``beside``: functions, classes and objects that ran with it.
+    """
     search = _Search()
+    for thing in beside:
+        search.beside(thing)
     for module in root.modules():
         search.kind(type(module))
         for name in HOOKS:
@@ -128,6 +139,12 @@ class _Search:
             return
         self._owners[id(owner)] = type(owner).__qualname__, {"object": owner}
         self.kind(type(owner))
+
+    def beside(self, thing: Any) -> None:
+        """Take a function, a class, or an object with what it holds and what its class's methods use."""
+        self.used(thing)
+        if not isinstance(thing, _SKIPPED) and _is_users_kind(type(thing)) and self._first(thing):
+            self._owners[id(thing)] = type(thing).__qualname__, {"object": thing}
 
     def used(self, item: Any, depth: int = 0) -> None:
         """Take what a name stands for, and what a table of functions holds."""
