@@ -68,7 +68,8 @@ class Row:
 class Judgement:
     """What the table says. ``ranks`` are the culprits; ``heal`` tells that all gradients can be replaced by agreed ones.
 
-    ``skip``: the replay is right but the gradient it started from is not. ``disputed``: two ranks that contradict each
+    ``skip``: the gradients are wrong and cannot be replaced: the replay started from a wrong one, or another rank's
+    executions do not agree. ``disputed``: two ranks that contradict each
     other where no third can decide. ``unproven``: rank and witness whose operators have to be compared before the cause counts;
     ``far`` then tells that the results are further apart than any two healthy algorithms'.
     """
@@ -307,7 +308,7 @@ def _convict(
         Cause.PERSISTENT_HARDWARE if persistent else Cause.TRANSIENT_HARDWARE,
         ranks,
         heal=not persistent and not spoiled and not tally.unresolved,
-        skip=not persistent and spoiled,
+        skip=not persistent and (spoiled or bool(tally.unresolved)),
         intermittent=persistent and not steady,
         wrong=wrong,
     )

@@ -56,7 +56,7 @@ class OperatorProof:
                 witness = next(r for r in ((owner + 1) % size, (owner + 2) % size) if r not in judgement.ranks[1:])
                 located = locate(self._ranks, self._laboratory.replayer, record, found.guests, owner, witness)
                 return judgement, located if located is not None and located.parted else None
-            if judgement.cause in (Cause.DISMISSED, Cause.INCONCLUSIVE) and judgement.reason != CANNOT:
+            if judgement.reason != CANNOT:
                 return self._accused(record, found)
         except SideChannelError:
             raise
@@ -103,12 +103,12 @@ class OperatorProof:
     def _accused(self, record: StepRecord, found: Experiments) -> tuple[Judgement, Located | None]:
         """Ask float64 where a device contradicts itself, or an operator's invariant failed; collective.
 
-        No gradient may show the latter (a last layer's).
+        No gradient may show the latter (a last layer's). One that was wrong once may be wrong each time, in another place.
         """
-        accused = [rank for rank, row in enumerate(found.rows) if row.proven_by_checksum]
+        accused = [*found.judgement.ranks, *(rank for rank, row in enumerate(found.rows) if row.proven_by_checksum)]
         if found.judgement.cause is Cause.INCONCLUSIVE:
-            accused += [rank for rank in spreading(found.rows) if rank not in accused]
-        for rank in accused[:_ASKED]:
+            accused += spreading(found.rows)
+        for rank in list(dict.fromkeys(accused))[:_ASKED]:
             located = self._examined(record, rank)
             if located is not None:
                 wrong = found.judgement.wrong

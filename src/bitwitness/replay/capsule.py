@@ -56,6 +56,7 @@ def _packed(record: ForwardRecord, tensors: list[torch.Tensor]) -> dict[str, Any
         "inputs": [tensor.requires_grad for tensor in inputs],
         "grads": [grad is not None for grad in record.output_grads],
         "buffers": len(record.buffers),
+        "untouched": bool(record.untouched),
         "device_state": len(device_state),
         "python": state.python,
         "numpy": None if state.numpy is None else [_listed(part) for part in state.numpy],
@@ -166,6 +167,7 @@ def _record(
         output_digests=[],
         state=None,
         began=None,
+        untouched=meta["untouched"],
         surroundings=None,
         drawn=None,
     )

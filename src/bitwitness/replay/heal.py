@@ -12,6 +12,7 @@ from contextlib import nullcontext
 
 import torch
 from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from bitwitness.replay.errors import ReplayError
 from bitwitness.replay.run import Execution, Replayer
@@ -33,14 +34,36 @@ def write_back(parameters: list[nn.Parameter], good: list[torch.Tensor | None]) 
                 parameter.grad = grad
 
 
-def heal_alone(replayer: Replayer, parameters: list[nn.Parameter], good: Execution) -> None:
-    """Keep a verified replay's gradients, buffers, and what else its forwards left behind."""
+def heal_alone(replayer: Replayer, parameters: list[nn.Parameter], record: StepRecord, good: Execution) -> None:
+    """Keep a verified replay's gradients, losses, buffers, and what else its forwards left behind."""
     if good.grads is None or good.buffers is None:
         raise ReplayError("the replay did not keep its gradients")
     write_back(parameters, good.grads)
-    replayer.keeper.put(good.buffers)
+    if good.whole:
+        write_losses(record, good.losses)
+    if not buffers_moved(replayer, record):
+        replayer.keeper.put(good.buffers)
     if good.state is not None:
         good.state.restore()
+
+
+def write_losses(record: StepRecord, values: list[torch.Tensor]) -> None:
+    """Overwrite the losses that the backwards of a step began at, where the script still holds them: it may log them yet."""
+    held = [ref() for group in record.passes() for ref in record.roots.get(group.number, ())]
+    for tensor, value in zip(held, values, strict=False) if len(held) == len(values) else ():
+        if tensor is not None and tensor.numel() == 1 and tensor.shape == value.shape and tensor.dtype == value.dtype:
+            with torch.no_grad(), _unsafe_preserve_version_counter((tensor,)):
+                tensor.detach().copy_(value)
+
+
+def buffers_moved(replayer: Replayer, record: StepRecord) -> bool:
+    """Tell whether something else than the forwards that are run again has changed the buffers since they were left.
+
+    An evaluation in training mode moves running statistics, say; these then stay as they are.
+    """
+    ran = [forward.number for group in record.passes() for forward in group.forwards]
+    last = record.forwards[-1] if record.forwards else None
+    return last is None or max(ran, default=-1) != last.number or last.versions != replayer.keeper.versions()
 
 
 def stateful_reduction(wrapper: nn.Module) -> str | None:
@@ -64,17 +87,20 @@ def heal_together(
 
     ``describe`` is called when all local gradients of a synchronising backward are there and none is reduced yet.
 
-    Every rank must call this at the same time. Afterwards each ``p.grad`` is the tensor it was, with healed values,
+    Every rank must call this at the same time. Afterwards each ``p.grad`` is the tensor it was, with healed values, losses too,
     and buffers are as the healed forward left them; the random state is untouched.
     """
+    buffers = [t.detach().clone() for t in replayer.keeper.tensors()] if buffers_moved(replayer, record) else []
     held = [p.grad for p in parameters]
     for parameter, grad in zip(parameters, held, strict=True):
         parameter.grad = torch.zeros_like(grad) if record.zero_start and grad is not None else None
     try:
         with randomness_kept(replayer.device), torch.enable_grad():
-            for group in record.passes():
-                _run_pass(replayer, wrapper, group, describe)
+            losses = [_run_pass(replayer, wrapper, group, describe) for group in record.passes()]
+        if all(loss is not None for loss in losses):
+            write_losses(record, [root for loss in losses for root in loss or ()])
     finally:
+        replayer.keeper.put(buffers)
         for parameter, grad in zip(parameters, held, strict=True):
             new = parameter.grad
             if grad is not None and new is not None:
@@ -83,7 +109,10 @@ def heal_together(
                 parameter.grad = grad
 
 
-def _run_pass(replayer: Replayer, wrapper: nn.Module, group: Pass, describe: Callable[[], None]) -> None:
+def _run_pass(
+    replayer: Replayer, wrapper: nn.Module, group: Pass, describe: Callable[[], None]
+) -> list[torch.Tensor] | None:
+    """Run one pass; return the losses that it went back from, or None where it did not go through the loss code."""
     syncs = group.sync or not hasattr(wrapper, "no_sync")
     with nullcontext() if syncs else wrapper.no_sync():  # type: ignore[operator]
         found = replayer.starts_through(wrapper, group)
@@ -93,3 +122,4 @@ def _run_pass(replayer: Replayer, wrapper: nn.Module, group: Pass, describe: Cal
             roots = [root.view_as(root) for root in roots]
             roots[0].register_hook(lambda _: queue_after_backward(describe))
         torch.autograd.backward(roots, found.grads)
+    return [root.detach() for root in found.roots] if found.through else None

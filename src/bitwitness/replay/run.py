@@ -89,6 +89,7 @@ class Replayer:
         self._through_leaves: bool | None = None
         self._had_gradients: list[bool] = []
         self._strict = True
+        self._latest = -1
 
     @property
     def lockstep(self) -> bool:
@@ -169,6 +170,7 @@ class Replayer:
     @contextmanager
     def _apart(self, passes: Sequence[Pass]) -> Iterator[None]:
         """Leave no trace of what runs inside."""
+        self._latest = -1
         with self._untouched.watched(passes), randomness_kept(self.device), torch.enable_grad():
             yield
 
@@ -350,7 +352,9 @@ class Replayer:
         around: Around,
         call: Any = None,
     ) -> list[torch.Tensor]:
-        self.keeper.put(record.buffers)
+        if not (record.untouched is not None and self._latest == record.number - 1 and bool(record.untouched)):
+            self.keeper.put(record.buffers)  # else they are what the replay of the forward before made of them
+        self._latest = record.number
         if record.state is not None:
             record.state.restore()
         record.random.restore(self.device)

@@ -14,7 +14,7 @@ from bitwitness.finding import Action, Cause, Verdict
 from bitwitness.judge.fingerprint import Fingerprint
 from bitwitness.judge.judge import Outcome
 from bitwitness.ranks import Ranks
-from bitwitness.replay.heal import heal_alone, heal_together, stateful_reduction
+from bitwitness.replay.heal import buffers_moved, heal_alone, heal_together, stateful_reduction
 from bitwitness.replay.run import Replayer
 from bitwitness.respond.skip import Skip
 from bitwitness.respond.watchdog import Watchdog
@@ -66,10 +66,12 @@ class Responder:
         unhealable = self._unhealable(record)
         if judgement.heal and unhealable is None and self._heal(outcome, record):
             also = self._leave_out(record)
+            if buffers_moved(self._root.replayer, record):
+                also += "; the buffers, which the script has changed since the forward, stay as they are"
             return replace(verdict, action=Action.HEALED, message=f"{verdict.message}; healed with it{also}"), None
         if judgement.heal or judgement.skip:
             self.skip.begin(record.step)
-            why = "the gradient that entered the model was computed from wrong outputs"
+            why = "the gradient that entered the model was computed from wrong outputs, or executions do not agree"
             if unhealable is not None:
                 why = unhealable
             elif judgement.heal:
@@ -105,7 +107,7 @@ class Responder:
         root = self._root
         if self._ranks.size == 1 or root.replayer.sharded:
             # where parameters are sharded the replay was made by all ranks together, and its gradients are reduced
-            heal_alone(root.replayer, root.parameters, found.good)
+            heal_alone(root.replayer, root.parameters, record, found.good)
             return True
         agreed = Fingerprint.of(found.good)
         for _ in range(_TRIES):

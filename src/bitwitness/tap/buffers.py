@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from bitwitness.stats import bit_hash
+from bitwitness.stats.digest import bit_hashes
 from bitwitness.tap.lossgraph import version_of
 
 _SMALL = 1 << 16  # bytes below which a copy costs less than finding out whether it is needed
@@ -50,6 +51,17 @@ class BufferKeeper:
             if index in self._always or key != self._known[index]:
                 self._copies[index], self._known[index] = tensor.detach().clone(), key
         return list(self._copies)
+
+    def versions(self) -> list[int]:
+        """Return the versions of what is kept."""
+        return [version_of(tensor) for tensor in self.tensors()]
+
+    def digest(self) -> torch.Tensor | None:
+        """Return the hashes, int64 [N], of what may change without a word; None where there is nothing of the kind."""
+        quiet = [tensor.detach() for index, tensor in enumerate(self.tensors()) if index in self._always]
+        if not quiet or any(tensor.layout is not torch.strided or tensor.device != quiet[0].device for tensor in quiet):
+            return None
+        return bit_hashes(quiet)
 
     def put(self, values: Sequence[torch.Tensor]) -> None:
         """Set what is kept, in order, in place; fewer values than there are now are those of the first ones.

@@ -43,6 +43,12 @@ class ForwardRecord:
     autocast: Autocast
     buffers: list[torch.Tensor]
     sync: bool
+    left: torch.Tensor | None = None
+    """Hashes of the buffers when it ended, where another forward of the step may follow."""
+    untouched: torch.Tensor | bool | None = None
+    """Whether it found the buffers as the forward before it in the step had left them: a bool, 0-d; None: not known."""
+    versions: list[int] = field(default_factory=list)
+    """The buffers' when it ended."""
     began: float | None = None
     """When it began, by `time.time`; None for another rank's."""
     output_digests: list[torch.Tensor] = field(default_factory=list)
@@ -95,7 +101,8 @@ class StepRecord:
     """All that is kept of one step.
 
     ``unreplayable`` names the reason where the step cannot be run again, ``unhealable`` why its gradients cannot be put
-    right; ``began`` is when, by `tap.clock.stopwatch`. ``graphs`` and ``sketches`` tell of each backward by its number.
+    right; ``began`` is when, by `tap.clock.stopwatch`. ``graphs``, ``sketches`` and ``roots`` (the tensors that it began at,
+    as long as the script holds them) tell of each backward by its number.
     ``hooks`` stood on the parameters' gradients in its backwards; ``doubts`` are reasons that hold where a bool, 0-d, on
     its device, is true.
     ``parameters`` are the marks (`stats.marks_of`) of the parameters when it began, where they are kept; ``nbytes`` is what
@@ -109,6 +116,7 @@ class StepRecord:
     start_norm: torch.Tensor | None = None
     versions: list[int] = field(default_factory=list)
     hooks: list[tuple[Any, ...]] | None = None
+    roots: dict[int, list[weakref.ref[torch.Tensor]]] = field(default_factory=dict)
     doubts: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     training: list[bool] = field(default_factory=list)
     unreplayable: str | None = None

@@ -60,6 +60,7 @@ class Capturer:
         self._window = window
         self._hashed = hashed
         self._private = private
+        self._several = False
         self.held = HeldState(root)
         self.buffers = BufferKeeper(root)
         self.traffic: Reading = read_traffic()
@@ -98,6 +99,7 @@ class Capturer:
             module=part,
             broadcast=broadcast,
         )
+        self._compare_buffers(step, record)
         begin = next_sequence_number()
         record.span = ForwardSpan(number, begin, begin)
         record.span.enter(given)
@@ -105,6 +107,15 @@ class Capturer:
         step.forwards.append(record)
         self.traffic = read_traffic()
         return record
+
+    def _compare_buffers(self, step: StepRecord, record: ForwardRecord) -> None:
+        """See whether a step's later forward finds the buffers as the one before left them."""
+        self._several |= bool(step.forwards)
+        before = step.forwards[-1] if step.forwards else None
+        if before is not None and before.left is not None and before.number + 1 == record.number:
+            now = self.buffers.digest()
+            same = now is not None and now.shape == before.left.shape
+            record.untouched = (now == before.left).all() if now is not None and same else None
 
     def account(self, step: StepRecord, size: int, what: str) -> None:
         """Count what a step's captures take together; give up the step beyond the limit."""
@@ -123,6 +134,8 @@ class Capturer:
         if record.surroundings is not None:
             self.held.forward_ended(record.surroundings)
         self.buffers.forward_ended()
+        record.left = self.buffers.digest() if self._several else None
+        record.versions = self.buffers.versions()
         if not self._private and (groups := groups_between(self.traffic, read_traffic())):
             record.communicates = True
             step.partners |= {rank for group in groups for rank in torch.distributed.get_process_group_ranks(group)}

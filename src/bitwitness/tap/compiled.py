@@ -283,6 +283,10 @@ class CompiledRegions:
     @contextmanager
     def replayed_eagerly(self) -> Iterator[None]:
         """Do so in a replay of ours, and keep torch from warning of the hooks that name the modules meanwhile."""
+        if not self.present():  # a change of the filters would have python repeat what it has warned of before
+            with self.eagerly():
+                yield
+            return
         with warnings.catch_warnings(), self.eagerly():
             warnings.filterwarnings("ignore", message=_GLOBAL_HOOKS)
             yield

@@ -7,6 +7,7 @@ place, and gets the objects that the model made. Gradients are noticed by themse
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -283,6 +284,7 @@ class RootTap:
         self.ledger.open()
         try:
             with self._timed():
+                self.record.roots[self.backwards] = [weakref.ref(t) for t in call.roots if isinstance(t, torch.Tensor)]
                 self._gradient_hooks.note(list(self.parameters.values()))
                 self._walk(call)
                 self._queue(call)

@@ -1,0 +1,56 @@
+"""Two ranks: ``two_ranks.py plain|gan``; prints the weights' hash."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+STEPS = 14
+
+
+def build(*sizes: int) -> nn.Module:
+    layers = [layer for pair in itertools.pairwise(sizes) for layer in (nn.Linear(*pair), nn.ReLU())]
+    return DistributedDataParallel(nn.Sequential(*layers[:-1]))
+
+
+def plain(rank: int) -> None:
+    model = build(12, 24, 24, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(STEPS):
+        x, y = torch.randn(8, 12, generator=generator), torch.randint(0, 4, (8,), generator=generator)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def gan(rank: int) -> None:
+    maker, critic = build(4, 16, 6), build(6, 16, 1)
+    of_maker = torch.optim.Adam(maker.parameters(), 0.01)
+    of_critic = torch.optim.Adam(critic.parameters(), 0.01)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(STEPS):
+        made = maker(torch.randn(8, 4, generator=generator))
+        real = torch.randn(8, 6, generator=generator)
+        of_critic.zero_grad()
+        critic.requires_grad_(requires_grad=True)
+        (critic(made.detach()).mean() - critic(real).mean()).backward()
+        of_critic.step()
+        critic.requires_grad_(requires_grad=False)
+        of_maker.zero_grad()
+        (-critic(made).mean()).backward()
+        of_maker.step()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dist.init_process_group("gloo")
+    globals()[sys.argv[1]](dist.get_rank())
+    dist.destroy_process_group()
