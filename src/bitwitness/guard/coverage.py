@@ -8,6 +8,7 @@ from bitwitness.guard.limits import UNSEEN
 from bitwitness.guard.watch import Watch
 from bitwitness.respond.reporter import Reporter
 from bitwitness.tap.compiled import compiles_backward
+from bitwitness.tap.traffic import world_size
 
 
 def coverage_table(watch: Watch, reporter: Reporter) -> dict[str, Any]:
@@ -67,11 +68,13 @@ def _gaps(watch: Watch) -> list[str]:
     if root.sharding.fsdp2:
         gaps.append("parameters are sharded: no replica of them is compared between ranks (their gradients are)")
     elif root.sharding.spread:
-        gaps.append(f"{root.sharding.problem}; gradients are watched, shard by shard, and on deep steps the operators")
+        how = ", shard by shard," if root.sharding.mesh is not None else ""
+        gaps.append(f"{root.sharding.problem}; gradients are watched{how} and on deep steps the operators")
     for reason, count in watch.limits.most_common(5):
         gaps.append(f"{count} of {watch.steps_held} steps are sensed but cannot be run again: {reason}")
     if watch.ranks.size == 1:
-        gaps.append("one rank: no second device can be asked; a repeating fault needs an operator's proof")
+        who = "one rank" if world_size() == 1 else "no wrapper shares this model with other ranks"
+        gaps.append(f"{who}: no second device can be asked; a repeating fault needs an operator's proof")
     elif watch.sensors.peers is None:
         gaps.append("peers: needs at least three ranks")
     return gaps
