@@ -41,6 +41,7 @@ campaign: .stamp-venv
 	$(BIN)/python bench/lost.py
 	$(BIN)/python -W ignore bench/trace_campaign.py
 	TEST_EVERYTHING=1 $(BIN)/python -m pytest tests/test_compare.py
+	$(BIN)/python bench/innocent.py --faults --only late_one_feature --repeat 44 --jobs 2 --out bench/results/late
 
 innocent: .stamp-venv
 	$(BIN)/python bench/innocent.py --faults --jobs 2

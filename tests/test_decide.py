@@ -111,6 +111,12 @@ def test_outputs_that_changed_make_the_step_be_skipped_not_healed() -> None:
     assert (found.heal, found.skip) == (False, True)
 
 
+def test_a_step_is_skipped_where_another_ranks_executions_do_not_agree() -> None:
+    wrong = {(1, 0): "bad", **{(3, e): f"other{e}" for e in range(5)}}
+    found = run(4, wrong)
+    assert (found.cause, found.ranks, found.heal, found.skip) == (Cause.TRANSIENT_HARDWARE, (1,), False, True)
+
+
 def test_a_step_that_cannot_be_replayed_is_inconclusive() -> None:
     rows = [Row((Match.MISSING,) * len(PAIRS), failed=True)]
     assert decide(rows, reproducible=True).cause is Cause.INCONCLUSIVE

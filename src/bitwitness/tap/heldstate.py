@@ -120,10 +120,13 @@ class HeldState:
         return reading
 
     def know(self, things: Iterable[Any]) -> None:
-        """Look at these, too: functions, classes and objects of the script's that a step ran beside the modules' code."""
-        new = [thing for thing in things if all(thing is not known for known in self._beside)]
-        if new:
-            self._beside += new
+        """Look at these, too: functions, classes and objects of the script's that a step ran beside the modules' code.
+
+        Those of other steps are let go: a script may make its modes and hooks anew in each.
+        """
+        now = list({id(thing): thing for thing in things}.values())
+        if len(now) != len(self._beside) or any(a is not b for a, b in zip(now, self._beside, strict=True)):
+            self._beside = now
             self._code = self._around = None
 
     def _redirected(self) -> bool:

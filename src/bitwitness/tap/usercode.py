@@ -45,8 +45,6 @@ def namespaces_of(root: nn.Module, beside: Iterable[Any] = ()) -> Iterator[Names
     ``beside``: functions, classes and objects that ran with it.
     """
     search = _Search()
-    for thing in beside:
-        search.beside(thing)
     for module in root.modules():
         search.kind(type(module))
         for name in HOOKS:
@@ -57,6 +55,8 @@ def namespaces_of(root: nn.Module, beside: Iterable[Any] = ()) -> Iterator[Names
         for parameter in module.parameters(recurse=False):
             for hook in (parameter._backward_hooks or {}).values():
                 search.function(hook)
+    for thing in beside:  # last, so that the others' places stay what they are
+        search.beside(thing)
     yield from search.found()
 
 
