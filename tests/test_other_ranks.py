@@ -105,7 +105,9 @@ def test_what_one_rank_does_or_holds_for_itself_is_no_fault(tmp_path: Path) -> N
     names = ("accumulated with norm", "probed by one rank", "drawn from a generator")
     told = run(2, tmp_path, "communicating_trials", *names)
     bits_held(told)
-    left_open(told["drawn from a generator", "clean"], "strengths (generator) changes in the forward")
+    left_open(
+        told["drawn from a generator", "clean"], "strengths (generator) does not tell whether it moves in the forward"
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -34,7 +34,7 @@ NAMED = {
     ("scoped", "hook"): "the forward found a's hooks otherwise",
     ("scoped", "dispatch_mode"): "the script's _Dispatch was on in the forward or is on now",
     ("consumed", "module_dict"): "the forward found elsewhere.settings.scale otherwise",
-    ("counted", "generator"): "(generator) changes in the forward, and cannot be put back",
+    ("counted", "generator"): "(generator) does not tell whether it moves in the forward, and cannot be put back",
     ("counted", "cached_draw"): "a re-execution draws other random numbers than the forward did",
     ("overwritten", "plain_rebound"): "the forward found Net.plain otherwise",
 }

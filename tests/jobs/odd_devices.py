@@ -17,6 +17,9 @@ _LOW = (torch.float32, torch.bfloat16)
 class OddProducts(TorchDispatchMode):
     """Computes matrix products in a way of its own; everything else as it is."""
 
+    def __init_subclass__(cls) -> None:
+        cls.__module__ = "bitwitness.emulated"  # it stands for the device, as FaultyDevice does: no mode of a script's
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         first = _FACTORS.get(func)
         if first is None or args[first].dtype not in _LOW or not self.active():

@@ -8,6 +8,16 @@ from torch.nn.parallel import DistributedDataParallel
 from trials import Training, Trial, drawn, main, size
 
 
+class Memory:
+    """What a graph's pool is: nothing that a look at attributes and containers finds."""
+
+    __slots__ = ("grad", "output")
+
+    def __init__(self, *, output: bool) -> None:
+        self.output = torch.zeros(6, 4) if output else None
+        self.grad = None if output else torch.zeros(4, 16)
+
+
 class StaticLinear(torch.autograd.Function):
     """A linear layer that computes into the same memory each time; what of it is static is chosen by the module."""
 
@@ -16,16 +26,16 @@ class StaticLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.memory = memory
         result = x @ weight.T
-        if "output" in memory:
-            return memory["output"].copy_(result).detach()
+        if memory.output is not None:
+            return memory.output.copy_(result).detach()
         return result
 
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         ours = grad.T @ x
-        if "grad" in ctx.memory:
-            ours = ctx.memory["grad"].copy_(ours).detach()
+        if ctx.memory.grad is not None:
+            ours = ctx.memory.grad.copy_(ours).detach()
         return grad @ weight, ours, None
 
 
@@ -34,7 +44,7 @@ class StaticNet(nn.Module):
         super().__init__()
         self.first = nn.Linear(8, 16)
         self.weight = nn.Parameter(torch.randn(4, 16) * 0.2)
-        self.memory = {"output": torch.zeros(6, 4)} if output else {"grad": torch.zeros(4, 16)}
+        self.memory = Memory(output=output)
 
     def forward(self, x):
         return StaticLinear.apply(torch.relu(self.first(x)), self.weight, self.memory)

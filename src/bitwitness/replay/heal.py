@@ -19,6 +19,7 @@ from bitwitness.replay.run import Execution, Replayer
 from bitwitness.tap.capture import Pass, StepRecord
 from bitwitness.tap.compiled import distributed
 from bitwitness.tap.gradients import queue_after_backward
+from bitwitness.tap.modes import scripts_modes_back
 from bitwitness.tap.randomness import randomness_kept
 
 _STATELESS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
@@ -95,7 +96,7 @@ def heal_together(
     for parameter, grad in zip(parameters, held, strict=True):
         parameter.grad = torch.zeros_like(grad) if record.zero_start and grad is not None else None
     try:
-        with randomness_kept(replayer.device), torch.enable_grad():
+        with randomness_kept(replayer.device), torch.enable_grad(), scripts_modes_back():
             losses = [_run_pass(replayer, wrapper, group, describe) for group in record.passes()]
         if all(loss is not None for loss in losses):
             write_losses(record, [root for loss in losses for root in loss or ()])

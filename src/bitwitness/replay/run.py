@@ -31,8 +31,10 @@ from bitwitness.tap.gradients import features_with_absent
 from bitwitness.tap.graphwalk import ForwardSpan, next_sequence_number
 from bitwitness.tap.heldstate import HeldState
 from bitwitness.tap.lossgraph import LossGraph, Output
+from bitwitness.tap.modes import scripts_modes_back
 from bitwitness.tap.modules import ROOT, own_work
 from bitwitness.tap.randomness import RandomState, randomness_kept
+from bitwitness.tap.reasons import DISPATCHING
 from bitwitness.tap.structure import fresh, map_tensors, tensors_of, tensors_within
 
 __all__ = ["Around", "Execution", "ReplayError", "Replayer"]
@@ -88,8 +90,7 @@ class Replayer:
         """Whether ranks exchange something in the forwards of the step at hand; set by who knows of all ranks."""
         self._through_leaves: bool | None = None
         self._had_gradients: list[bool] = []
-        self._strict = True
-        self._latest = -1
+        self._strict, self._latest = True, -1
 
     @property
     def lockstep(self) -> bool:
@@ -171,7 +172,7 @@ class Replayer:
     def _apart(self, passes: Sequence[Pass]) -> Iterator[None]:
         """Leave no trace of what runs inside."""
         self._latest = -1
-        with self._untouched.watched(passes), randomness_kept(self.device), torch.enable_grad():
+        with self._untouched.watched(passes), randomness_kept(self.device), torch.enable_grad(), scripts_modes_back():
             yield
 
     def _believe(self, done: Execution) -> None:
@@ -352,7 +353,7 @@ class Replayer:
         around: Around,
         call: Any = None,
     ) -> list[torch.Tensor]:
-        if not (record.untouched is not None and self._latest == record.number - 1 and bool(record.untouched)):
+        if self._latest != record.number - 1 or record.untouched is None or not bool(record.untouched):
             self.keeper.put(record.buffers)  # else they are what the replay of the forward before made of them
         self._latest = record.number
         if record.state is not None:
@@ -362,8 +363,7 @@ class Replayer:
         args = map_tensors(record.args, lambda _: next(inputs))
         kwargs = map_tensors(record.kwargs, lambda _: next(inputs))
         ambient = nullcontext() if record.ambient is None else record.ambient.restored()
-        if record.module is not None:
-            call = record.module
+        call = call if record.module is None else record.module
         if call is None:  # a module may have a length, and that may be 0
             call = self._entry.call if around is nullcontext else self.root
         with ambient, record.autocast.context(), around(), redirected(self.root, record.redirect):
@@ -394,7 +394,7 @@ class Replayer:
             moved = None if record.surroundings is None else self._held.moved(record.surroundings)
         if moved is not None:
             self._untouched.problem = f"the forward found {moved} otherwise than a re-execution does"
-        if record.ambient is not None and (mode := record.ambient.left()) is not None:
-            self._untouched.problem = f"the script's {mode} was on in the forward or is on now, and not both"
+        if record.ambient is not None and (mode := record.ambient.dispatching()) is not None:
+            self._untouched.problem = DISPATCHING.format(mode=mode)
         if self._untouched.problem is not None and self._strict and not self.lockstep:
             raise ReplayError(self._untouched.problem)  # before it changes anything for nothing

@@ -53,12 +53,9 @@ class Ambient:
         modes, dispatch = scripts_modes()
         return cls(tuple(read() for read, _ in _SWITCHES), tuple(modes), _saving(), tuple(dispatch))
 
-    def left(self) -> str | None:
-        """Return the name of a dispatch mode that has been left, or entered, since; None if there is none."""
-        now = Ambient.read().dispatch
-        return next(
-            (type(mode).__name__ for mode in (*self.dispatch, *now) if (mode in now) != (mode in self.dispatch)), None
-        )
+    def dispatching(self) -> str | None:
+        """Return the name of a dispatch mode of the script's that was on, or is on now; None if there is none."""
+        return next((type(mode).__name__ for mode in (*self.dispatch, *Ambient.read().dispatch)), None)
 
     @contextmanager
     def restored(self) -> Iterator[None]:

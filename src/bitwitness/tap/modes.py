@@ -57,6 +57,25 @@ def _off() -> Iterator[None]:
             _aside.reset(token)
 
 
+@contextmanager
+def scripts_modes_back() -> Iterator[None]:
+    """Run what is inside, which stands for the script's own work, under the script's function modes again.
+
+    Not under its dispatch modes: what these do besides is not known.
+    """
+    aside = _aside.get()
+    if aside is None:
+        yield
+        return
+    stack, modes = _STACKS[0], aside[0]
+    now = stack[0]()
+    _set(stack, [m for m in modes if not is_ours(m) or m in now] + [m for m in now if m not in modes])
+    try:
+        yield
+    finally:
+        _set(stack, [mode for mode in stack[0]() if is_ours(mode)])
+
+
 def _set(stack: _Stack, modes: list[Any]) -> None:
     read, pop, push = stack
     for _ in read():

@@ -23,3 +23,4 @@ UNFROZEN = (
     "{} was frozen when the model was guarded: a DistributedDataParallel that was made with it frozen does not reduce its "
     "gradient, and the ranks drift apart; wrap the model again after unfreezing"
 )
+DISPATCHING = "the script's {mode} was on in the forward or is on now, and what it makes of results is not known"
