@@ -83,6 +83,7 @@ def arm(trial: dict[str, Any], folder: Path, step: Callable[[], int]) -> None:
     original = getattr(owner, name)
     inside, over, calls = threading.Event(), threading.Event(), 0
     together = SideChannel.together
+    channels: list[SideChannel] = []
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
@@ -90,7 +91,9 @@ def arm(trial: dict[str, Any], folder: Path, step: Callable[[], int]) -> None:
             calls += 1
             if calls == trial["call"] and trial["how"] == "stall":
                 (folder / "struck").write_text(str(time.time()))
-                time.sleep(2 * trial["deadline"])
+                time.sleep(
+                    2 * max(trial["deadline"], *(channel.deadline_s for channel in channels))
+                )  # slow ranks wait longer
             elif calls == trial["call"] and trial["stage"] == "stop barrier":
                 strike(trial | {"delay": 0.0}, folder, inside, over)  # it is over too soon for a delay
             elif calls == trial["call"]:
@@ -106,6 +109,7 @@ def arm(trial: dict[str, Any], folder: Path, step: Callable[[], int]) -> None:
     @contextmanager
     def entered(channel: SideChannel) -> Iterator[None]:
         with together(channel):
+            channels[:] = [channel]
             inside.set()
             try:
                 yield
