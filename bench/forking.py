@@ -31,9 +31,8 @@ def become(call: Callable[[], object], out: Path, err: Path) -> NoReturn:
             sys.stdout.flush()
             sys.stderr.flush()
         if _is_sealed():
-            ctypes.PyDLL(None).exit(
-                code & 0xFF
-            )  # through C's exit list, as Python itself: what is sealed there decides
+            # through C's exit list, as Python itself: what is sealed there decides
+            ctypes.PyDLL(None).exit(code & 0xFF)
         os._exit(code & 0xFF)
 
 

@@ -91,9 +91,8 @@ def arm(trial: dict[str, Any], folder: Path, step: Callable[[], int]) -> None:
             calls += 1
             if calls == trial["call"] and trial["how"] == "stall":
                 (folder / "struck").write_text(str(time.time()))
-                time.sleep(
-                    2 * max(trial["deadline"], *(channel.deadline_s for channel in channels))
-                )  # slow ranks wait longer
+                # slow ranks wait longer
+                time.sleep(2 * max(trial["deadline"], *(channel.deadline_s for channel in channels)))
             elif calls == trial["call"] and trial["stage"] == "stop barrier":
                 strike(trial | {"delay": 0.0}, folder, inside, over)  # it is over too soon for a delay
             elif calls == trial["call"]:

@@ -15,6 +15,14 @@ from bitwitness.inject.faults import load_faults
 
 ALWAYS = {"act": "protect", "trend": {"z": 1e-9, "warmup": 1}, "replay": {"rest": False}, "self_test": False}
 STEPS = 8
+FAULT = """
+[[fault]]
+kind = "multiply"
+factor = 64.0
+site = "0/addmm#0:forward.out0"
+from_step = 5
+times = 1
+"""
 
 
 def two_views(net, x):
@@ -68,9 +76,7 @@ def test_all_of_them_are_run_again(loss: str, norm: type) -> None:
 def test_a_fault_in_the_first_of_them_is_healed(loss: str, tmp_path) -> None:
     plain, _ = train(LOSSES[loss], guarded=False)
     faults = tmp_path / "faults.toml"
-    faults.write_text(
-        '[[fault]]\nkind = "multiply"\nfactor = 64.0\nsite = "0/addmm#0:forward.out0"\nfrom_step = 5\ntimes = 1\n'
-    )
+    faults.write_text(FAULT)
     with FaultyDevice(load_faults(faults)) as device:
         weights, guard = train(LOSSES[loss], guarded=True)
     assert len(device.fired) == 1
@@ -150,9 +156,7 @@ def test_running_statistics_of_micro_batches_are_healed_or_left(between, tmp_pat
     weights, guard = accumulate(guarded=True, between=between)
     assert all(map(torch.equal, plain, weights))
     faults = tmp_path / "faults.toml"
-    faults.write_text(
-        '[[fault]]\nkind = "multiply"\nfactor = 64.0\nsite = "0/addmm#0:forward.out0"\nfrom_step = 5\ntimes = 1\n'
-    )
+    faults.write_text(FAULT)
     with FaultyDevice(load_faults(faults)):
         weights, guard = accumulate(guarded=True, between=between)
     assert guard.coverage()["verdicts"] == ["step 5: transient_hardware [0] healed"]
@@ -180,9 +184,7 @@ def test_the_loss_that_the_script_logs_is_healed_too(tmp_path) -> None:
         return logged
 
     faults = tmp_path / "faults.toml"
-    faults.write_text(
-        '[[fault]]\nkind = "multiply"\nfactor = 64.0\nsite = "0/addmm#0:forward.out0"\nfrom_step = 5\ntimes = 1\n'
-    )
+    faults.write_text(FAULT)
     healthy = train(guarded=False)
     with FaultyDevice(load_faults(faults)) as device:
         assert train(guarded=True) == healthy

@@ -33,6 +33,17 @@ def test_a_fault_that_wanders_is_convicted(rank: int, tmp_path: Path) -> None:
     assert told.count("VERDICT") == 1
 
 
+def test_a_heal_does_not_take_its_own_replay_for_the_scripts_change_of_the_buffers(tmp_path: Path) -> None:
+    fault = (
+        '[[fault]]\nsite = "0/addmm#0:forward.out0"\nrank = 1\nfrom_step = 10\ntimes = 1\nkind = "multiply"\nfactor = 64.0\n'
+        'pattern = "all"\n'
+    )
+    code, told = run(tmp_path, "normed", fault)
+    assert code == 0, told
+    assert "VERDICT step 10: transient_hardware, action healed: rank 1:" in told
+    assert "stay as they are" not in told
+
+
 def test_the_other_models_reduction_is_no_exchange_in_the_loss(tmp_path: Path) -> None:
     code, told = run(tmp_path, "gan")
     assert code == 0, told

@@ -1,4 +1,4 @@
-"""Two ranks: ``two_ranks.py plain|gan``; prints the weights' hash."""
+"""Two ranks: ``two_ranks.py plain|normed|gan``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,15 @@ def build(*sizes: int) -> nn.Module:
 
 
 def plain(rank: int) -> None:
-    model = build(12, 24, 24, 4)
+    train(rank, build(12, 24, 24, 4))
+
+
+def normed(rank: int) -> None:
+    layers = (nn.Linear(12, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Linear(24, 4))
+    train(rank, DistributedDataParallel(nn.Sequential(*layers)))
+
+
+def train(rank: int, model: nn.Module) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     generator = torch.Generator().manual_seed(rank)
     for _ in range(STEPS):

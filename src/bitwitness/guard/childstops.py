@@ -123,9 +123,7 @@ class ChildStops:
         if not self._lines or os.getpid() != self._owner:
             return
         atexit.register(self._end_all, PATIENCE_S)  # runs before multiprocessing waits for them without limit
-        timer = threading.Timer(ending.GRACE_S, self._end_all)
-        timer.daemon = True
-        timer.start()
+        ending.later(ending.GRACE_S, self._end_all)
 
     def _end_all(self, patience: float = 0.0) -> None:
         """End the children that go on; one that was stopped itself cleans up for as long as it likes."""

@@ -7,11 +7,14 @@ import re
 import shlex
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import wraps
 from pathlib import Path
 from typing import Any
+
+from bitwitness.tap.patching import replaced
+from bitwitness.tap.usercode import is_users_file
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?(\.exe)?")
 _LAUNCHERS = {"torchrun", "accelerate", "deepspeed", "fabric", "lightning"}
@@ -94,9 +97,7 @@ def _may_train_as_module(name: str) -> bool:
 
 
 def _is_users(script: str) -> bool:
-    installed = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
-    where = str(Path(script).absolute())
-    return script.endswith(".py") and not any(where.startswith(folder + os.sep) for folder in installed if folder)
+    return script.endswith(".py") and is_users_file(str(Path(script).absolute()))
 
 
 def _first(args: Sequence[Any], kwargs: dict[str, Any], name: str) -> object:
@@ -106,16 +107,19 @@ def _first(args: Sequence[Any], kwargs: dict[str, Any], name: str) -> object:
 @contextmanager
 def _before(owner: Any, name: str, look: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
     """Look at the arguments of each call of a function."""
-    original = getattr(owner, name)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        look(args, kwargs)
-        return original(*args, **kwargs)
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if inside:
+                look(args, kwargs)
+            return original(*args, **kwargs)
 
-    call.__name__, call.__doc__, call.__wrapped__ = name, original.__doc__, original  # type: ignore[attr-defined]
-    setattr(owner, name, call)
+        return call
+
+    inside = True
     try:
-        yield
+        with replaced(owner, name, wrap):
+            yield
     finally:
-        if getattr(owner, name) is call:
-            setattr(owner, name, original)
+        inside = False

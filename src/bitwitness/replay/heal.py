@@ -35,14 +35,19 @@ def write_back(parameters: list[nn.Parameter], good: list[torch.Tensor | None]) 
                 parameter.grad = grad
 
 
-def heal_alone(replayer: Replayer, parameters: list[nn.Parameter], record: StepRecord, good: Execution) -> None:
-    """Keep a verified replay's gradients, losses, buffers, and what else its forwards left behind."""
+def heal_alone(
+    replayer: Replayer, parameters: list[nn.Parameter], record: StepRecord, good: Execution, *, keep_buffers: bool
+) -> None:
+    """Keep a verified replay's gradients, losses, buffers, and what else its forwards left behind.
+
+    ``keep_buffers``: they stay as they are, `buffers_moved`.
+    """
     if good.grads is None or good.buffers is None:
         raise ReplayError("the replay did not keep its gradients")
     write_back(parameters, good.grads)
     if good.whole:
         write_losses(record, good.losses)
-    if not buffers_moved(replayer, record):
+    if not keep_buffers:
         replayer.keeper.put(good.buffers)
     if good.state is not None:
         good.state.restore()
@@ -83,15 +88,18 @@ def heal_together(
     record: StepRecord,
     describe: Callable[[], None],
     parameters: list[nn.Parameter],
+    *,
+    keep_buffers: bool,
 ) -> None:
     """Run the step again through the DistributedDataParallel wrapper and keep the gradients it reduces.
 
     ``describe`` is called when all local gradients of a synchronising backward are there and none is reduced yet.
 
     Every rank must call this at the same time. Afterwards each ``p.grad`` is the tensor it was, with healed values, losses too,
-    and buffers are as the healed forward left them; the random state is untouched.
+    and buffers are as the healed forward left them, unless they are to be kept as they are (`buffers_moved`); the random
+    state is untouched.
     """
-    buffers = [t.detach().clone() for t in replayer.keeper.tensors()] if buffers_moved(replayer, record) else []
+    buffers = [t.detach().clone() for t in replayer.keeper.tensors()] if keep_buffers else []
     held = [p.grad for p in parameters]
     for parameter, grad in zip(parameters, held, strict=True):
         parameter.grad = torch.zeros_like(grad) if record.zero_start and grad is not None else None

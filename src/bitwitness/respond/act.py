@@ -64,9 +64,10 @@ class Responder:
         if judgement is None or verdict.cause is not Cause.TRANSIENT_HARDWARE:
             return verdict, None
         unhealable = self._unhealable(record)
-        if judgement.heal and unhealable is None and self._heal(outcome, record):
+        moved = buffers_moved(self._root.replayer, record)  # asked before a heal, which moves them itself
+        if judgement.heal and unhealable is None and self._heal(outcome, record, moved):
             also = self._leave_out(record)
-            if buffers_moved(self._root.replayer, record):
+            if moved:
                 also += "; the buffers, which the script has changed since the forward, stay as they are"
             return replace(verdict, action=Action.HEALED, message=f"{verdict.message}; healed with it{also}"), None
         if judgement.heal or judgement.skip:
@@ -99,7 +100,7 @@ class Responder:
         anywhere = bool(self._ranks.max(torch.tensor([float(reason is not None)])))
         return reason or ("the gradients of another rank cannot be put right" if anywhere else None)
 
-    def _heal(self, outcome: Outcome, record: StepRecord) -> bool:
+    def _heal(self, outcome: Outcome, record: StepRecord, moved: bool) -> bool:
         """Replace all gradients by ones that two executions agree on; return whether that succeeded on every rank."""
         found = outcome.experiments
         if found is None or found.good is None:
@@ -107,13 +108,15 @@ class Responder:
         root = self._root
         if self._ranks.size == 1 or root.replayer.sharded:
             # where parameters are sharded the replay was made by all ranks together, and its gradients are reduced
-            heal_alone(root.replayer, root.parameters, record, found.good)
+            heal_alone(root.replayer, root.parameters, record, found.good, keep_buffers=moved)
             return True
         agreed = Fingerprint.of(found.good)
         for _ in range(_TRIES):
             try:
                 with self._watchdog.over(record.step):
-                    heal_together(root.replayer, root.wrapper, record, root.describe, root.parameters)
+                    heal_together(
+                        root.replayer, root.wrapper, record, root.describe, root.parameters, keep_buffers=moved
+                    )
                 features = root.take()
                 same = features is not None and found.agree(Fingerprint.from_features(features, agreed.outputs), agreed)
             except SideChannelError:

@@ -110,9 +110,9 @@ def end_from_elsewhere(code: int, reason: str, where: str, close: Callable[[], N
     else:
         with suppress(Exception):
             sys.stderr.write(f"bitwitness: the training was stopped in {where}, and so it is here: {reason}\n")
-        _later(patience, _interrupt, code, reason, where)
+        later(patience, _interrupt, code, reason, where)
     why = f"the training was stopped {GRACE_S:g} s ago, and the main thread goes on"
-    _later(GRACE_S, end_now, code, why, close)
+    later(GRACE_S, end_now, code, why, close)
 
 
 def _interrupt(code: int, reason: str, where: str) -> None:
@@ -130,7 +130,8 @@ def _interrupt(code: int, reason: str, where: str) -> None:
             _thread.interrupt_main()
 
 
-def _later(seconds: float, call: Callable[..., object], *args: object) -> None:
+def later(seconds: float, call: Callable[..., object], *args: object) -> None:
+    """Call something in a thread that keeps no process alive."""
     timer = threading.Timer(seconds, call, args)
     timer.daemon = True
     timer.start()

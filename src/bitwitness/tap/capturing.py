@@ -114,8 +114,8 @@ class Capturer:
         before = step.forwards[-1] if step.forwards else None
         if before is not None and before.left is not None and before.number + 1 == record.number:
             now = self.buffers.digest()
-            same = now is not None and now.shape == before.left.shape
-            record.untouched = (now == before.left).all() if now is not None and same else None
+            if now is not None and now.shape == before.left.shape:
+                record.untouched = (now == before.left).all()
 
     def account(self, step: StepRecord, size: int, what: str) -> None:
         """Count what a step's captures take together; give up the step beyond the limit."""

@@ -36,6 +36,7 @@ _MISSING = object()
 _DATA: tuple[type, ...] = (SimpleNamespace, argparse.Namespace, UserDict, UserList, ChainMap, threading.local)
 """Classes of Python's own library whose objects hold what a script puts there."""
 _WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
+_SHOWN: frozenset[type] = frozenset((*_DATA, *_WEAK))
 _OWN = frozenset(vars(nn.Module())) | {"_is_full_backward_hook", "_compiled_call_impl", "forward"}
 """A module's attributes that torch itself keeps; ``forward`` is captured by its own name."""
 _TRAINERS = ("lightning", "pytorch_lightning", "lightning_fabric", "transformers", "accelerate")
@@ -261,7 +262,7 @@ def _set_attributes(thing: Any, held: dict[str, Any], keys: frozenset[str] | Non
 
 def _inside(value: Any, *, foreign: bool) -> Any:
     """Return what a container or an object holds; None for anything else, and, unless ``foreign``, for the frameworks' own."""
-    if isinstance(value, dict | list | set | deque) or type(value) in (*_DATA, *_WEAK):
+    if isinstance(value, dict | list | set | deque) or type(value) in _SHOWN:
         return read(value)
     if isinstance(value, tuple | frozenset):
         return list(value)

@@ -25,9 +25,9 @@ def scripts_modes() -> tuple[list[Any], list[Any]]:
     return [mode for mode in functions if not is_ours(mode)], [mode for mode in dispatching if not is_ours(mode)]
 
 
-def is_ours(mode: Any) -> bool:
-    """Tell whether a mode is one of bitwitness's."""
-    return type(mode).__module__.startswith("bitwitness.")
+def is_ours(thing: Any) -> bool:
+    """Tell whether a mode, an object, a function or a class is one of bitwitness's."""
+    return str(getattr(thing, "__module__", "")).startswith("bitwitness.")
 
 
 def scripts_modes_off() -> AbstractContextManager[None]:
@@ -51,8 +51,7 @@ def _off() -> Iterator[None]:
         yield
     finally:
         for stack, modes in zip(_STACKS, there, strict=True):
-            now = stack[0]()  # ours may have been entered or left meanwhile
-            _set(stack, [m for m in modes if not is_ours(m) or m in now] + [m for m in now if m not in modes])
+            _back(stack, modes)
         if token is not None:
             _aside.reset(token)
 
@@ -68,12 +67,17 @@ def scripts_modes_back() -> Iterator[None]:
         yield
         return
     stack, modes = _STACKS[0], aside[0]
-    now = stack[0]()
-    _set(stack, [m for m in modes if not is_ours(m) or m in now] + [m for m in now if m not in modes])
+    _back(stack, modes)
     try:
         yield
     finally:
         _set(stack, [mode for mode in stack[0]() if is_ours(mode)])
+
+
+def _back(stack: _Stack, modes: list[Any]) -> None:
+    """Enter the script's modes again; ours may have been entered or left meanwhile."""
+    now = stack[0]()
+    _set(stack, [m for m in modes if not is_ours(m) or m in now] + [m for m in now if m not in modes])
 
 
 def _set(stack: _Stack, modes: list[Any]) -> None:

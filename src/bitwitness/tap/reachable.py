@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from bitwitness.tap.contents import Place
+from bitwitness.tap.modes import is_ours
 from bitwitness.tap.structure import PLAIN
 
 _LONG = 1000  # entries of a container, beyond which only their number is looked at
@@ -84,11 +85,7 @@ class Theirs:
         self._names = names
 
     def __iter__(self) -> Iterator[Any]:
-        return (value for value in self._names.values() if not _is_ours(value))
-
-
-def _is_ours(value: Any) -> bool:
-    return str(getattr(value, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
+        return (value for value in self._names.values() if not is_ours(value))
 
 
 class Present:

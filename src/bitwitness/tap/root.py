@@ -198,9 +198,8 @@ class RootTap:
         if self.record.backpropagated:
             self._check_gradients_since()
         elif self.record.forwards and self._trainable.grown():
-            self.record = StepRecord(
-                self._clock.step, began=self.now()
-            )  # what ran before, and may never train, was frozen
+            # what ran before, and may never train, was frozen
+            self.record = StepRecord(self._clock.step, began=self.now())
         if not self.record.forwards:
             self._begin_step()
         self._clock.micro = len(self.record.forwards)

@@ -30,7 +30,12 @@ _CACHED = type(lru_cache(lambda: None))
 
 def is_users(code: CodeType) -> bool:
     """Tell whether a piece of code is the script's own, and not a library's."""
-    return not code.co_filename.startswith(_LIBRARIES)
+    return is_users_file(code.co_filename)
+
+
+def is_users_file(name: str) -> bool:
+    """Tell whether a file of Python code is the script's own, by its name."""
+    return not name.startswith(_LIBRARIES)
 
 
 def is_users_function(value: Any) -> bool:
@@ -183,7 +188,7 @@ def _data_names(kind: type) -> set[str]:
 def _is_users_kind(kind: type) -> bool:
     """Tell whether a class is the script's own, and not a library's."""
     place = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return kind.__module__ == "__main__" or (place is not None and not place.startswith(_LIBRARIES))
+    return kind.__module__ == "__main__" or (place is not None and is_users_file(place))
 
 
 def _content(cell: CellType) -> Any:
