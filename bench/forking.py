@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import ctypes
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -14,12 +15,55 @@ from pathlib import Path
 from typing import NoReturn
 
 
+class Forked:
+    """A fork of this process that becomes a script; handled as a `subprocess.Popen`.
+
+    Parameters
+    ----------
+    call
+        What it does.
+    log
+        Where its output goes.
+    environment
+        All its variables.
+
+    """
+
+    def __init__(self, call: Callable[[], object], log: Path, environment: dict[str, str]) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if not self.pid:
+            os.environ.clear()
+            os.environ.update(environment)
+            become(call, log, log)
+
+    def poll(self) -> int | None:
+        """Return its exit code, if it has ended."""
+        return self._await(os.WNOHANG)
+
+    def wait(self) -> int | None:
+        """Wait for its end; return its exit code."""
+        return self._await(0)
+
+    def kill(self) -> None:
+        """End it."""
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def _await(self, how: int) -> int | None:
+        if self.returncode is None and (status := os.waitpid(self.pid, how))[0]:
+            self.returncode = os.waitstatus_to_exitcode(status[1])
+        return self.returncode
+
+
 def become(call: Callable[[], object], out: Path, err: Path) -> NoReturn:
-    """Call in this process, which is a fork's, with its output in two files; end with the exit code that Python would give."""
+    """Call in this process, which is a fork's, with its output in files; end with the exit code that Python would give."""
     code = 70
     try:
         for target, name in ((1, out), (2, err)):
-            os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), target)
+            os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), target)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         code = exit_code(call)
         threading._shutdown()  # type: ignore[attr-defined]

@@ -20,6 +20,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -28,12 +29,17 @@ import tempfile
 import time
 from collections import Counter
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from forking import Forked
+from lost_job import __file__ as JOB
+from lost_job import train
+
 from bitwitness.errors import EXIT_CONVICTED, EXIT_RANK_LOST
 
-JOB = str(Path(__file__).parent / "lost_job.py")
+Process = Forked | subprocess.Popen[bytes]
 DEADLINE_S = 6.0
 GRACE_S = 12.0  # the roll call, the end of the interpreter, and a machine that others use, too
 LONGEST_S = 20.0
@@ -62,10 +68,9 @@ def draw(number: int, seed: int) -> dict[str, Any]:
     }
 
 
-def start(trial: dict[str, Any], folder: Path) -> list[subprocess.Popen[bytes]]:
-    """Start torchrun, or each rank by itself."""
+def start(trial: dict[str, Any], folder: Path) -> list[Process]:
+    """Start torchrun, or each rank by itself, forked from this process, which has imported torch."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    job = [JOB, json.dumps(trial), str(folder)]
     if trial["launcher"] == "torchrun":
         where = (
             "--rdzv-backend",
@@ -79,23 +84,23 @@ def start(trial: dict[str, Any], folder: Path) -> list[subprocess.Popen[bytes]]:
         )
         size = ("--nproc-per-node", str(trial["size"]))
         with (folder / "agent.log").open("wb") as log:
-            command = [sys.executable, "-m", "torch.distributed.run", *size, *where, *job]
+            job = (*size, *where, JOB, json.dumps(trial), str(folder))
+            command = [sys.executable, "-m", "torch.distributed.run", *job]
             return [subprocess.Popen(command, env=environment, stdout=log, stderr=log)]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-    processes = []
+    processes: list[Process] = []
     for rank in range(trial["size"]):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(trial["size"])}
-        with (folder / f"rank{rank}.log").open("wb") as log:
-            processes.append(subprocess.Popen([sys.executable, *job], env=environment | own, stdout=log, stderr=log))
+        processes.append(Forked(partial(train, trial, folder), folder / f"rank{rank}.log", environment | own))
     return processes
 
 
 def attempt(trial: dict[str, Any]) -> dict[str, Any]:
     """Make a trial; return it with what was seen and what was wrong with it."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    folder = Path(tempfile.mkdtemp(prefix="lost-"))  # no TemporaryDirectory: a fork's exit would remove it
+    try:
         processes = start(trial, folder)
         codes: dict[int, int] = {}
         ended: dict[int, float] = {}
@@ -112,6 +117,8 @@ def attempt(trial: dict[str, Any]) -> dict[str, Any]:
         struck = folder / "struck"
         at = float(struck.read_text()) if struck.exists() else None
         logs = {log.relative_to(folder).as_posix(): log.read_text(errors="replace") for log in folder.rglob("*.log")}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     others = [moment for rank, moment in ended.items() if trial["launcher"] == "torchrun" or rank != trial["victim"]]
     seen = {"codes": codes, "seconds": None if at is None else round(max(others, default=limit) - at, 1)}
     problems = [] if at is None else judged(trial, codes, hung, logs, seen["seconds"])
@@ -123,7 +130,7 @@ def gone_for_good(trial: dict[str, Any], rank: int) -> bool:
     return trial["launcher"] == "plain" and rank == trial["victim"] and trial["how"] == "stop"
 
 
-def end_all(processes: list[subprocess.Popen[bytes]], folder: Path) -> None:
+def end_all(processes: list[Process], folder: Path) -> None:
     """End what is left: the processes started here, and those that wrote down their numbers."""
     for process in processes:
         if process.poll() is None:

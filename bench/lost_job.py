@@ -119,9 +119,8 @@ def arm(trial: dict[str, Any], folder: Path, step: Callable[[], int]) -> None:
     setattr(owner, name, counted)
 
 
-def main() -> None:
-    """Train."""
-    trial, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
+def train(trial: dict[str, Any], folder: Path) -> None:
+    """Train, on the rank that the environment names."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -147,4 +146,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    train(json.loads(sys.argv[1]), Path(sys.argv[2]))

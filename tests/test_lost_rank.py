@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from ranks import forked
 
 from bitwitness.demo.launch import torchrun
 from bitwitness.errors import EXIT_RANK_LOST
@@ -68,7 +69,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_pauses_between_steps_is_not_lost(tmp_path: Path) -> None:
-    launched = torchrun(2, [LATE], tmp_path, echo=False)
+    launched = forked(2, [LATE], tmp_path)
     told = "\n".join(log.read_text() for log in launched.logs)
     assert launched.code == 0, told
     assert told.count("trained to the end") == 2
