@@ -110,6 +110,17 @@ def test_what_one_rank_does_or_holds_for_itself_is_no_fault(tmp_path: Path) -> N
     )
 
 
+def test_a_generator_that_the_forward_does_not_draw_from_keeps_no_other_device_from_being_asked(tmp_path: Path) -> None:
+    told = run(2, tmp_path, "communicating_trials", "its own generator")
+    bits_held(told)
+    for use in ("used", "unused"):
+        row = told[f"its own generator, {use}", "clean"]
+        reasons = [gap for gap in row["not_covered"][1] if "what each rank holds for itself" in gap]
+        assert bool(reasons) == (use == "used"), row["not_covered"]
+        healed(told[f"its own generator, {use}", "transient"])
+        convicted(told[f"its own generator, {use}", "persistent"], "body.2/addmm")
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_how_gradients_are_reduced_is_the_scripts_affair(ranks: int, tmp_path: Path) -> None:
     told = run(ranks, tmp_path, "communicating_trials", "post-local sgd", "power sgd")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from contextlib import nullcontext
 
 import torch
@@ -226,6 +227,25 @@ class Drawing(nn.Module):
         return self.body(x * next(self.strengths))
 
 
+class Noisy(nn.Module):
+    """Shifts its input by what it draws from its rank's own generator, if it is told to."""
+
+    def __init__(self, *, noisy: bool) -> None:
+        super().__init__()
+        self.body, self.noisy, self.random = mlp(), noisy, random.Random(rank())
+
+    def forward(self, x):
+        return self.body(x + self.random.random() if self.noisy else x)
+
+
+def held_generator(*, noisy: bool):
+    def build() -> Training:
+        model, x = DistributedDataParallel(Noisy(noisy=noisy)), drawn(6, 8)
+        return trained(model, lambda _: F.cross_entropy(model(x()), torch.arange(6) % 4))
+
+    return build
+
+
 def drawn_from_a_generator() -> Training:
     model, x = DistributedDataParallel(Drawing()), drawn(6, 8)
     return trained(model, lambda _: F.cross_entropy(model(x()), torch.arange(6) % 4))
@@ -237,6 +257,8 @@ TRIALS = {
     "post-local sgd": Trial(post_local_sgd, settings={"deep_every": 1}),
     "power sgd": Trial(power_sgd, faults=both("2/addmm:forward")),
     "drawn from a generator": Trial(drawn_from_a_generator),
+    "its own generator, unused": Trial(held_generator(noisy=False), faults=both("body.2/addmm:forward")),
+    "its own generator, used": Trial(held_generator(noisy=True), faults=both("body.2/addmm:forward")),
     "sync norm": Trial(sync_norm, faults=both("a/addmm:forward")),
     "sync norm, backward": Trial(sync_norm, faults=both("b/mm:backward")),
     "contrastive outside": Trial(contrastive(inside=False), faults=both("body.2/addmm:forward")),

@@ -8,6 +8,7 @@ receiver check; the receiver's own call gives the nesting, and its own tape the 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,6 +19,7 @@ import torch
 from bitwitness.replay.errors import ReplayError
 from bitwitness.tap.capture import ForwardRecord, Pass
 from bitwitness.tap.contents import Snapshot
+from bitwitness.tap.leaves import is_generator
 from bitwitness.tap.lossgraph import Call, LossGraph, Outside, Result, Source, map_sources
 from bitwitness.tap.randomness import RandomState
 from bitwitness.tap.structure import map_tensors, plain_leaves, tensors_of
@@ -65,8 +67,15 @@ def _packed(record: ForwardRecord, tensors: list[torch.Tensor]) -> dict[str, Any
 
 
 def has_state(state: Snapshot | None) -> bool:
-    """Tell whether a forward read something that only this rank holds."""
-    return state is not None and bool(state.containers or state.leaves)
+    """Tell whether a forward may have read something that only this rank holds.
+
+    A generator that has not moved since it began was not drawn from.
+    """
+    if state is None:
+        return False
+    still = {id(leaf.thing) for leaf in state.leaves if is_generator(leaf.thing) and leaf.exact and not leaf.changed()}
+    held = [one.held.values() if isinstance(one.held, dict) else one.held for one in state.containers]
+    return any(id(thing) not in still for thing in itertools.chain((leaf.thing for leaf in state.leaves), *held))
 
 
 def _loss(graph: LossGraph | None, own: Parameters, tensors: list[torch.Tensor]) -> dict[str, Any]:

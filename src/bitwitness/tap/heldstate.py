@@ -1,10 +1,8 @@
 """What a module holds besides its parameters and buffers, and a forward may change: kept, put back, named where that fails.
 
-Counters, memory banks, hidden states, generators of its own: in attributes of the modules, in what these hold, in the
-globals and
-closures that the script's functions use, hooks included. Before each recorded forward what is known to change is kept,
-so that a
-replay starts from what the forward found; around a replay everything is looked at, and put back.
+Counters, memory banks, hidden states, generators of its own: in attributes of the modules, in what these hold, in the globals
+and closures that the script's functions use, hooks included. Before each recorded forward what is known to change is kept, so
+that a replay starts from what the forward found; around a replay everything is looked at, and put back.
 """
 
 from __future__ import annotations
