@@ -153,7 +153,7 @@ def decide(rows: Sequence[Row], *, reproducible: bool) -> Judgement:
     rows
         One per rank, in order.
     reproducible
-        Healthy replays of this model gave the same bits on every rank when they were tried (calibration). Where they
+        Healthy replays of this model gave the same bits on every rank when they were tried. Where they
         did not, executions that differ by rounding only must already have been reported as `Match.EQUAL`.
 
     """
@@ -188,7 +188,7 @@ def decide(rows: Sequence[Row], *, reproducible: bool) -> Judgement:
             )
         return Judgement(Cause.INCONCLUSIVE, reason=reason, wrong=wrong, weak=True)
     if not reproducible and Cause.PERSISTENT_HARDWARE not in convicted.values() and not _far(tally, convicted):
-        reason = "healthy replays of this model differ, and no more than these do"
+        reason = "healthy replays of this model differ as far, or none was made yet that would tell"
         return Judgement(Cause.INCONCLUSIVE, reason=reason, wrong=wrong)
     return _convict(rows, tally, convicted, wrong)
 

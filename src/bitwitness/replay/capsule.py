@@ -174,6 +174,7 @@ def _record(
         buffers=buffers,
         output_grads=grads,
         output_digests=[],
+        results=[],
         state=None,
         began=None,
         untouched=meta["untouched"],

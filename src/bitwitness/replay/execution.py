@@ -9,6 +9,7 @@ import torch
 from bitwitness.replay.start import Starts
 from bitwitness.stats import Features
 from bitwitness.tap.contents import Snapshot
+from bitwitness.tap.memory import Memory
 
 
 @dataclass(slots=True)
@@ -28,6 +29,8 @@ class Execution:
     buffers: list[torch.Tensor] | None = None
     state: Snapshot | None = None
     """What else the forwards change, as they left it, where that was asked for."""
+    results: list[tuple[Memory, torch.Tensor]] = field(default_factory=list)
+    """What the forwards returned where the script still uses the memory of the training's own, where that was asked for."""
     losses: list[torch.Tensor] = field(default_factory=list)
     no_loss: str | None = None
     starts: list[torch.Tensor] = field(default_factory=list)

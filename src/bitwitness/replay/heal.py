@@ -62,6 +62,12 @@ def write_losses(record: StepRecord, values: list[torch.Tensor]) -> None:
                 tensor.detach().copy_(value)
 
 
+def write_results(good: Execution) -> None:
+    """Overwrite what the forwards returned, where the script still uses it unchanged: the next step may begin with it."""
+    for memory, value in good.results:
+        memory.mend(value)
+
+
 def buffers_moved(replayer: Replayer, record: StepRecord) -> bool:
     """Tell whether something else than the forwards that are run again has changed the buffers since they were left.
 

@@ -21,8 +21,8 @@ from bitwitness.replay.errors import ReplayError
 from bitwitness.replay.execution import Execution
 from bitwitness.replay.quiet import quiet, redirected
 from bitwitness.replay.start import Replayed, Starts, starts_of
-from bitwitness.replay.untouched import STATIC, Untouched
-from bitwitness.stats import Features, bit_hash
+from bitwitness.replay.untouched import Untouched
+from bitwitness.stats import bit_hash
 from bitwitness.tap.buffers import BufferKeeper
 from bitwitness.tap.capture import ForwardRecord, Pass, StepRecord, beside
 from bitwitness.tap.compiled import CompiledRegions, Entry, RecompileError
@@ -31,11 +31,12 @@ from bitwitness.tap.gradients import features_with_absent
 from bitwitness.tap.graphwalk import ForwardSpan, next_sequence_number
 from bitwitness.tap.heldstate import HeldState
 from bitwitness.tap.lossgraph import LossGraph, Output
+from bitwitness.tap.memory import Memory, still_used
 from bitwitness.tap.modes import scripts_modes_back
 from bitwitness.tap.modules import ROOT, own_work
 from bitwitness.tap.randomness import RandomState, randomness_kept
 from bitwitness.tap.reasons import DISPATCHING
-from bitwitness.tap.structure import fresh, map_tensors, tensors_of, tensors_within
+from bitwitness.tap.structure import differentiable, fresh, map_tensors, tensors_of, tensors_within
 
 __all__ = ["Around", "Execution", "ReplayError", "Replayer"]
 
@@ -91,6 +92,7 @@ class Replayer:
         self._through_leaves: bool | None = None
         self._had_gradients: list[bool] = []
         self._strict, self._latest = True, -1
+        self._results: list[tuple[Memory, torch.Tensor]] | None = None
 
     @property
     def lockstep(self) -> bool:
@@ -146,6 +148,7 @@ class Replayer:
         self._had_gradients = [p.grad is not None for p in self.parameters.values()]
         done = Execution(features_with_absent([], self.device), torch.zeros(0))
         outputs: list[torch.Tensor] = []
+        self._results = [] if keep else None
         with self._apart(passes), self._stance(around):
             for group in passes:
                 self._run_pass(group, totals, outputs, done, around=around, zero_start=record.zero_start)
@@ -154,19 +157,13 @@ class Replayer:
             with own_work(), torch.no_grad():
                 done.features = features_with_absent(totals, self.device)
         if keep:
-            self._mind_static(totals, done.features)
+            done.results, self._results = self._results or [], None
+            self._untouched.mind_static_gradients(totals, done.features, self.device)
         self._believe(done)
         with own_work(), torch.no_grad():
             done.outputs = torch.stack(outputs) if outputs else torch.zeros(0, dtype=torch.int64, device=self.device)
             done.grads, done.buffers = (totals if keep else None), after
         return done
-
-    def _mind_static(self, grads: list[torch.Tensor | None], features: Features) -> None:
-        """See whether gradients lie in memory that putting everything back has written to."""
-        with own_work(), torch.no_grad():
-            now = features_with_absent(grads, self.device)
-        if not torch.equal(now.digest, features.digest):
-            self._held.refused = self._held.refused or STATIC.format(what="gradients")
 
     @contextmanager
     def _apart(self, passes: Sequence[Pass]) -> Iterator[None]:
@@ -338,9 +335,10 @@ class Replayer:
             values = self._forward(record, given, hashes, around, call)
             span = ForwardSpan(record.number, begin, next_sequence_number())
             span.enter(given)
-            for index, value in enumerate(values):
-                span.add(value, index)
-                made.outputs[Output(record.number, index)] = value
+            for index, position in enumerate(differentiable(values)):
+                span.add(values[position], index)
+                made.outputs[Output(record.number, index)] = values[position]
+            made.outputs |= {Output(record.number, -1 - position): value for position, value in enumerate(values)}
             made.spans.append(span)
             made.take_held(group.graph, record.number, lambda source: self._held.value(source.path))
         return made
@@ -379,13 +377,14 @@ class Replayer:
             self._untouched.problem = (
                 "a re-execution draws other random numbers than the forward did (a cache, perhaps)"
             )
-        values = [tensor for tensor in tensors_within(result) if tensor.requires_grad and not tensor.is_leaf]
-        if len(values) != len(record.output_grads):
-            raise ReplayError(
-                f"the replayed forward returned {len(values)} differentiable outputs, the step {len(record.output_grads)}"
-            )
+        values = tensors_within(result)
+        if self._results is not None:
+            self._results += still_used(record.results, values)
+        made, wanted = differentiable(values), len(record.output_grads)
+        if len(made) != wanted:
+            raise ReplayError(f"the replayed forward returned {len(made)} differentiable outputs, the step {wanted}")
         with own_work(), torch.no_grad():
-            hashes += [bit_hash(tensor.detach()) for tensor in values]
+            hashes += [bit_hash(values[position].detach()) for position in made]
         return values
 
     def _compare_surroundings(self, record: ForwardRecord) -> None:

@@ -13,10 +13,12 @@ import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from bitwitness.stats import Features
 from bitwitness.stats.local import local_values
 from bitwitness.tap.buffers import BufferKeeper
 from bitwitness.tap.capture import Pass
 from bitwitness.tap.contents import Snapshot, equal_values
+from bitwitness.tap.gradients import features_with_absent
 from bitwitness.tap.heldstate import HeldState
 from bitwitness.tap.leaves import LARGEST
 from bitwitness.tap.modules import own_work
@@ -70,6 +72,13 @@ class Untouched:
                     self._gradients_back(grads)  # first of all: what is put back next may lie in the same memory
                     self._mind_static(outputs, "outputs")
                     self._put_back(everything, around)
+
+    def mind_static_gradients(self, grads: list[torch.Tensor | None], features: Features, device: torch.device) -> None:
+        """See whether gradients lie in memory that putting everything back has written to: they are not what they were."""
+        with own_work(), torch.no_grad():
+            now = features_with_absent(grads, device)
+        if not torch.equal(now.digest, features.digest):
+            self._held.refused = self._held.refused or STATIC.format(what="gradients")
 
     def _put_back(self, everything: Snapshot, around: Reading) -> None:
         new = self._held.learn(everything)
@@ -125,12 +134,12 @@ class Untouched:
 
 def _living_outputs(passes: Sequence[Pass]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return the training's own outputs that the script still holds, with copies, as far as that is cheap."""
-    living = {id(t): t for p in passes for forward in p.forwards for ref in forward.outputs if (t := ref()) is not None}
+    memories = [memory for p in passes for forward in p.forwards for memory in forward.results if memory is not None]
     kept, size = [], 0
-    for tensor in living.values():
+    for tensor in [tensor for memory in memories if (tensor := memory.tensor()) is not None]:
         size += tensor.numel() * tensor.element_size()
-        if size <= LARGEST and tensor.layout is torch.strided:
-            kept.append((tensor, tensor.detach().clone()))
+        if size <= LARGEST:
+            kept.append((tensor, tensor.clone()))
     return kept
 
 

@@ -14,7 +14,7 @@ from bitwitness.finding import Action, Cause, Verdict
 from bitwitness.judge.fingerprint import Fingerprint
 from bitwitness.judge.judge import Outcome
 from bitwitness.ranks import Ranks
-from bitwitness.replay.heal import buffers_moved, heal_alone, heal_together, stateful_reduction
+from bitwitness.replay.heal import buffers_moved, heal_alone, heal_together, stateful_reduction, write_results
 from bitwitness.replay.run import Replayer
 from bitwitness.respond.skip import Skip
 from bitwitness.respond.watchdog import Watchdog
@@ -66,6 +66,7 @@ class Responder:
         unhealable = self._unhealable(record)
         moved = buffers_moved(self._root.replayer, record)  # asked before a heal, which moves them itself
         if judgement.heal and unhealable is None and self._heal(outcome, record, moved):
+            self._heal_results(outcome)
             also = self._leave_out(record)
             if moved:
                 also += "; the buffers, which the script has changed since the forward, stay as they are"
@@ -99,6 +100,11 @@ class Responder:
         reason = record.unhealable or (stateful_reduction(self._root.wrapper) if together else None)
         anywhere = bool(self._ranks.max(torch.tensor([float(reason is not None)])))
         return reason or ("the gradients of another rank cannot be put right" if anywhere else None)
+
+    def _heal_results(self, outcome: Outcome) -> None:
+        found = outcome.experiments
+        if found is not None and found.good is not None:
+            write_results(found.good)
 
     def _heal(self, outcome: Outcome, record: StepRecord, moved: bool) -> bool:
         """Replace all gradients by ones that two executions agree on; return whether that succeeded on every rank."""

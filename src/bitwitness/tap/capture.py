@@ -19,6 +19,7 @@ from bitwitness.tap.autocast import Autocast
 from bitwitness.tap.contents import Snapshot
 from bitwitness.tap.graphwalk import ForwardSpan, GraphSketch
 from bitwitness.tap.lossgraph import LossGraph
+from bitwitness.tap.memory import Memory
 from bitwitness.tap.randomness import RandomState
 from bitwitness.tap.surroundings import Reading
 
@@ -68,8 +69,8 @@ class ForwardRecord:
     """Whether DistributedDataParallel had made the buffers the same on all ranks before."""
     module: nn.Module | None = None
     """The part of the root that was called, where the root itself was not."""
-    outputs: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
-    """The training's own outputs, as long as the script holds them."""
+    results: list[Memory | None] = field(default_factory=list)
+    """Where each tensor that it returned lies (`structure.tensors_within`), as long as the script uses it."""
 
     @property
     def backpropagated(self) -> bool:

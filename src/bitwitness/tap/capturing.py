@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,9 @@ from bitwitness.tap.capture import ForwardRecord, StepRecord
 from bitwitness.tap.graphwalk import ForwardSpan, next_sequence_number
 from bitwitness.tap.heldstate import HeldState
 from bitwitness.tap.lossgraph import Held
+from bitwitness.tap.memory import Memory
 from bitwitness.tap.randomness import RandomState
+from bitwitness.tap.reasons import OWN_OUTPUTS
 from bitwitness.tap.structure import fresh, map_tensors, nbytes, objects_in, tensors_of, tensors_within
 from bitwitness.tap.traffic import Reading, groups_between, read_traffic
 from bitwitness.tap.window import LossWindow
@@ -103,7 +104,8 @@ class Capturer:
         begin = next_sequence_number()
         record.span = ForwardSpan(number, begin, begin)
         record.span.enter(given)
-        self._window.note_forward(number, given)
+        if not self._window.note_forward(number, given):
+            step.unhealable = step.unhealable or OWN_OUTPUTS
         step.forwards.append(record)
         self.traffic = read_traffic()
         return record
@@ -139,17 +141,26 @@ class Capturer:
         if not self._private and (groups := groups_between(self.traffic, read_traffic())):
             record.communicates = True
             step.partners |= {rank for group in groups for rank in torch.distributed.get_process_group_ranks(group)}
-        for tensor in tensors_within(result):
+        for position, tensor in enumerate(tensors_within(result)):
+            digest = bit_hash(tensor.detach()) if self._hashed else torch.zeros((), dtype=torch.int64)
+            record.results.append(Memory.of(tensor, digest) if self._hashed else None)
             if tensor.requires_grad and not tensor.is_leaf:
-                self._take(record, record.span, tensor, output_grad)
+                self._take(record, record.span, tensor, digest, output_grad)
+            elif not tensor.requires_grad and not any(tensor is buffer for buffer in self.buffers.tensors()):
+                self._window.add_output(tensor, record.number, -1 - position)
         self.traffic = read_traffic()
 
-    def _take(self, record: ForwardRecord, span: ForwardSpan, tensor: torch.Tensor, output_grad: OutputGrad) -> None:
+    def _take(
+        self,
+        record: ForwardRecord,
+        span: ForwardSpan,
+        tensor: torch.Tensor,
+        digest: torch.Tensor,
+        output_grad: OutputGrad,
+    ) -> None:
         index = len(record.output_digests)
-        digest = bit_hash(tensor.detach()) if self._hashed else torch.zeros((), dtype=torch.int64)
         record.output_digests.append(digest)
         record.output_grads.append(None)
-        record.outputs.append(weakref.ref(tensor))
         span.add(tensor, index)
         tensor.register_hook(lambda grad: output_grad(record, index, grad))
         self._window.add_output(tensor, record.number, index)

@@ -19,7 +19,10 @@ _COPIED = 1 << 20  # bytes of a tensor from elsewhere that is copied
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A differentiable output of the root: which of the step's forwards, and which of its outputs."""
+    """An output of the root: which of the step's forwards, and which of its differentiable outputs.
+
+    Below zero, `index` tells of one without a history: -1 is the first tensor that the forward returned, -2 the second.
+    """
 
     forward: int
     index: int
@@ -62,7 +65,8 @@ class Call:
 
     ``mutates``: it changes its first argument in place; ``storages``: where what it made or changed lies.
     ``random``: the random state before it, where it draws;
-    ``generators``: generators among its arguments, with their states.
+    ``generators``: generators among its arguments, with their states; ``derived``: an output of the root is behind it;
+    ``tainted``: it, or something behind it, changes what was not made here.
     """
 
     func: Callable[..., Any]
@@ -77,6 +81,8 @@ class Call:
     storages: frozenset[Any] = frozenset()
     random: RandomState | None = None
     generators: tuple[tuple[torch.Generator, torch.Tensor], ...] = ()
+    derived: bool = False
+    tainted: bool = False
 
     @property
     def name(self) -> str:
@@ -90,7 +96,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """What a forward was given that has a history.
+    """What a forward was given that comes from an earlier one, with or without a history of autograd's.
 
     ``position``: the taped call before which it ran; ``inputs``: for each input tensor a source, or None.
     """
@@ -104,7 +110,7 @@ class LossGraph:
     """What one backward started from: the calls it depends on (by number, in order), its roots and their gradients.
 
     ``chains`` tells, for each forward that was given what an earlier forward or call had made, before which call it ran and
-    what stood for its inputs, in order (None where an input has no history).
+    what stood for its inputs, in order (None where an input comes from elsewhere).
     """
 
     calls: dict[int, Call]

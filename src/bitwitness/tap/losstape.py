@@ -95,12 +95,12 @@ class LossTape:
         self._tape = Tape(self._device, self._is_inside)
 
     def add_output(self, tensor: torch.Tensor, forward: int, index: int) -> None:
-        """Say that a tensor is a differentiable output of the root."""
+        """Say that a tensor is an output of the root (`lossgraph.Output`)."""
         self._tape.add_output(tensor, Output(forward, index))
 
-    def note_forward(self, number: int, inputs: Sequence[torch.Tensor]) -> None:
-        """Say what a forward of the root is given."""
-        self._tape.note_forward(number, inputs)
+    def note_forward(self, number: int, inputs: Sequence[torch.Tensor]) -> bool:
+        """Say what a forward of the root is given; return whether all that comes from earlier ones can be computed again."""
+        return self._tape.note_forward(number, inputs)
 
     @property
     def on(self) -> bool:

@@ -24,3 +24,5 @@ UNFROZEN = (
     "gradient, and the ranks drift apart; wrap the model again after unfreezing"
 )
 DISPATCHING = "the script's {mode} was on in the forward or is on now, and what it makes of results is not known"
+OWN_OUTPUTS = "a forward was given what the script had computed from an earlier one's outputs and written elsewhere"
+"""Why gradients cannot be put right, if an earlier forward's outputs were wrong."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -80,6 +80,11 @@ def tensors_within(value: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     _search(value, found, set(), 0)
     return found
+
+
+def differentiable(values: Sequence[torch.Tensor]) -> list[int]:
+    """Return the positions of those of a forward's tensors that a backward may begin at."""
+    return [position for position, tensor in enumerate(values) if tensor.requires_grad and not tensor.is_leaf]
 
 
 def _search(value: Any, found: list[torch.Tensor], seen: set[int], depth: int) -> None:

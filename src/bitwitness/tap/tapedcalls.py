@@ -60,6 +60,8 @@ class Tape:
     sources: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
     chains: dict[int, Chain] = field(default_factory=dict)
     places: dict[Source, frozenset[StorageWeakRef]] = field(default_factory=dict)
+    written: frozenset[StorageWeakRef] = frozenset()
+    """Where tensors from elsewhere lie to which the script has written what it had computed from an output."""
     problem: str | None = None
     last_scalar: torch.Tensor | None = None
 
@@ -69,15 +71,25 @@ class Tape:
         return Outside(tensor, version_of(tensor)) if known is None else known
 
     def add_output(self, tensor: torch.Tensor, output: Output) -> None:
-        """Note a differentiable output of the root."""
+        """Note an output of the root."""
         self.sources[tensor] = output
         self.places[output] = _storages([tensor])
 
-    def note_forward(self, number: int, inputs: Sequence[torch.Tensor]) -> None:
-        """Note what a forward of the root is given, where that has a history."""
-        placed = tuple(self.source(tensor) if tensor.grad_fn is not None else None for tensor in inputs)
+    def note_forward(self, number: int, inputs: Sequence[torch.Tensor]) -> bool:
+        """Note what a forward of the root is given, where that comes from an earlier one; return whether all of it is known."""
+        placed = tuple(self._given(tensor) for tensor in inputs)
         if any(source is not None for source in placed):
             self.chains[number] = Chain(len(self.calls), placed)
+        others = [self.source(tensor) for tensor, source in zip(inputs, placed, strict=True) if source is None]
+        return not any(map(self._is_derived, others))
+
+    def _given(self, tensor: torch.Tensor) -> Source | None:
+        """Return where an input comes from, if it has a history, or was computed from an output: a hidden state, detached."""
+        source = self.source(tensor)
+        if tensor.grad_fn is not None or isinstance(source, Output):
+            return source
+        call = self.calls[source.call] if isinstance(source, Result) else None
+        return source if call is not None and call.derived and not call.tainted else None
 
     def begin(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Begun:
         """Take what a function of the script's is about to be called with."""
@@ -101,6 +113,9 @@ class Tape:
         # What is changed in place and was not made here (an optimizer's parameters) stays outside, as it is then.
         known = {id(source.tensor) for source in others}
         made = [tensor for tensor in made if id(tensor) not in known]
+        call.derived = any(map(self._is_derived, call.sources()))
+        if call.derived and call.mutates and first is not None and isinstance(self.source(first), Outside):
+            self.written |= _storages([first])
         if made:
             call.changes_outside = any(version_of(source.tensor) != source.version for source in others)
             call.changes_outside |= any(part in name for part in _UPDATES) and len(others) > 1
@@ -109,6 +124,7 @@ class Tape:
             if call.scalar:
                 with scripts_modes_off():
                     self.last_scalar = made[0].detach()
+            call.tainted = call.changes_outside or any(map(self._is_tainted, call.sources()))
             call.storages = _storages(made)
             self.calls.append(call)
             number = len(self.calls) - 1
@@ -120,6 +136,23 @@ class Tape:
             call.random = RandomState.read(self.device)
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
         call.generators = tuple((generator, generator.get_state()) for generator in given)
+
+    def _is_derived(self, source: Source) -> bool:
+        """Tell whether an output of the root is behind a tensor."""
+        made = isinstance(source, Result) and self.calls[source.call].derived
+        return isinstance(source, Output) or made or self._is_written(source)
+
+    def _is_tainted(self, source: Source) -> bool:
+        """Tell whether something behind a tensor changes what was not made here."""
+        return (isinstance(source, Result) and self.calls[source.call].tainted) or self._is_written(source)
+
+    def _is_written(self, source: Source) -> bool:
+        """Tell whether a tensor from elsewhere holds what was computed from an output."""
+        return (
+            bool(self.written)
+            and isinstance(source, Outside)
+            and not self.written.isdisjoint(_storages([source.tensor]))
+        )
 
     def _is_part_of_another(self, tensor: torch.Tensor | None) -> bool:
         """Tell whether a tensor is a view of one that the script, and not the model or the tape, has made."""

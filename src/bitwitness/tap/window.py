@@ -65,14 +65,13 @@ class LossWindow:
             self._tape.new_step()
 
     def add_output(self, tensor: torch.Tensor, forward: int, index: int) -> None:
-        """Say that a tensor is a differentiable output of the root."""
+        """Say that a tensor is an output of the root (`lossgraph.Output`)."""
         if self._tape is not None:
             self._tape.add_output(tensor, forward, index)
 
-    def note_forward(self, number: int, inputs: Sequence[torch.Tensor]) -> None:
-        """Say what a recorded forward of the root is given."""
-        if self._tape is not None:
-            self._tape.note_forward(number, inputs)
+    def note_forward(self, number: int, inputs: Sequence[torch.Tensor]) -> bool:
+        """Say what a forward of the root is given; return whether all that comes from earlier ones can be computed again."""
+        return self._tape is None or self._tape.note_forward(number, inputs)
 
     def forward_begins(self) -> None:
         """Close, for as long as the root runs."""

@@ -1,0 +1,173 @@
+"""What a script carries from one step into the next: a heal puts right what the faulty forward returned, too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bitwitness.guard import Guard
+from bitwitness.inject.device import FaultyDevice
+from bitwitness.inject.faults import load_faults
+
+ALWAYS = {"act": "protect", "trend": {"z": 1e-9, "warmup": 1}, "replay": {"rest": False}, "self_test": False}
+STEPS = 8
+FAULT = """
+[[fault]]
+kind = "multiply"
+factor = 64.0
+site = "cell/tanh_#0:forward.out0"
+from_step = 5
+times = 1
+"""
+
+
+class Recurrent(nn.Module):
+    def __init__(self, *, detached: bool = False) -> None:
+        super().__init__()
+        self.cell, self.out, self.detached = nn.GRUCell(6, 10), nn.Linear(10, 3), detached
+
+    def forward(self, x, h):
+        h = self.cell(x, h)
+        return self.out(h), h.detach() if self.detached else h
+
+
+def as_it_is(h):
+    return h
+
+
+def at_once(h):
+    return h.detach()
+
+
+def in_a_view(h):
+    return h.detach()[:, torch.arange(10)[0] :]
+
+
+def train(carry=as_it_is, *, guarded: bool, later=as_it_is, detached: bool = False, chunk: int = 3):
+    torch.manual_seed(0)
+    model = Recurrent(detached=detached)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    guard = Guard(model, optimizer, **ALWAYS) if guarded else None
+    if guard:
+        guard.__enter__()
+    generator = torch.Generator().manual_seed(1)
+    h = torch.zeros(4, 10)
+    for _ in range(STEPS):
+        h, loss = h.detach(), 0
+        for _ in range(chunk):
+            x = torch.randn(4, 6, generator=generator)
+            y, h = model(x, h)
+            loss = loss + F.mse_loss(y, x[:, :3])
+        h = carry(h)
+        optimizer.zero_grad()
+        loss.backward()
+        h = later(h)
+        optimizer.step()
+    if guard:
+        guard.close()
+    return [p.detach().clone() for p in model.parameters()] + [h.detach().clone()], guard
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+@pytest.mark.parametrize("carry", [as_it_is, at_once, in_a_view])
+def test_a_hidden_state_is_healed(carry, chunk: int, tmp_path) -> None:
+    plain, _ = train(carry, guarded=False, chunk=chunk)
+    check(plain, tmp_path, carry, chunk=chunk)
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_a_hidden_state_that_the_model_detaches_is_healed(chunk: int, tmp_path) -> None:
+    plain, _ = train(guarded=False, detached=True, chunk=chunk)
+    check(plain, tmp_path, detached=True, chunk=chunk)
+
+
+def check(plain, tmp_path, carry=as_it_is, **how) -> None:
+    faults = tmp_path / "faults.toml"
+    faults.write_text(FAULT)
+    with FaultyDevice(load_faults(faults)) as device:
+        healed, guard = train(carry, guarded=True, **how)
+    assert len(device.fired) == 1
+    assert guard.coverage()["verdicts"] == ["step 5: transient_hardware [0] healed"]
+    assert all(map(torch.equal, plain, healed))
+
+
+def test_what_the_script_has_changed_since_is_its_own(tmp_path) -> None:
+    def halved(h):
+        return h.detach().mul_(0.5)
+
+    plain, _ = train(later=halved, guarded=False)
+    guarded, guard = train(later=halved, guarded=True)
+    assert all(map(torch.equal, plain, guarded))
+    faults = tmp_path / "faults.toml"
+    faults.write_text(FAULT)
+    with FaultyDevice(load_faults(faults)):
+        _, guard = train(later=halved, guarded=True)
+    assert guard.coverage()["verdicts"] == ["step 5: transient_hardware [0] healed"]
+
+
+class Writer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.cell, self.out = nn.Embedding(7, 6), nn.GRUCell(6, 10), nn.Linear(10, 7)
+
+    def forward(self, word, h):
+        h = self.cell(self.words(word), h)
+        return self.out(h), h
+
+
+def write(how, *, guarded: bool):
+    """Train on what the model itself has written so far."""
+    torch.manual_seed(0)
+    model = Writer()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    guard = Guard(model, optimizer, **ALWAYS) if guarded else None
+    if guard:
+        guard.__enter__()
+    for step in range(STEPS):
+        target = torch.arange(4) + step
+        h, word, loss, written = torch.zeros(4, 10), target % 7, 0, torch.zeros(4, 4, dtype=torch.int64)
+        for position in range(4):
+            y, h = model(word, h)
+            loss = loss + F.cross_entropy(y, (target + position) % 7)
+            word = how(y, written, position)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    if guard:
+        guard.close()
+    return [p.detach().clone() for p in model.parameters()], guard
+
+
+def greedy(y, _written, _position):
+    return y.argmax(1)
+
+
+def drawn(y, _written, _position):
+    return torch.multinomial(y.detach().softmax(1), 1)[:, 0]
+
+
+def noted(y, written, position):
+    written[:, position] = y.argmax(1)
+    return written[:, position].clone()
+
+
+@pytest.mark.parametrize("how", [greedy, drawn, noted])
+def test_what_the_model_reads_of_its_own_writing_is_healed_or_skipped(how, tmp_path) -> None:
+    plain, _ = write(how, guarded=False)
+    clean, guard = write(how, guarded=True)
+    assert all(map(torch.equal, plain, clean))
+    assert guard.coverage()["verdicts"] == []
+    assert guard.coverage()["replay"]["this_step"] == "can be run again"
+    faults = tmp_path / "faults.toml"
+    faults.write_text(FAULT.replace("64.0", "-64.0"))
+    with FaultyDevice(load_faults(faults)) as device:
+        healed, guard = write(how, guarded=True)
+    assert len(device.fired) == 1
+    if how is noted:
+        assert guard.coverage()["verdicts"] == ["step 5: transient_hardware [0] skipped"]
+        assert "computed from an earlier one's outputs" in guard.watch.proceedings.verdicts[0].message
+    else:
+        assert guard.coverage()["verdicts"] == ["step 5: transient_hardware [0] healed"]
+        assert all(map(torch.equal, plain, healed))
