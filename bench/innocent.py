@@ -22,7 +22,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 
 from innocence.judging import IDLE, choose_fault, disturbed, misjudged, outcome_of, site_of
@@ -156,9 +155,7 @@ class Campaign:
             pair = [self.found.faulted.get((*key, how)) for how in ("faulted plain", "faulted guarded")]
             if pair[0] is None or pair[1] is None:
                 return
-            free = replace(
-                self.found.plain[run.script, run.seed], weights=self.found.idle[run.script, run.seed].weights
-            )
+            free = self.found.free(run.script, run.seed)
             self.found.misjudged[key] = wrong = misjudged(kind, self.found.struck[key][0], free, pair[0], pair[1])
             site = site_of(self.found.struck[key][1])
             print(

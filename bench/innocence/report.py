@@ -87,7 +87,7 @@ def _faults(found: Found) -> list[str]:
     rows = []
     for (script, seed, kind), wrong in sorted(found.misjudged.items()):
         both = [found.faulted[script, seed, kind, how] for how in ("faulted plain", "faulted guarded")]
-        outcome = outcome_of(found.plain[script, seed], both[0], both[1])
+        outcome = outcome_of(found.free(script, seed), both[0], both[1])
         outcomes.setdefault(kind, collections.Counter())["WRONG" if wrong else outcome] += 1
         site = site_of(found.struck[script, seed, kind][1])
         rows.append(f"| {script} | {seed} | {kind} | `{site}` | {outcome} | {'; '.join(wrong) or '–'} |")

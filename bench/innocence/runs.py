@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,13 @@ class Found:
     struck: dict[tuple[str, int, str], tuple[str, str]] = field(default_factory=dict)
     faulted: dict[tuple[str, int, str, str], Run] = field(default_factory=dict)
     misjudged: dict[tuple[str, int, str], list[str]] = field(default_factory=dict)
+
+    def free(self, script: str, seed: int) -> Run:
+        """Return a plain run, with the weights that it ends with on the emulated device, when that is healthy.
+
+        It computes some operators part by part, so that its healthy bits are not always the plain ones.
+        """
+        return replace(self.plain[script, seed], weights=self.idle[script, seed].weights)
 
     @property
     def failed(self) -> bool:
