@@ -44,6 +44,15 @@ def test_a_heal_does_not_take_its_own_replay_for_the_scripts_change_of_the_buffe
     assert "stay as they are" not in told
 
 
+def test_a_gradient_that_only_an_earlier_micro_batch_gave_is_no_fault(tmp_path: Path) -> None:
+    code, told = run(tmp_path, "branching")
+    assert code == 0, told
+    assert "VERDICT" not in told
+    dismissed = [int(count) for count in re.findall(r"(\d+) dismissed", told)]
+    assert dismissed, told
+    assert min(dismissed) > 10, told
+
+
 def test_the_other_models_reduction_is_no_exchange_in_the_loss(tmp_path: Path) -> None:
     code, told = run(tmp_path, "gan")
     assert code == 0, told

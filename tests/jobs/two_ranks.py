@@ -1,9 +1,10 @@
-"""Two ranks: ``two_ranks.py plain|normed|gan``."""
+"""Two ranks: ``two_ranks.py plain|normed|branching|gan``."""
 
 from __future__ import annotations
 
 import itertools
 import sys
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,31 @@ def train(rank: int, model: nn.Module) -> None:
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(12, 4), nn.Linear(12, 4)
+
+    def forward(self, x):
+        return self.left(x) if x.sum() > 0 else self.right(x)
+
+
+def branching(rank: int) -> None:
+    """Take one of two ways in each micro-batch, by its data; zero the gradients between two steps or between micro-batches."""
+    model = DistributedDataParallel(Branching(), find_unused_parameters=True, gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(2 * STEPS):
+        for micro in range(3):
+            x, y = torch.randn(8, 12, generator=generator), torch.randint(0, 4, (8,), generator=generator)
+            with model.no_sync() if micro < 2 else nullcontext():
+                F.cross_entropy(model(x), y).backward()
+            if micro == 0 and step % 3 == 0:
+                model.zero_grad(set_to_none=False)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def gan(rank: int) -> None:

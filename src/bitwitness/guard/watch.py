@@ -149,14 +149,14 @@ class Watch:
     @contextmanager
     def around_backward(self, call: BackwardCall) -> Iterator[None]:
         """Record a backward; on a deep step, look at its operators."""
-        if self._busy:
+        if self._busy or self.root.thread.is_another():
             yield
             return
         tap: AbstractContextManager[Any] = nullcontext()
         try:
             with scripts_modes_off():
                 self.root.begin_backward(call)
-                self.gradients.reducing = self.root.reducing
+                self.gradients.begin_backward(reducing=self.root.reducing, first=self.root.first)
                 tap = self._deep_tap()
         except Exception as error:
             self._fail("backward", error)

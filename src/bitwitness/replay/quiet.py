@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -44,19 +44,58 @@ def quiet(root: nn.Module, *, since: float | None = None) -> Iterator[None]:
             own = vars(module)
             silenced.append((own, name, name in own, own.get(name)))
             own[name] = _nothing
-    nowhere = io.StringIO()
-    level = logging.root.manager.disable
-    logging.disable(sys.maxsize)
     try:
-        with redirect_stdout(nowhere), redirect_stderr(nowhere), _nothing_written(since), _no_warnings():
+        with (
+            _nothing_printed("stdout"),
+            _nothing_printed("stderr"),
+            _nothing_logged(),
+            _no_warnings(),
+            _nothing_written(since),
+        ):
             yield
     finally:
-        logging.disable(level)
         for own, name, there, before in reversed(silenced):
             if there:
                 own[name] = before
             else:
                 own.pop(name, None)
+
+
+class _Unheard:
+    """A stream that does nothing for a thread that re-executes, and what it always did for the others."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> Any:
+        return len(text) if in_replay() else self._stream.write(text)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    @property
+    def buffer(self) -> Any:
+        return io.BytesIO() if in_replay() else self._stream.buffer
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._stream, name)
+
+
+def _nothing_printed(name: str) -> AbstractContextManager[None]:
+    """Have what this thread prints come to nothing; others may print, and re-execute, at the same time."""
+    return nullcontext() if getattr(sys, name) is None else replaced(sys, name, _Unheard)
+
+
+def _nothing_logged() -> AbstractContextManager[None]:
+    """Have this thread's log records reach no handler."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda logger, record: None if in_replay() else original(logger, record)
+
+    return replaced(logging.Logger, "handle", wrap)
 
 
 @contextmanager

@@ -69,19 +69,21 @@ class LocalGradients:
         self._latest: Features | None = None
         self._early: dict[int, Features] = {}
         self._parts: list[Features | None] = [None] * len(parameters)
+        self._unreduced: dict[int, Features] = {}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._left: torch.Tensor | None = None
         self.reduced: torch.Tensor | None = None
         """Norms of the reduced gradients as the backward left them, float32 [P]; None where gradients are local."""
         self.reducing = True
         """Whether the backward that runs leads to a reduction; told by who knows."""
-        self.mode = "hold"
+        self.mode, self._unused = "hold", False
         self.reduce_tap: ReduceTap | None = None
         if sharding_of(wrapper).fsdp2:
             self.mode = "reduce"
             self.reduce_tap = ReduceTap(parameters)
         if (reducing := distributed(wrapper)) is not None:
             self.mode = "hooks" if reducing.gradient_as_bucket_view else "callback"
+            self._unused = bool(reducing.find_unused_parameters or getattr(reducing, "static_graph", False))
         if self.mode == "hooks":
             for index, parameter in enumerate(parameters):
                 handle = parameter.register_post_accumulate_grad_hook(lambda p, i=index: self._one(i, p))
@@ -95,9 +97,20 @@ class LocalGradients:
             self.reduce_tap.close()
 
     def _one(self, index: int, parameter: torch.Tensor) -> None:
-        if parameter.grad is not None and self.reducing:
-            with own_work(), torch.no_grad():
-                self._parts[index] = features_of([parameter.grad])
+        if parameter.grad is None or not (self.reducing or self._unused):
+            return
+        with own_work(), torch.no_grad():
+            found = features_of([parameter.grad])
+        if self.reducing:
+            self._parts[index] = found
+        else:
+            self._unreduced[index] = found  # all there is, if the reducing backward does not use the parameter
+
+    def begin_backward(self, *, reducing: bool, first: bool) -> None:
+        """Say whether the backward that begins leads to a reduction, and whether it is the first whose gradients count."""
+        self.reducing = reducing
+        if first:
+            self._unreduced.clear()
 
     def collect(self, *, hashed: bool = True) -> None:
         """Describe the gradients as they stand: called when a backward has left them local and complete."""
@@ -107,8 +120,9 @@ class LocalGradients:
             grads = [p.grad for p in self._parameters]
             self._latest = features_with_absent(grads, self._device, hashed=hashed)
             return
-        self._latest = self.joined(self._parts)
+        self._latest = self.joined([part or self._unreduced.get(index) for index, part in enumerate(self._parts)])
         self._parts = [None] * len(self._parts)
+        self._unreduced.clear()
 
     def collect_early(self, parameters: Iterable[torch.Tensor]) -> None:
         """Describe some gradients that an optimizer is about to use, and to let go, while the backward still runs."""

@@ -33,6 +33,7 @@ from bitwitness.tap.modes import scripts_modes_off
 from bitwitness.tap.modules import own_work, unwrap
 from bitwitness.tap.sharded import reduces, sharding_of
 from bitwitness.tap.structure import nbytes
+from bitwitness.tap.threads import TrainingThread
 from bitwitness.tap.traffic import groups_between, read_traffic, without
 from bitwitness.tap.trainable import Trainable
 from bitwitness.tap.window import Dropped, LossWindow
@@ -97,7 +98,7 @@ class RootTap:
         self.backwards = self.forwards_seen = self.outputs_seen = 0
         self.unseen_backwards = 0
         """Backwards that reached the parameters without a recorded forward."""
-        self.paused = self.reducing = self._reached = self._trained = False
+        self.paused = self.reducing = self.first = self._reached = self._trained = False
         self._clock = clock
         self._around = around_forward
         self._local_gradients = local_gradients
@@ -105,6 +106,7 @@ class RootTap:
         self._entered: list[AbstractContextManager[Any]] = []
         self._open: list[ForwardRecord | None] = []
         self._depth = 0
+        self.thread = TrainingThread()
         self._call = BackwardCall(())
         self._queued: Any = None
         self._traffic = read_traffic()
@@ -193,6 +195,7 @@ class RootTap:
 
     def _begin(self, part: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardRecord:
         self.forwards_seen += 1
+        self.thread.is_here()
         self.regions.forward_begins()
         self._begin_step_if_due()
         if self.record.backpropagated:
@@ -267,7 +270,7 @@ class RootTap:
             return  # a backward inside a backward: activation checkpointing of the reentrant kind
         self.backwards += 1
         self._call = call = call.for_some(self.parameters.values())
-        self._reached = False
+        self._reached = self.first = False
         self._traffic = read_traffic()
         if self.record.forwards and groups_between(self.capturer.traffic, self._traffic):
             self.window.give_up(reasons.IN_LOSS_CODE)
@@ -280,6 +283,7 @@ class RootTap:
             self._note_start()
         elif self.ledger.change() is Change.CLEARED:
             self.gradients_cleared()
+        self.first = not self.record.backpropagated
         self.ledger.open()
         try:
             with self._timed():

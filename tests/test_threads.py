@@ -1,0 +1,31 @@
+"""Two trainings in two threads of one process: each is guarded, and neither guard reads what the other thread lets go of."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from ranks import script
+
+JOB = str(Path(__file__).parent / "jobs" / "threads.py")
+QUESTIONED = 'act = "protect"\nself_test = false\n[trend]\nz = 1e-9\nwarmup = 1\n[replay]\nrest = false\n'
+
+
+def bits(text: str) -> list[str]:
+    return re.findall(r"^BITS .*$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("settings", ["", QUESTIONED], ids=["default", "questioned"])
+def test_two_trainings_in_two_threads(settings: str, tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(settings)
+    plain = script([JOB], tmp_path)
+    for number in range(3 if not settings else 1):
+        arguments = ["--config", str(tmp_path / "config.toml"), "--out", str(tmp_path / f"run{number}"), JOB]
+        guarded = script(["-m", "bitwitness", "run", *arguments], tmp_path)
+        assert guarded.returncode == 0, guarded.stderr[-3000:]
+        assert bits(guarded.stdout) == bits(plain.stdout) != []
+        assert "VERDICT" not in guarded.stderr
+        assert "not recorded" not in guarded.stderr, guarded.stderr
+        covered = re.findall(r"covered: (\d+) of (\d+) parameters, (\d+) steps", guarded.stderr)
+        assert covered == [("8", "8", "60")] * 2, guarded.stderr
