@@ -46,6 +46,7 @@ campaign: .stamp-venv
 innocent: .stamp-venv
 	$(BIN)/python bench/innocent.py --faults --jobs 2
 	$(BIN)/python bench/innocent.py --as-users --times 25 --steps-total 100000 --jobs 2
+	$(BIN)/python bench/innocent_ranks.py
 
 .stamp-venv: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "bitwitness needs Python 3.11 or newer; set PYTHON=… (seen: " + sys.version.split()[0] + ")")'
