@@ -13,8 +13,8 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from bitwitness.tap.origin import is_users_file
 from bitwitness.tap.patching import replaced
-from bitwitness.tap.usercode import is_users_file
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?(\.exe)?")
 _LAUNCHERS = {"torchrun", "accelerate", "deepspeed", "fabric", "lightning"}

@@ -9,8 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -23,6 +22,9 @@ _REPORTERS = {"LightningModule": ("log", "log_dict")}
 """Classes by name (they need not be installed), and methods of theirs that add to sums kept elsewhere."""
 
 _CLOCKS_APART_S = 0.02
+_LOOKS = ("stat", "lstat", "access", "listdir", "scandir", "mkdir")
+"""Functions of `os` that tell whether a path is there, or what is in it."""
+_stat = os.stat
 
 
 @contextmanager
@@ -35,7 +37,7 @@ def quiet(root: nn.Module, *, since: float | None = None) -> Iterator[None]:
     ------
     ReplayError
         Inside, where a file is opened to be read and written, or read after it was written, by this forward or since the
-        other began: what would it hold?
+        other began: what would it hold? Likewise where a path is looked at that changed since then.
 
     """
     silenced: list[tuple[dict[str, Any], str, bool, Any]] = []
@@ -51,6 +53,7 @@ def quiet(root: nn.Module, *, since: float | None = None) -> Iterator[None]:
             _nothing_logged(),
             _no_warnings(),
             _nothing_written(since),
+            _nothing_looked_at(since),
         ):
             yield
     finally:
@@ -122,10 +125,33 @@ def _nothing_written(since: float | None) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _nothing_looked_at(since: float | None) -> Iterator[None]:
+    """Have this thread not look at files and folders that were made or changed since then: the forward found others."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def looked(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
+            if (
+                since is not None
+                and isinstance(path, str | os.PathLike)
+                and in_replay()
+                and _written_since(path, since)
+            ):
+                raise ReplayError(f"the forward looks at {os.fspath(path)!s}, which was changed since it began")
+            return original(path, *args, **kwargs)
+
+        return looked
+
+    with ExitStack() as stack:
+        for name in _LOOKS:
+            stack.enter_context(replaced(os, name, wrap))
+        yield
+
+
 def _written_since(file: Any, moment: float) -> bool:
     """Tell whether a file was written to since then; the clock of files runs some milliseconds behind."""
     try:
-        return Path(file).stat().st_mtime > moment - _CLOCKS_APART_S
+        return _stat(file).st_mtime > moment - _CLOCKS_APART_S
     except (OSError, TypeError, ValueError):
         return False
 
@@ -141,7 +167,7 @@ def _no_warnings() -> AbstractContextManager[None]:
 
 def _is_torchs(module: str) -> bool:
     """Tell whether a module is one of a compiler's, which keep their kernels in files."""
-    return module.partition(".")[0] in ("torch", "triton", "importlib")
+    return module.partition(".")[0] in ("torch", "triton", "importlib") and module != "torch.serialization"
 
 
 @contextmanager

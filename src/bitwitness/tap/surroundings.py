@@ -24,6 +24,7 @@ from torch import nn
 from bitwitness.stats.digest import bit_hashes
 from bitwitness.tap.contents import Place, same
 from bitwitness.tap.lossgraph import version_of
+from bitwitness.tap.origin import imported_since
 from bitwitness.tap.reachable import FRAMEWORKS, HOOKS, TORCHS, Cell, Present, Search, Some, Source, Theirs, Without
 from bitwitness.tap.structure import PLAIN
 from bitwitness.tap.usercode import Namespace
@@ -73,7 +74,9 @@ class Reading:
     structure: list[tuple[Any, ...]]
     """The modules' classes, their children, and the hooks on them, on their parameters and of torch."""
     code: bool
-    """Whether functions have come, or others, that were not there when it was searched."""
+    """Whether functions have come, or others, or modules of the script's, that were not there when it was searched."""
+    imported: int
+    """How many modules were."""
 
     def changed(self) -> dict[Place, str]:
         """Return the places at which something is not now what it was, with printable names; waits for a device if asked."""
@@ -94,6 +97,8 @@ class Reading:
             key = _first_difference(source.names(), old, new) if len(old) == len(new) else None
             place = (*source.place, key) if len(source.place) == 1 else source.place
             yield place, f"{source.name}.{key}" if key is not None else source.name, source.thing
+        for module in imported_since(self.imported):
+            yield (module.__name__, "import"), f"the import of {module.__name__}", module
         if self.hashes is not None:
             moved = (self.hashes != _hashes(self.tensors)).tolist()
         else:
@@ -154,6 +159,7 @@ class Surroundings:
         own = (vars(module).get("_parameters", {}).values() for module in self._modules)  # a traced module has none
         self._parameters = [parameter for held in own for parameter in held if parameter is not None]
         self._count = self._readings = 0
+        self._imported = len(sys.modules)
         self._seen: dict[int, tuple[Any, object]] = {}
         groups = [_of_module(position, name, module) for position, (name, module) in enumerate(modules)]
         groups += [_of_code(key, *namespace) for key, namespace in namespaces.items()]
@@ -174,9 +180,8 @@ class Surroundings:
         values = tuple(map(tuple, self._views))
         hooks = [tuple(held.items()) for parameter in self._parameters if (held := parameter._backward_hooks)]
         structure = [tuple(map(type, self._modules)), *filter(None, compress(values, self._structural)), *hooks]
-        return Reading(
-            self._sources, values, self._tensors, hashes, versions, structure, code or self._other_code(values)
-        )
+        code = code or self._other_code(values) or bool(imported_since(self._imported))
+        return Reading(self._sources, values, self._tensors, hashes, versions, structure, code, len(sys.modules))
 
     def _other_code(self, values: tuple[tuple[Any, ...], ...]) -> bool:
         """Tell whether a name that held nothing, or a function, holds another function now, or a new name does."""

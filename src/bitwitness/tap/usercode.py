@@ -2,40 +2,27 @@
 
 from __future__ import annotations
 
+import builtins
 import dis
 import os
-import sys
-import sysconfig
 from collections.abc import Iterable, Iterator
 from functools import lru_cache, partial
-from pathlib import Path
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-import torch
 from torch import nn
+from torch._library.custom_ops import CustomOpDef
 
+from bitwitness.tap.origin import imports_of, is_users, is_users_kind, looks_up, users_modules
 from bitwitness.tap.reachable import HOOKS
 
 Namespace = tuple[str, Any, frozenset[str] | None]
 """A printable name, what holds the names, and which of them."""
 
-_PLACES = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
-_LIBRARIES = (*_PLACES, str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<frozen")
 _SKIPPED = (ModuleType, type, FunctionType, MethodType)
 _FORWARD = frozenset(("forward", "__call__"))
 _NESTED, _TABLE = 3, 256  # tables within tables, and entries of each, that are looked through for functions
 _CACHED = type(lru_cache(lambda: None))
-
-
-def is_users(code: CodeType) -> bool:
-    """Tell whether a piece of code is the script's own, and not a library's."""
-    return is_users_file(code.co_filename)
-
-
-def is_users_file(name: str) -> bool:
-    """Tell whether a file of Python code is the script's own, by its name."""
-    return not name.startswith(_LIBRARIES)
 
 
 def is_users_function(value: Any) -> bool:
@@ -89,11 +76,11 @@ class _Search:
                 continue
             functions = [f for f in map(_function, vars(base).values()) if f is not None and is_users(f.__code__)]
             keys = (
-                {key for key in vars(base) if not key.startswith("__")} if functions or _is_users_kind(base) else set()
+                {key for key in vars(base) if not key.startswith("__")} if functions or is_users_kind(base) else set()
             )
             keys |= _FORWARD & vars(base).keys() if issubclass(base, nn.Module) else set()
-            if _is_users_kind(base):  # what is set through a subclass is the subclass's from then on
-                keys |= {key for above in base.__mro__[1:] if _is_users_kind(above) for key in _data_names(above)}
+            if is_users_kind(base):  # what is set through a subclass is the subclass's from then on
+                keys |= {key for above in base.__mro__[1:] if is_users_kind(above) for key in _data_names(above)}
             if keys:
                 self._kinds[id(base)] = base, frozenset(keys)
             for function in functions:
@@ -115,7 +102,17 @@ class _Search:
             self._functions[id(function)] = function
         codes = list(_codes(function.__code__))
         mentioned = {name for code in codes for name in code.co_names}
-        self._named(function.__globals__, {name for code in codes for name in _globals_of(code)}, mentioned, set())
+        wanted = {name for code in codes for name in _globals_of(code)}
+        seen: set[int] = set()
+        self._named(function.__globals__, wanted, mentioned, seen)
+        self._named(vars(builtins), {name for name in wanted if _was_added(name)}, mentioned, seen)
+        for module in {m for code in codes for m in imports_of(code, function.__globals__)}:
+            if id(vars(module)) not in seen:
+                self._named(vars(module), mentioned, mentioned, seen)
+        if looks_up(mentioned) and self._first(looks_up):
+            for module in users_modules():
+                names = vars(module)
+                self._named(names, {name for name in names if not name.startswith("__")}, set(), set())
 
     def _named(self, names: dict[str, Any], wanted: set[str], mentioned: set[str], seen: set[int]) -> None:
         """Take some of a namespace's names; of modules among them, each once, what a piece of code mentions."""
@@ -138,7 +135,7 @@ class _Search:
             self.function(value.func)
             return
         owner = value.__self__ if isinstance(value, MethodType) else value
-        if not isinstance(value, MethodType) and not (_is_users_kind(type(value)) and callable(value)):
+        if not isinstance(value, MethodType) and not (is_users_kind(type(value)) and callable(value)):
             return
         if isinstance(owner, nn.Module | type) or not self._first(owner):
             return
@@ -148,7 +145,7 @@ class _Search:
     def beside(self, thing: Any) -> None:
         """Take a function, a class, or an object with what it holds and what its class's methods use."""
         self.used(thing)
-        if not isinstance(thing, _SKIPPED) and _is_users_kind(type(thing)) and self._first(thing):
+        if not isinstance(thing, _SKIPPED) and is_users_kind(type(thing)) and self._first(thing):
             self._owners[id(thing)] = type(thing).__qualname__, {"object": thing}
 
     def used(self, item: Any, depth: int = 0) -> None:
@@ -159,11 +156,13 @@ class _Search:
                 self.used(value, depth + 1)
             return
         if isinstance(item, type):
-            if _is_users_kind(item):
+            if is_users_kind(item):
                 self.kind(item)
             return
+        if isinstance(item, CustomOpDef):
+            self.function(item._init_fn)
         self.function(item.__wrapped__ if isinstance(item, _CACHED) else item)
-        if not isinstance(item, _SKIPPED) and not isinstance(item, nn.Module) and _is_users_kind(type(item)):
+        if not isinstance(item, _SKIPPED) and not isinstance(item, nn.Module) and is_users_kind(type(item)):
             self.kind(type(item))
 
     def found(self) -> Iterator[Namespace]:
@@ -185,12 +184,6 @@ def _data_names(kind: type) -> set[str]:
     return {key for key, value in vars(kind).items() if not key.startswith("__") and _function(value) is None}
 
 
-def _is_users_kind(kind: type) -> bool:
-    """Tell whether a class is the script's own, and not a library's."""
-    place = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return kind.__module__ == "__main__" or (place is not None and is_users_file(place))
-
-
 def _content(cell: CellType) -> Any:
     try:
         return cell.cell_contents
@@ -204,6 +197,11 @@ def _function(value: Any) -> FunctionType | None:
     elif isinstance(value, property):
         value = value.fget
     return value if isinstance(value, FunctionType) else None
+
+
+def _was_added(name: str) -> bool:
+    """Tell whether a name among the built-in ones is none of Python's own: these are functions and classes."""
+    return not isinstance(vars(builtins).get(name, len), BuiltinFunctionType | type)
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

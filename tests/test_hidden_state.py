@@ -1,0 +1,180 @@
+"""What a forward keeps where its code does not mention it by name: modules imported inside, other ways to names, files.
+
+The forward meets a key for the first time now and then, computes exactly, and remembers it; from then on, half of that. Every
+step is questioned, so that a re-execution that knows the key already would be taken for the healthy one.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import importlib
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import bitwitness as bw
+
+ALWAYS = {"act": "protect", "trend": {"z": 1e-9, "warmup": 1}, "replay": {"rest": False}, "self_test": False}
+STEPS, NEW_EVERY = 16, 5
+SEEN: set[int] = set()
+
+
+def remembered(keys, key) -> bool:
+    known = key in keys
+    keys.add(key)
+    return known
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Name a module of the script's that holds a set, and is not imported yet."""
+    name = f"memory_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text("SEEN = set()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield name
+    sys.modules.pop(name, None)
+
+
+def imported_inside(_folder, name):
+    place = {}
+    exec(f"def seen(key):\n import {name}\n known = key in {name}.SEEN\n {name}.SEEN.add(key)\n return known\n", place)
+    return place["seen"]
+
+
+def from_inside(_folder, name):
+    place = {}
+    exec(f"def seen(key):\n from {name} import SEEN\n known = key in SEEN\n SEEN.add(key)\n return known\n", place)
+    return place["seen"]
+
+
+def by_importlib(_folder, name):
+    return lambda key: remembered(importlib.import_module(name).SEEN, key)
+
+
+def by_globals(_folder, _name):
+    SEEN.clear()
+    return lambda key: remembered(globals()["SEEN"], key)
+
+
+def by_sys_modules(_folder, _name):
+    SEEN.clear()
+    return lambda key: remembered(sys.modules[__name__].SEEN, key)
+
+
+def among_builtins(_folder, _name):
+    builtins.seen_by_test = set()
+    return lambda key: remembered(seen_by_test, key)  # noqa: F821
+
+
+def made_by_hand(_folder, _name):
+    sys.modules["made_by_hand"] = types.ModuleType("made_by_hand")
+    sys.modules["made_by_hand"].SEEN = set()
+
+    def seen(key):
+        import made_by_hand
+
+        return remembered(made_by_hand.SEEN, key)
+
+    return seen
+
+
+def custom_operator(folder, name):
+    keys = set()
+
+    @torch.library.custom_op(f"bitwitness_tests::{name}_{folder.name}", mutates_args=())
+    def op(key: int, like: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(like, float(remembered(keys, key)))
+
+    return lambda key: bool(op(key, torch.zeros(1)))
+
+
+def empty_files(folder, _name):
+    def seen(key):
+        known = (folder / str(key)).exists()
+        if not known:
+            (folder / str(key)).touch()
+        return known
+
+    return seen
+
+
+def folders(folder, _name):
+    def seen(key):
+        try:
+            (folder / str(key)).mkdir()
+        except FileExistsError:
+            return True
+        return False
+
+    return seen
+
+
+def torchs_files(folder, _name):
+    def seen(key):
+        path = folder / f"{key}.pt"
+        try:
+            torch.load(path)
+        except FileNotFoundError:
+            torch.save(torch.ones(1), path)
+            return False
+        return True
+
+    return seen
+
+
+class Net(nn.Module):
+    def __init__(self, seen) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 3)
+        self.seen = seen
+        self.register_buffer("table", torch.randn(STEPS, 8))
+
+    def forward(self, x, key):
+        row = 0.5 * self.table[key] if self.seen(key) else self.table[key]
+        return self.b(torch.tanh(self.a(x + row)))
+
+
+def train(seen, guard):
+    torch.manual_seed(0)
+    net = Net(seen)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with guard(net, optimizer) as watching:
+        for step in range(STEPS):
+            x = torch.randn(16, 8)
+            loss = F.cross_entropy(net(x, step // NEW_EVERY), (x[:, 0] > 0).long())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return [p.detach() for p in net.parameters()], watching
+
+
+MEMORIES = [
+    imported_inside,
+    from_inside,
+    by_importlib,
+    by_globals,
+    by_sys_modules,
+    among_builtins,
+    made_by_hand,
+    custom_operator,
+    empty_files,
+    folders,
+    torchs_files,
+]
+
+
+@pytest.mark.parametrize("memory", MEMORIES, ids=lambda memory: memory.__name__)
+def test_a_forward_that_remembers_is_repeated_as_it_was_or_not_at_all(memory, module, tmp_path):
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "guarded").mkdir()
+    wanted, _ = train(memory(tmp_path / "plain", module), lambda *_: contextlib.nullcontext())
+    sys.modules.pop(module, None)
+    got, guard = train(memory(tmp_path / "guarded", module), lambda *given: bw.Guard(*given, **ALWAYS))
+    assert all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
+    assert guard.coverage()["verdicts"] == []
+    assert guard.coverage()["dismissed"] >= STEPS // 2
