@@ -36,6 +36,8 @@ def module(tmp_path, monkeypatch):
     name = f"memory_{tmp_path.name}".replace("-", "_")
     (tmp_path / f"{name}.py").write_text("SEEN = set()\n")
     monkeypatch.syspath_prepend(str(tmp_path))
+    for other in [one for one in sys.modules if one.startswith("test_") and one != __name__]:
+        monkeypatch.delitem(sys.modules, other)  # no script has hundreds of modules of other tests beside it
     yield name
     sys.modules.pop(name, None)
 
@@ -153,6 +155,12 @@ def train(seen, guard):
     return [p.detach() for p in net.parameters()], watching
 
 
+def beside_much_else(_folder, _name):
+    much = [[[n] for n in range(200)] for _ in range(200)]
+    keys = set()
+    return lambda key: remembered(keys, key) if much else None
+
+
 MEMORIES = [
     imported_inside,
     from_inside,
@@ -178,3 +186,12 @@ def test_a_forward_that_remembers_is_repeated_as_it_was_or_not_at_all(memory, mo
     assert all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
     assert guard.coverage()["verdicts"] == []
     assert guard.coverage()["dismissed"] >= STEPS // 2
+
+
+def test_where_more_is_reached_than_can_be_looked_at_nothing_is_repeated(capsys, tmp_path):
+    wanted, _ = train(beside_much_else(tmp_path, ""), lambda *_: contextlib.nullcontext())
+    got, guard = train(beside_much_else(tmp_path, ""), lambda *given: bw.Guard(*given, **ALWAYS))
+    assert all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
+    assert guard.coverage()["verdicts"] == []
+    assert guard.coverage()["dismissed"] == 0
+    assert "reaches more than can be looked at" in capsys.readouterr().err

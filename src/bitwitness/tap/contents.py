@@ -111,12 +111,12 @@ class Leaf:
 
 @dataclass(slots=True)
 class Snapshot:
-    """Containers and leaves as they were at one moment; ``complete`` unless there was too much to look at."""
+    """Containers and leaves as they were at one moment; ``left_out`` names the first for which there was no room."""
 
     containers: list[Container] = field(default_factory=list)
     leaves: list[Leaf] = field(default_factory=list)
     nbytes: int = 0
-    complete: bool = True
+    left_out: str | None = None
 
     def things(self) -> set[int]:
         """Return the ``id`` of all that is known."""
@@ -169,8 +169,10 @@ class Walk:
         if isinstance(value, PLAIN) or id(value) in self._seen:
             return
         self._seen.add(id(value))
-        if len(self._seen) > _MOST or depth > _DEPTH:
-            self.snapshot.complete = False
+        if len(self._seen) > _MOST:
+            self.snapshot.left_out = self.snapshot.left_out or name
+            return
+        if depth > _DEPTH:
             return
         if isinstance(value, torch.Tensor):
             self._tensor(place, name, value)

@@ -115,6 +115,7 @@ class HeldState:
             self._around = self._search()
             reading = self._around.read()
         self._structure = reading.structure
+        self._mind_left_out(self._around.left_out)
         return reading
 
     def know(self, things: Iterable[Any]) -> None:
@@ -189,7 +190,12 @@ class HeldState:
         walk = Walk()
         for key, (name, thing, keys) in self._namespaces().items():
             walk.namespace((key,), name, thing, keys)
+        self._mind_left_out(walk.snapshot.left_out)
         return walk.snapshot
+
+    def _mind_left_out(self, name: str | None) -> None:
+        if name is not None and self.refused is None:
+            self.refused = f"the forward's code reaches more than can be looked at, {name} for one"
 
     def _namespaces(self) -> dict[Any, tuple[str, Any, frozenset[str] | None]]:
         found: dict[Any, tuple[str, Any, frozenset[str] | None]] = {}

@@ -190,6 +190,8 @@ class Search:
     def __init__(self, owner: object, known: set[int], seen: dict[int, tuple[Any, object]], room: int) -> None:
         self.sources: list[Source] = []
         self.tensors: list[tuple[Place, str, torch.Tensor]] = []
+        self.left_out: str | None = None
+        """The first for which there was no room."""
         self._owner = owner
         self._known = known
         self._seen = seen
@@ -197,7 +199,10 @@ class Search:
 
     def enter(self, place: Place, name: str, value: Any, depth: int) -> None:
         """Take a value, and what it holds."""
-        if isinstance(value, PLAIN) or id(value) in self._seen or depth > _DEPTH or len(self.sources) >= self._room:
+        if isinstance(value, PLAIN) or id(value) in self._seen or depth > _DEPTH:
+            return
+        if len(self.sources) >= self._room:
+            self.left_out = self.left_out or name
             return
         self._seen[id(value)] = value, self._owner
         if isinstance(value, torch.Tensor):

@@ -161,6 +161,8 @@ class Surroundings:
         self._count = self._readings = 0
         self._imported = len(sys.modules)
         self._seen: dict[int, tuple[Any, object]] = {}
+        self.left_out: str | None = None
+        """The name of something for which there was no room."""
         groups = [_of_module(position, name, module) for position, (name, module) in enumerate(modules)]
         groups += [_of_code(key, *namespace) for key, namespace in namespaces.items()]
         self._groups = [*groups, _of_torch()]
@@ -230,6 +232,7 @@ class Surroundings:
                     name = f"{source.name}.{key}" if key else source.name
                     search.enter((*source.place, key)[:2], name, value, 0)
         group.sources, group.tensors = search.sources, search.tensors
+        self.left_out = self.left_out or search.left_out
         self._count += len(group.sources)
 
 
