@@ -14,9 +14,9 @@ from bitwitness.tap.traffic import world_size
 def coverage_table(watch: Watch, reporter: Reporter) -> dict[str, Any]:
     """Return the table, ready for JSON."""
     root, sensors, proceedings = watch.root, watch.sensors, watch.proceedings
-    named = dict(root.root.named_parameters())
+    everything = {id(p) for p in (*root.root.parameters(), *root.parameters.values())}  # pruning exchanges some
     table: dict[str, Any] = {
-        "parameters": {"watched": len(root.parameters), "of": len(named)},
+        "parameters": {"watched": len(root.parameters), "of": len(everything)},
         "local_gradients": watch.gradients.mode,
         "steps": {
             "training_forwards": root.forwards_seen,

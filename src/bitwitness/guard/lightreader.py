@@ -43,7 +43,7 @@ class LightReader:
         with own_work(), torch.no_grad():
             buffers = self._told_now()
             sizes = torch.cat([features.l2, features.absmax, *self._totals(buffers)])
-            ends = [loss.detach().reshape(1).to(sizes.device, _wide(loss)) for loss in losses]
+            ends = [local_values(loss.detach()).reshape(1).to(sizes.device, _wide(loss)) for loss in losses]
             numbers = torch.cat([sizes, *ends]).cpu().double().numpy()
         l2, absmax = numbers[:count] / scale, numbers[count : 2 * count] / scale
         # A float32 norm overflows where the values do not: the largest value is then the norm's better estimate.

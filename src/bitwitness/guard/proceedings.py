@@ -199,7 +199,7 @@ class Proceedings:
             finding = Finding("replay", site, Severity.WARNING, problem, {}, light.step, light.rank)
             self.question(record, original, [finding] if self.laboratory.odd_here else [], light)
             return
-        self._reporter.once(f"replay: {problem}; such differences will not be taken for faults")
+        self._reporter.once(f"replay: {problem}")
 
     def _in_the_light_of_earlier(self, outcome: Outcome) -> Outcome:
         """Blame no data and no software for what may follow from a proven fault that was only reported."""

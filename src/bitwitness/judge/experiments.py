@@ -110,7 +110,9 @@ class Laboratory:
         ready = self._all_ready(record)
         here = self._fingerprint(record) if ready else None
         if self._any(here is None) or here is None:
-            return self._problem or "another rank could not replay its step"
+            return (
+                f"a step to learn from cannot be run again: {self._problem or 'another rank could not replay its step'}"
+            )
         elsewhere = here
         if self.ranks.size > 1 and not self._exchanging():
             found, _ = self._elsewhere(record, 1)
@@ -126,11 +128,10 @@ class Laboratory:
         self.odd = 0 < many <= self.ranks.size // 2
         self.odd_here = self.odd and far
         differing = int(self.ranks.sum(torch.tensor([int(far or here.compare(original, 0.0) is not Match.EQUAL)])))
-        return (
-            f"healthy replays differ by {self.spread:.3g} on {differing} of {self.ranks.size} ranks"
-            if differing
-            else None
-        )
+        if many:
+            return f"healthy replays differ by more than kernels do, on {many} of {self.ranks.size} ranks: nothing is learned"
+        told = f"healthy replays differ by {self.spread:.3g} on {differing} of {self.ranks.size} ranks"
+        return f"{told}; such differences will not be taken for faults" if differing else None
 
     def _learn(self, original: Fingerprint, here: Fingerprint, elsewhere: Fingerprint) -> bool:
         """Take in how far apart three executions are; return whether that is more than rounding. Collective."""

@@ -110,7 +110,7 @@ def heal_together(
     for parameter, grad in zip(parameters, held, strict=True):
         parameter.grad = torch.zeros_like(grad) if record.zero_start and grad is not None else None
     try:
-        with randomness_kept(replayer.device), torch.enable_grad(), scripts_modes_back():
+        with randomness_kept(replayer.device), torch.enable_grad():
             losses = [_run_pass(replayer, wrapper, group, describe) for group in record.passes()]
         if all(loss is not None for loss in losses):
             write_losses(record, [root for loss in losses for root in loss or ()])
@@ -136,5 +136,6 @@ def _run_pass(
             # The first hook of this backward: queued before the wrapper queues its own final callback.
             roots = [root.view_as(root) for root in roots]
             roots[0].register_hook(lambda _: queue_after_backward(describe))
-        torch.autograd.backward(roots, found.grads)
+        with scripts_modes_back(backward=True):
+            torch.autograd.backward(roots, found.grads)
     return [root.detach() for root in found.roots] if found.through else None

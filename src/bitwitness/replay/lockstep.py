@@ -14,6 +14,7 @@ import torch
 from bitwitness.replay.run import Around, Execution, Replayer
 from bitwitness.stats import Features
 from bitwitness.tap.capture import Pass, StepRecord
+from bitwitness.tap.modes import scripts_modes_back
 from bitwitness.tap.modules import own_work
 from bitwitness.tap.sharded import ReduceTap
 
@@ -61,7 +62,7 @@ class LockstepReplayer(Replayer):
         self._sync(reduce=group.sync)
         found = self._starts(group, outputs, around, {})
         done.note(found)
-        with around():
+        with around(), scripts_modes_back(backward=True):
             torch.autograd.backward(found.roots, found.grads)
 
     def _sync(self, *, reduce: bool) -> None:

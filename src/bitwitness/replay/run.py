@@ -169,7 +169,7 @@ class Replayer:
     def _apart(self, passes: Sequence[Pass]) -> Iterator[None]:
         """Leave no trace of what runs inside."""
         self._latest = -1
-        with self._untouched.watched(passes), randomness_kept(self.device), torch.enable_grad(), scripts_modes_back():
+        with self._untouched.watched(passes), randomness_kept(self.device), torch.enable_grad():
             yield
 
     def _believe(self, done: Execution) -> None:
@@ -286,7 +286,7 @@ class Replayer:
         found = self._starts(group, hashes, around, {})
         parameters = list(self.parameters.values())
         try:
-            with around():
+            with around(), scripts_modes_back(backward=True):
                 return torch.autograd.grad(found.roots, parameters, found.grads, allow_unused=True), found
         except RuntimeError as error:
             if "use_reentrant" not in str(error):
@@ -303,7 +303,7 @@ class Replayer:
                 leaf.register_hook(hook)
         with _reparametrize_module(self.root, leaves, tie_weights=True):
             found = self._starts(group, hashes, around, {id(p): leaves[name] for name, p in self.parameters.items()})
-            with around():
+            with around(), scripts_modes_back(backward=True):
                 torch.autograd.backward(found.roots, found.grads)
         return [leaf.grad for leaf in leaves.values()], found
 
@@ -367,7 +367,7 @@ class Replayer:
         with ambient, record.autocast.context(), around(), redirected(self.root, record.redirect):
             if around is nullcontext:
                 self._compare_surroundings(record)
-            with quiet(self.root, since=record.began):
+            with quiet(self.root, since=record.began), scripts_modes_back():
                 result = call(*args, **kwargs)
         if (
             around is nullcontext

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from bitwitness.errors import UsageError
 
@@ -11,11 +14,17 @@ _COMPRESSED_BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
 _COMPRESSED = (*_COMPRESSED_BY_ROW, torch.sparse_csc, torch.sparse_bsc)
 
 
+def is_wrapper(tensor: Tensor) -> bool:
+    """Tell whether a tensor is of a class that holds others and is neither distributed nor jagged: a quantized weight, say."""
+    known = hasattr(type(tensor), "to_local") or tensor.layout == torch.jagged
+    return not known and bool(is_traceable_wrapper_subclass(tensor))
+
+
 def local_values(tensor: Tensor) -> Tensor:
     """Return the strided tensor of the values that ``tensor`` stores on this rank.
 
     A DTensor gives its local shard (unreduced, if it is a partial one), a sparse or jagged tensor its stored
-    values. Nothing is copied, except for lazily conjugated or negated views.
+    values, a class that wraps others the first of these. Nothing is copied, except for lazily conjugated or negated views.
 
     Raises
     ------
@@ -31,10 +40,21 @@ def local_parts(tensor: Tensor) -> list[Tensor]:
     # A DTensor is known by its method: not every build of torch has the class.
     if hasattr(type(tensor), "to_local"):
         tensor = tensor.to_local()  # type: ignore[attr-defined]
-    if tensor.layout == torch.strided and not (
-        tensor.is_meta or tensor.is_quantized or tensor.is_complex() or tensor.is_neg()
-    ):
-        return [tensor]
+    if is_wrapper(tensor):
+        return [part for inner in _wrapped(tensor) for part in local_parts(inner)]
+    return [tensor] if _is_plain(tensor) else _stored(tensor)
+
+
+def _wrapped(tensor: Any) -> list[Tensor]:
+    return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    odd = tensor.is_meta or tensor.is_quantized or tensor.is_complex() or tensor.is_neg()
+    return tensor.layout == torch.strided and not odd
+
+
+def _stored(tensor: Tensor) -> list[Tensor]:
     if tensor.is_meta:
         raise UsageError(
             f"a tensor of shape {list(tensor.shape)} is on the meta device and holds no numbers; materialise it first"

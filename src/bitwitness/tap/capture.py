@@ -21,6 +21,7 @@ from bitwitness.tap.graphwalk import ForwardSpan, GraphSketch
 from bitwitness.tap.lossgraph import LossGraph
 from bitwitness.tap.memory import Memory
 from bitwitness.tap.randomness import RandomState
+from bitwitness.tap.structure import tensors_of
 from bitwitness.tap.surroundings import Reading
 
 _PENDING_KEPT = 8  # forwards in evaluation mode that wait for a backward
@@ -193,11 +194,12 @@ class StepRecord:
 
 
 def beside(passes: Sequence[Pass]) -> list[Any]:
-    """Return what of the script's ran with some passes beside the modules' code: modes, hooks, autograd functions."""
+    """Return what of the script's ran with some passes beside the modules' code: modes, hooks, autograd functions, tensors."""
     found: list[Any] = []
     for group in passes:
         found += () if group.sketch is None else group.sketch.customs
         for forward in group.forwards:
+            found += {type(tensor) for tensor in tensors_of((forward.args, forward.kwargs))}
             if forward.ambient is not None:
                 found += [*forward.ambient.modes, *forward.ambient.dispatch, *(forward.ambient.saving or ())]
     return found

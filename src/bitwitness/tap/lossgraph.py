@@ -11,6 +11,7 @@ import torch
 
 from bitwitness.tap.autocast import Autocast
 from bitwitness.tap.frames import Line, replayed_line
+from bitwitness.tap.modes import scripts_modes_back
 from bitwitness.tap.randomness import RandomState
 from bitwitness.tap.structure import tensors_of
 
@@ -260,7 +261,7 @@ def _again(call: Call, args: Any, kwargs: Any) -> Any:
             call.random.restore(torch.device(call.random.device_type))
         for generator, state in call.generators:
             generator.set_state(state)
-        with torch.set_grad_enabled(call.grad), call.autocast.context():
+        with torch.set_grad_enabled(call.grad), call.autocast.context(), scripts_modes_back():
             return call.func(*args, **kwargs)
     finally:
         replayed_line.reset(token)

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from bitwitness.tap.clock import stopwatch
 from bitwitness.tap.compiled import in_transform
 from bitwitness.tap.lossgraph import LossGraph, Output
+from bitwitness.tap.modes import plain_tensors
 from bitwitness.tap.modules import in_own_work
 from bitwitness.tap.patching import replaced
 from bitwitness.tap.structure import tensors_of
@@ -201,7 +202,8 @@ class LossTape:
         """Run a call and note it; an error of the script's goes on to the script, one of ours ends the tape for the step."""
         began = self._now()
         try:
-            begun = self._tape.begin(func, args, kwargs)
+            with plain_tensors():
+                begun = self._tape.begin(func, args, kwargs)
         except Exception as error:
             self.give_up(_UNKNOWN.format(getattr(func, "__name__", func), error))
             return run()
@@ -209,7 +211,8 @@ class LossTape:
         result = run()
         returned = self._now()
         try:
-            self._tape.note(begun, args, result)
+            with plain_tensors():
+                self._tape.note(begun, args, result)
         except Exception as error:
             self.give_up(_UNKNOWN.format(getattr(func, "__name__", func), error))
         self.own_seconds += called - began + self._now() - returned

@@ -1,9 +1,9 @@
-"""Torch's two stacks of modes: what a script has entered sees what the script computes, and nothing of ours."""
+"""Torch's two stacks of modes, and ``__torch_function__``: the script's see what the script computes, and nothing of ours."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -16,6 +16,8 @@ _STACKS: tuple[_Stack, ...] = (
     (overrides._get_current_function_mode_stack, overrides._pop_mode, overrides._push_mode),
     (dispatch._get_current_dispatch_mode_stack, dispatch._pop_mode, dispatch._push_mode),
 )
+plain_tensors: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
+_scripts_tensors: Callable[[], AbstractContextManager[Any]] = torch._C._EnableTorchFunction
 _aside: ContextVar[tuple[list[Any], list[Any]] | None] = ContextVar("bitwitness_modes_aside", default=None)
 
 
@@ -31,9 +33,9 @@ def is_ours(thing: Any) -> bool:
 
 
 def scripts_modes_off() -> AbstractContextManager[None]:
-    """Run what is inside under bitwitness's own modes alone."""
+    """Run what is inside under bitwitness's own modes alone; the script's tensors are plain ones there."""
     if not (torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()):
-        return nullcontext()
+        return plain_tensors()
     return _off()
 
 
@@ -42,13 +44,15 @@ def _off() -> Iterator[None]:
     there = tuple(read() for read, _, _ in _STACKS)
     ours = tuple([mode for mode in modes if is_ours(mode)] for modes in there)
     if ours == there:
-        yield
+        with plain_tensors():
+            yield
         return
     token = _aside.set((there[0], there[1])) if _aside.get() is None else None
     for stack, modes in zip(_STACKS, ours, strict=True):
         _set(stack, modes)
     try:
-        yield
+        with plain_tensors():
+            yield
     finally:
         for stack, modes in zip(_STACKS, there, strict=True):
             _back(stack, modes)
@@ -57,19 +61,24 @@ def _off() -> Iterator[None]:
 
 
 @contextmanager
-def scripts_modes_back() -> Iterator[None]:
-    """Run what is inside, which stands for the script's own work, under the script's function modes again.
+def scripts_modes_back(*, backward: bool = False) -> Iterator[None]:
+    """Run what is inside, which stands for the script's own work, under the script's function modes again, with its tensors.
+
+    Not in a ``backward``, which its tensors do not look into.
 
     Not under its dispatch modes: what these do besides is not known.
     """
     aside = _aside.get()
+    tensors = plain_tensors if backward else _scripts_tensors
     if aside is None:
-        yield
+        with tensors():
+            yield
         return
     stack, modes = _STACKS[0], aside[0]
     _back(stack, modes)
     try:
-        yield
+        with tensors():
+            yield
     finally:
         _set(stack, [mode for mode in stack[0]() if is_ours(mode)])
 

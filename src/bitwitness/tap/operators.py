@@ -8,6 +8,7 @@ before anything else, so that it stands for the device on which all the rest run
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -16,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from bitwitness.site import Site
+from bitwitness.tap.modes import plain_tensors
 from bitwitness.tap.modules import ModuleTracker, own_work
 
 
@@ -134,7 +136,8 @@ class OperatorTap(TorchDispatchMode):
         if self._before is not None:
             with own_work():
                 self._before(seen)
-        seen.result = func(*seen.args, **seen.kwargs)
+        with nullcontext() if types else plain_tensors():  # as autograd calls it, whatever the script's tensors look at
+            seen.result = func(*seen.args, **seen.kwargs)
         with own_work():
             changed = self._handler(seen)
         return seen.result if changed is None else changed

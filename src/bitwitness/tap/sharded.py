@@ -17,9 +17,13 @@ import torch.distributed as dist
 from torch import nn
 
 from bitwitness.stats import Features, features_of
+from bitwitness.stats.local import is_wrapper
 from bitwitness.tap.compiled import distributed
 from bitwitness.tap.modules import own_work, unwrap
 
+WRAPPED = (
+    "parameter {0} is a {1}, a class that wraps other tensors: gradients of such are sensed, and not computed again"
+)
 _PARAM_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 
 
@@ -59,6 +63,8 @@ def sharding_of(model: nn.Module) -> Sharding:
     kinds = () if fsdp is None else (fsdp.FSDPModule,)
     if fsdp is not None and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in model.modules()):
         return Sharding(problem="FullyShardedDataParallel keeps no local gradients; use fully_shard (FSDP2)")
+    if wrapped := [(name, type(p).__name__) for name, p in model.named_parameters() if is_wrapper(p)]:
+        return Sharding(problem=WRAPPED.format(*wrapped[0]))
     meshes: list[Any] = [getattr(p, "device_mesh", None) for p in model.parameters() if hasattr(type(p), "to_local")]
     if not meshes:
         return Sharding()

@@ -138,5 +138,12 @@ def nbytes(tensors: list[torch.Tensor]) -> int:
 
 
 def fresh(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy without history that asks for a gradient where ``tensor`` did: a captured input, or its reuse."""
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    """Return a copy without history that asks for a gradient where ``tensor`` did: a captured input, or its reuse.
+
+    It is of the same class, with the same attributes.
+    """
+    copied = tensor.detach().clone()
+    if type(copied) is not type(tensor) and not isinstance(tensor, torch.nn.Parameter):
+        copied = copied.as_subclass(type(tensor))
+        vars(copied).update(vars(tensor))
+    return copied.requires_grad_(tensor.requires_grad)
