@@ -122,6 +122,20 @@ def test_two_models_of_one_training_keep_a_guard_each() -> None:
         assert models(found) == [maker, judge]
 
 
+def test_a_generator_that_is_frozen_while_its_discriminator_trains_is_guarded_when_its_turn_comes(capsys) -> None:
+    generator, critic = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (generator, critic)]
+    with auto() as found:
+        for turn in (1, 0, 1, 0):
+            for net in (generator, critic):
+                net.requires_grad_(net is (generator, critic)[turn])
+            critic(generator(torch.ones(2, 4))).mean().backward()
+            optimizers[turn].step()
+            optimizers[turn].zero_grad()
+        assert models(found) == [critic, generator]
+    assert "unguarded" not in capsys.readouterr().err
+
+
 def test_parameters_that_no_module_holds_are_named(capsys: pytest.CaptureFixture) -> None:
     weight, net = nn.Parameter(torch.ones(4, 3)), nn.Linear(4, 4)
     with auto() as found:

@@ -202,8 +202,7 @@ class AutoGuard:
         if not inner.training and (not self._stepping or self._stepping.isdisjoint(map(id, inner.parameters()))):
             return  # an evaluation, unless an optimizer steps what it holds: some train in evaluation mode
         if not trainable(inner):
-            self._passed.update(module.modules())
-            return
+            return  # as yet: a generator is frozen while its discriminator trains
         root = root_of(module)
         if root is None or not self._take_over(root, module):
             return
