@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import bitwitness as bw
 from bitwitness.config import load_config
 from bitwitness.guard.auto import AutoGuard
 from bitwitness.guard.discovery import Blocks
+from bitwitness.tap.losstape import LossTape
 
 JOBS = Path(__file__).parent / "jobs"
 
@@ -134,6 +137,40 @@ def test_a_generator_that_is_frozen_while_its_discriminator_trains_is_guarded_wh
             optimizers[turn].zero_grad()
         assert models(found) == [critic, generator]
     assert "unguarded" not in capsys.readouterr().err
+
+
+def test_copies_that_are_trained_for_a_few_steps_are_let_go_with_their_optimizers() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    most = 0
+    with auto() as found:
+        for _ in range(12):
+            inner = copy.deepcopy(net)
+            steps(inner, inner.parameters(), 3)
+            most = max(most, len(found.guards))
+    assert 1 <= most <= 2
+
+
+def test_tapes_of_several_models_do_not_hear_one_anothers_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = 0
+    called = LossTape.called
+
+    def counted(*given):
+        nonlocal heard
+        heard += 1
+        return called(*given)
+
+    monkeypatch.setattr(LossTape, "called", counted)
+    counts = []
+    for number in (2, 4, 8):
+        heard = 0
+        nets = [nn.Linear(4, 1) for _ in range(number)]
+        with contextlib.ExitStack() as guards:
+            for net in nets:
+                optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+                guards.enter_context(bw.Guard(net, optimizer, self_test=False))
+            sum(net(torch.ones(2, 4)).square().mean().exp() for net in nets).backward()
+        counts.append(heard / number)
+    assert counts[2] <= 5 * counts[0], counts  # each of the calls is heard by each of the tapes, and no more
 
 
 def test_parameters_that_no_module_holds_are_named(capsys: pytest.CaptureFixture) -> None:

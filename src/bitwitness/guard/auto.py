@@ -80,6 +80,7 @@ class AutoGuard:
         self._blocks: list[nn.Module] = []
         self._stepping: set[int] = set()
         self._unguarded = Unguarded()
+        self._steppers: dict[Guard, WeakSet[Optimizer]] = {}
 
     def __enter__(self) -> Self:
         for warning in self._warnings:
@@ -130,9 +131,9 @@ class AutoGuard:
     def _stepped(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         try:
             if self._unguarded.stepped(optimizer):
-                self._stepping |= set(map(id, parameters_of(optimizer)))
+                self._note_stepper(optimizer)
                 # Torch is iterating over its hooks now: whoever leaves, and takes hooks away, does so at the next forward.
-                self._leave_later([guard for guard in self.guards if self._outgrown(guard)])
+                self._leave_later([guard for guard in self.guards if self._outgrown(guard) or self._abandoned(guard)])
             self._fresh.clear()
             self._resting = not self._unguarded.looked_for and not self._leaving
             if not self._resting and not self._search:
@@ -246,6 +247,8 @@ class AutoGuard:
         if is_alone(root):
             self._fresh.append(guard)
         self._contents[guard] = contents(root)
+        for optimizer in self._unguarded.optimizers():
+            self._note_whom_it_steps(guard, optimizer)
         kwargs = keywords_of_call()
         if module is not None and guard.watch is not None and kwargs is not None:
             guard.watch.root.join(module, args, kwargs)
@@ -256,6 +259,19 @@ class AutoGuard:
             return False
         return contents(guard.model) != self._contents[guard]
 
+    def _note_stepper(self, optimizer: Optimizer) -> None:
+        self._stepping |= set(map(id, parameters_of(optimizer)))
+        for guard in self.guards:
+            self._note_whom_it_steps(guard, optimizer)
+
+    def _note_whom_it_steps(self, guard: Guard, optimizer: Optimizer) -> None:
+        if not set(map(id, parameters_of(optimizer))).isdisjoint(map(id, guard.model.parameters())):
+            self._steppers.setdefault(guard, WeakSet()).add(optimizer)
+
+    def _abandoned(self, guard: Guard) -> bool:
+        """Tell whether all optimizers that stepped a model are gone: a copy that was trained for a few steps, say."""
+        return guard in self._steppers and not self._steppers[guard]
+
     def _let_go(self, guard: Guard) -> None:
         """Leave a model that is to be guarded anew, or as a part of another."""
         self._passed -= WeakSet(guard.model.modules())
@@ -263,6 +279,7 @@ class AutoGuard:
             if guard in known:
                 known.remove(guard)
         self._contents.pop(guard, None)
+        self._steppers.pop(guard, None)
         self._trained += guard.let_go()
 
     def _leave_later(self, guards: list[Guard]) -> None:

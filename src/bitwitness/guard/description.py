@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 from torch.optim.optimizer import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from bitwitness.respond.reporter import Reporter
 from bitwitness.stats import bit_hash
@@ -26,7 +27,7 @@ class Description:
 
     def __init__(self, reporter: Reporter) -> None:
         self._reporter = reporter
-        self._optimizers: list[Optimizer] = []
+        self._optimizers = WeakIdKeyDictionary()
         self._data: dict[str, str] = {}
 
     def started(self, root: nn.Module) -> None:
@@ -36,8 +37,8 @@ class Description:
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Describe an optimizer at its first step."""
-        if self._reporter.records and not any(optimizer is known for known in self._optimizers):
-            self._optimizers.append(optimizer)
+        if self._reporter.records and optimizer not in self._optimizers:
+            self._optimizers[optimizer] = None
             self._reporter.describe(optimizers=hyperparameters(self._optimizers))
 
     def held(self, record: StepRecord) -> None:

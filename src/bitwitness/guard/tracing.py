@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.optim.optimizer import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from bitwitness.config import Config
 from bitwitness.finding import Finding, Severity
@@ -61,7 +62,7 @@ class Tracing:
         self._scaled_traced = 0
         self.findings: list[Finding] = []
         self._last_clean: int | None = None
-        self._optimizers: list[Optimizer] = []
+        self._optimizers = WeakIdKeyDictionary()
         self._said: set[str] = set()
         self._hit_at: int | None = None
         self._settings = SettingsLog()
@@ -77,8 +78,7 @@ class Tracing:
     def stepped(self, optimizer: Optimizer) -> None:
         """Note who changes parameters, and with which settings: a schedule may change them before the damage is seen."""
         self._settings.note(optimizer)
-        if not any(optimizer is known for known in self._optimizers):
-            self._optimizers.append(optimizer)
+        self._optimizers.setdefault(optimizer, None)
 
     def hit(self, record: StepRecord, light: LightStep) -> None:
         """Take a step that is not finite on some rank; trace it unless too many were. Collective: all ranks count alike."""
@@ -191,7 +191,7 @@ class Tracing:
         since = f"since the update of step {self._last_clean}, whose loss and gradients were finite"
         if origin.detail.startswith(READ_IN_PART):
             since = f"the loss and gradients of step {self._last_clean} were finite; it went bad later, or was not read there"
-        update = None if parameter is None else blame_update(parameter, self._optimizers, self._settings)
+        update = None if parameter is None else blame_update(parameter, list(self._optimizers), self._settings)
         if update is None:
             other = "no optimizer's state or settings at that time explain it: other code may have changed it"
             return replace(origin, detail=f"{origin.detail}; {since} ({other})")

@@ -59,6 +59,10 @@ class Unguarded:
         """Whether some optimizer's parameters are worth looking for."""
         return any(seen.missing and seen.tries <= _TRIES for seen in self._seen.values())
 
+    def optimizers(self) -> list[Optimizer]:
+        """Return those that have stepped and are still there."""
+        return list(self._seen)
+
     def missing(self) -> list[tuple[Optimizer, set[int]]]:
         """Return every optimizer with unwatched parameters, and these parameters' identities."""
         return [(optimizer, {id(p) for p in seen.missing}) for optimizer, seen in self._seen.items() if seen.missing]

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from bitwitness.errors import UsageError
 
@@ -17,7 +16,7 @@ _COMPRESSED = (*_COMPRESSED_BY_ROW, torch.sparse_csc, torch.sparse_bsc)
 def is_wrapper(tensor: Tensor) -> bool:
     """Tell whether a tensor is of a class that holds others and is neither distributed nor jagged: a quantized weight, say."""
     known = hasattr(type(tensor), "to_local") or tensor.layout == torch.jagged
-    return not known and bool(is_traceable_wrapper_subclass(tensor))
+    return hasattr(type(tensor), "__tensor_flatten__") and not known
 
 
 def local_values(tensor: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from bitwitness.tap.clock import stopwatch
 from bitwitness.tap.compiled import in_transform
 from bitwitness.tap.lossgraph import LossGraph, Output
-from bitwitness.tap.modes import plain_tensors
+from bitwitness.tap.modes import unheard
 from bitwitness.tap.modules import in_own_work
 from bitwitness.tap.patching import replaced
 from bitwitness.tap.structure import tensors_of
@@ -202,7 +202,7 @@ class LossTape:
         """Run a call and note it; an error of the script's goes on to the script, one of ours ends the tape for the step."""
         began = self._now()
         try:
-            with plain_tensors():
+            with unheard():  # by the tapes of other roots, and by tensors
                 begun = self._tape.begin(func, args, kwargs)
         except Exception as error:
             self.give_up(_UNKNOWN.format(getattr(func, "__name__", func), error))
@@ -211,7 +211,7 @@ class LossTape:
         result = run()
         returned = self._now()
         try:
-            with plain_tensors():
+            with unheard():
                 self._tape.note(begun, args, result)
         except Exception as error:
             self.give_up(_UNKNOWN.format(getattr(func, "__name__", func), error))

@@ -1,30 +1,32 @@
-"""Torch's two stacks of modes, and ``__torch_function__``: the script's see what the script computes, and nothing of ours."""
+"""Torch's modes, and tensors' own ``__torch_function__``: the script's see what the script computes, and nothing of ours.
+
+Functions are kept from all of them by a switch of torch's, which costs nothing; dispatch modes are taken off their stack,
+except for bitwitness's own: an emulated device stands beneath our work, too.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import overrides
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _python_dispatch as dispatch
 
-_Stack = tuple[Callable[[], list[Any]], Callable[[], Any], Callable[[Any], None]]
-_STACKS: tuple[_Stack, ...] = (
-    (overrides._get_current_function_mode_stack, overrides._pop_mode, overrides._push_mode),
-    (dispatch._get_current_dispatch_mode_stack, dispatch._pop_mode, dispatch._push_mode),
-)
+unheard: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunction
+"""Functions that are called inside reach no function mode and no tensor's own ``__torch_function__``."""
 plain_tensors: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
-_scripts_tensors: Callable[[], AbstractContextManager[Any]] = torch._C._EnableTorchFunction
-_aside: ContextVar[tuple[list[Any], list[Any]] | None] = ContextVar("bitwitness_modes_aside", default=None)
+"""The same for tensors alone."""
+_heard: Callable[[], AbstractContextManager[Any]] = torch._C._EnableTorchFunction
+_aside: ContextVar[list[Any] | None] = ContextVar("bitwitness_dispatch_modes_aside", default=None)
 
 
 def scripts_modes() -> tuple[list[Any], list[Any]]:
     """Return the function modes and the dispatch modes that the script has entered, also while they are set aside."""
-    functions, dispatching = _aside.get() or (_STACKS[0][0](), _STACKS[1][0]())
-    return [mode for mode in functions if not is_ours(mode)], [mode for mode in dispatching if not is_ours(mode)]
+    dispatching = _aside.get() or dispatch._get_current_dispatch_mode_stack()
+    return _theirs(_get_current_function_mode_stack()), _theirs(dispatching)
 
 
 def is_ours(thing: Any) -> bool:
@@ -32,66 +34,46 @@ def is_ours(thing: Any) -> bool:
     return str(getattr(thing, "__module__", "")).startswith("bitwitness.")
 
 
+def _theirs(modes: list[Any]) -> list[Any]:
+    return [mode for mode in modes if not is_ours(mode)]
+
+
 def scripts_modes_off() -> AbstractContextManager[None]:
-    """Run what is inside under bitwitness's own modes alone; the script's tensors are plain ones there."""
-    if not (torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()):
-        return plain_tensors()
-    return _off()
+    """Run what is inside under bitwitness's own dispatch modes alone."""
+    return _off() if torch._C._len_torch_dispatch_stack() else unheard()
 
 
 @contextmanager
 def _off() -> Iterator[None]:
-    there = tuple(read() for read, _, _ in _STACKS)
-    ours = tuple([mode for mode in modes if is_ours(mode)] for modes in there)
-    if ours == there:
-        with plain_tensors():
+    there = dispatch._get_current_dispatch_mode_stack()
+    with unheard():
+        if not _theirs(there):
             yield
-        return
-    token = _aside.set((there[0], there[1])) if _aside.get() is None else None
-    for stack, modes in zip(_STACKS, ours, strict=True):
-        _set(stack, modes)
-    try:
-        with plain_tensors():
+            return
+        token = _aside.set(there) if _aside.get() is None else None
+        _set([mode for mode in there if is_ours(mode)])
+        try:
             yield
-    finally:
-        for stack, modes in zip(_STACKS, there, strict=True):
-            _back(stack, modes)
-        if token is not None:
-            _aside.reset(token)
+        finally:
+            now = dispatch._get_current_dispatch_mode_stack()  # ours may have been entered or left meanwhile
+            _set([m for m in there if not is_ours(m) or m in now] + [m for m in now if m not in there])
+            if token is not None:
+                _aside.reset(token)
 
 
 @contextmanager
 def scripts_modes_back(*, backward: bool = False) -> Iterator[None]:
     """Run what is inside, which stands for the script's own work, under the script's function modes again, with its tensors.
 
-    Not in a ``backward``, which its tensors do not look into.
-
-    Not under its dispatch modes: what these do besides is not known.
+    Not in a ``backward``, which its tensors do not look into, and not under its dispatch modes: what these do besides is not
+    known.
     """
-    aside = _aside.get()
-    tensors = plain_tensors if backward else _scripts_tensors
-    if aside is None:
-        with tensors():
-            yield
-        return
-    stack, modes = _STACKS[0], aside[0]
-    _back(stack, modes)
-    try:
-        with tensors():
-            yield
-    finally:
-        _set(stack, [mode for mode in stack[0]() if is_ours(mode)])
+    with _heard(), plain_tensors() if backward else nullcontext():
+        yield
 
 
-def _back(stack: _Stack, modes: list[Any]) -> None:
-    """Enter the script's modes again; ours may have been entered or left meanwhile."""
-    now = stack[0]()
-    _set(stack, [m for m in modes if not is_ours(m) or m in now] + [m for m in now if m not in modes])
-
-
-def _set(stack: _Stack, modes: list[Any]) -> None:
-    read, pop, push = stack
-    for _ in read():
-        pop()
+def _set(modes: list[Any]) -> None:
+    for _ in range(torch._C._len_torch_dispatch_stack()):
+        dispatch._pop_mode()
     for mode in modes:
-        push(mode)
+        dispatch._push_mode(mode)

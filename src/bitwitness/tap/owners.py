@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from torch import nn
 from torch.optim.optimizer import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 
 class Owners:
@@ -23,24 +24,22 @@ class Owners:
     def __init__(self, parameters: Iterable[nn.Parameter], optimizers: list[Optimizer] | None) -> None:
         self._parameters = {id(parameter) for parameter in parameters}
         self._optimizers = optimizers
-        self._known: dict[int, bool] = {}
-        self._covering: dict[int, bool] = {}
+        self._known = WeakIdKeyDictionary()
+        self._covering = WeakIdKeyDictionary()
 
     def ours(self, optimizer: Optimizer) -> bool:
         """Tell whether an optimizer's steps count."""
         if self._optimizers is not None:
             return any(optimizer is known for known in self._optimizers)
-        key = id(optimizer)
-        if key not in self._known:
-            self._known[key] = not self._parameters.isdisjoint(_held(optimizer))
-        return self._known[key]
+        if optimizer not in self._known:
+            self._known[optimizer] = not self._parameters.isdisjoint(_held(optimizer))
+        return bool(self._known[optimizer])
 
     def covers(self, owner: Optimizer | nn.Module) -> bool:
         """Tell whether all of the root's parameters are an optimizer's or a module's."""
-        key = id(owner)
-        if key not in self._covering:
-            self._covering[key] = self._parameters <= _held(owner)
-        return self._covering[key]
+        if owner not in self._covering:
+            self._covering[owner] = self._parameters <= _held(owner)
+        return bool(self._covering[owner])
 
 
 def _held(owner: Optimizer | nn.Module) -> set[int]:
