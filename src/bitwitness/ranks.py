@@ -39,7 +39,7 @@ class Ranks(Protocol):
 
     @property
     def in_job(self) -> int:
-        """Its number as messages tell it: for a process that trains alone, that within the whole job."""
+        """Its number within the whole job, as messages tell it."""
 
     @property
     def size(self) -> int:
@@ -166,7 +166,7 @@ class SideChannel:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, deadline_s: float) -> None:
-        self.rank = self.in_job = dist.get_rank(group)
+        self.rank, self.in_job = dist.get_rank(group), dist.get_rank()
         self.size = dist.get_world_size(group)
         self.deadline_s = deadline_s
         self.broken = False

@@ -20,6 +20,7 @@ from bitwitness.guard.tracing import Tracing
 from bitwitness.judge.experiments import Laboratory
 from bitwitness.judge.fingerprint import NEAR, Fingerprint
 from bitwitness.judge.judge import Judge, Outcome
+from bitwitness.judge.numbering import numbered_in_job
 from bitwitness.ranks import Ranks
 from bitwitness.replay.lockstep import LockstepReplayer
 from bitwitness.replay.run import Replayer
@@ -163,6 +164,7 @@ class Proceedings:
         self._rechecks = _RECHECKS if outcome.came_out_otherwise else 0
         outcome = self._attach(self.interpret(self._in_the_light_of_earlier(outcome)), loud)
         verdict, code = self._responder.respond(outcome, record)
+        verdict = numbered_in_job(verdict, self._ranks.members)
         self._announce(verdict, loud, differs=outcome.differs)
         if code is not None:
             self._stop(verdict, code)
@@ -230,7 +232,8 @@ class Proceedings:
         return outcome
 
     def _announce(self, verdict: Verdict, loud: list[Finding], *, differs: bool) -> None:
-        speaks = self._ranks.size == 1 or self._ranks.rank == (verdict.ranks[0] if verdict.ranks else 0)
+        whose = self._ranks.in_job in verdict.ranks[:1] if verdict.ranks else self._ranks.rank == 0
+        speaks = self._ranks.size == 1 or whose
         if verdict.cause in _INNOCENT or verdict.action is Action.REPORTED:
             self._innocent_in_a_row += 1
             rest = min(_LONGEST_REST, 2 ** (self._innocent_in_a_row - 2)) if self._innocent_in_a_row > 1 else 0

@@ -130,6 +130,12 @@ class _Listener:
     def hold(self, *, scaler: GradScaler | None = None, optimizer: Optimizer | None = None) -> None:
         self.told.append("unscale" if scaler else "step" if optimizer else "clip")
 
+    def closure_begins(self, optimizer: Optimizer) -> None:
+        del optimizer
+
+    def closure_ended(self, optimizer: Optimizer) -> None:
+        self.hold(optimizer=optimizer)
+
     def zeroing(self, owner: Optimizer | torch.nn.Module) -> None:
         del owner
 

@@ -106,7 +106,6 @@ class Watch:
         self._losses: list[torch.Tensor] = []
         self._armed = False
         self._busy = False
-        self._in_step = False
         self._stepped_early = False
         self._forwards_looked_at = 0
         self.limits: Counter[str] = Counter()
@@ -173,7 +172,7 @@ class Watch:
         self._armed = True
         self._losses += [t.detach() for t in call.roots if isinstance(t, torch.Tensor) and t.numel() == 1]
         self._compare_edits()
-        if self._in_step or self._stepped_early:
+        if self._stepped_early:
             self._look(None)
 
     def _compare_edits(self) -> None:
@@ -201,8 +200,13 @@ class Watch:
             self.root.record.give_up(BY_HAND)
             self._armed = True
         self._look(scaler)
-        if optimizer is not None and scaler is None:
-            self._in_step = True  # a closure's backward is a hold point of its own
+
+    def closure_begins(self, optimizer: Optimizer) -> None:
+        """A closure has yet to complete the gradients."""
+
+    def closure_ended(self, optimizer: Optimizer) -> None:
+        """Look at the gradients that a closure has completed; each call of it is a hold point of its own."""
+        self.hold(optimizer=optimizer)
 
     def _gradients_by_hand(self) -> bool:
         """Tell whether the model was run since the last look, and has gradients that no backward put there."""
@@ -285,7 +289,6 @@ class Watch:
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """Note that parameters changed."""
         if not self._busy and self._owners.ours(optimizer):
-            self._in_step = False
             self.proceedings.tracing.stepped(optimizer)
             self.description.stepped(optimizer)
             self.optimizer_steps += 1

@@ -223,6 +223,12 @@ class _Moments:
     def hold(self, **_who: Any) -> None:
         pass  # the guard may run the step again now, which is the same step
 
+    def closure_begins(self, _optimizer: Any) -> None:
+        pass
+
+    def closure_ended(self, _optimizer: Any) -> None:
+        pass
+
     def zeroing(self, _owner: Any) -> None:
         pass
 

@@ -332,6 +332,13 @@ class Recorder:
             if optimizer is not None and scaler is None:
                 self._state.before_optimizer(optimizer)
 
+    def closure_begins(self, optimizer: Optimizer) -> None:
+        """A closure has yet to complete the gradients."""
+
+    def closure_ended(self, optimizer: Optimizer) -> None:
+        """Record the gradients that it completed."""
+        self.hold(optimizer=optimizer)
+
     def zeroing(self, owner: Optimizer | nn.Module) -> None:
         """Gradients are about to be zeroed."""
 

@@ -153,6 +153,11 @@ class _Final(Relay):
         with self._declared():
             super().hold(scaler=scaler, optimizer=optimizer)
 
+    def closure_ended(self, optimizer: Optimizer) -> None:
+        """Pass it on."""
+        with self._declared():
+            super().closure_ended(optimizer)
+
     @contextmanager
     def around_backward(self, call: BackwardCall) -> Iterator[None]:
         """Pass it on."""
@@ -178,6 +183,11 @@ class _Refusal(Relay):
     def hold(self, *, scaler: GradScaler | None = None, optimizer: Optimizer | None = None) -> None:
         """Refuse."""
         del scaler, optimizer
+        self._finality.refuse()
+
+    def closure_begins(self, optimizer: Optimizer) -> None:
+        """Refuse."""
+        del optimizer
         self._finality.refuse()
 
     def around_backward(self, call: BackwardCall) -> AbstractContextManager[None]:

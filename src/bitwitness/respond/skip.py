@@ -147,6 +147,11 @@ class SkipPoints(Relay):
         if optimizer is not None and scaler is None:
             self._skip.before_step(optimizer)
 
+    def closure_begins(self, optimizer: Optimizer) -> None:
+        """Pass it on; the closure may tell to skip."""
+        super().closure_begins(optimizer)
+        self._skip.before_step(optimizer)
+
     @contextmanager
     def around_backward(self, call: BackwardCall) -> Iterator[None]:
         """Pass it on; it may tell to skip."""

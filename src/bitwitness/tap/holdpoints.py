@@ -75,6 +75,12 @@ class StepListener(Protocol):
     def hold(self, *, scaler: GradScaler | None = None, optimizer: Optimizer | None = None) -> None:
         """Gradients are complete, raw, and about to be unscaled, clipped or used, whichever comes first."""
 
+    def closure_begins(self, optimizer: Optimizer) -> None:
+        """An optimizer's step begins with a closure, which has yet to complete the gradients."""
+
+    def closure_ended(self, optimizer: Optimizer) -> None:
+        """The closure has completed them, and the optimizer goes on."""
+
     def zeroing(self, owner: Optimizer | nn.Module) -> None:
         """The gradients of an optimizer or a module are about to be zeroed or let go."""
 
@@ -106,6 +112,16 @@ class Relay:
         """Gradients are complete."""
         if self._next is not None:
             self._next.hold(scaler=scaler, optimizer=optimizer)
+
+    def closure_begins(self, optimizer: Optimizer) -> None:
+        """An optimizer's step begins with a closure, which has yet to complete the gradients."""
+        if self._next is not None:
+            self._next.closure_begins(optimizer)
+
+    def closure_ended(self, optimizer: Optimizer) -> None:
+        """The closure has completed them, and the optimizer goes on."""
+        if self._next is not None:
+            self._next.closure_ended(optimizer)
 
     def zeroing(self, owner: Optimizer | nn.Module) -> None:
         """Gradients are about to be zeroed."""
@@ -229,11 +245,28 @@ class HoldPoints:
 
         return zero_grad
 
-    def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if torch.compiler.is_compiling():  # torch.compile(optimizer.step): dynamo is not to trace us
             _outside_graphs(self._listener.hold, optimizer)
+        elif len(args) > 1 and callable(args[1]):
+            return (args[0], self._wrap_closure(optimizer, args[1]), *args[2:]), kwargs
+        elif callable(kwargs.get("closure")):
+            return args, {**kwargs, "closure": self._wrap_closure(optimizer, kwargs["closure"])}
         else:
             self._listener.hold(optimizer=optimizer)
+        return None
+
+    def _wrap_closure(self, optimizer: Optimizer, original: Callable[..., Any]) -> Callable[..., Any]:
+        self._listener.closure_begins(optimizer)
+
+        @functools.wraps(original)
+        def closure(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if self._on:
+                self._listener.closure_ended(optimizer)
+            return result
+
+        return closure
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if torch.compiler.is_compiling():
