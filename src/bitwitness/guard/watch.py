@@ -190,11 +190,10 @@ class Watch:
             self.root.window.close()
         if optimizer is not None and not self._owners.ours(optimizer):
             return
-        if optimizer is None and self.gradients.unreduced:
+        if optimizer is None and (self.gradients.unreduced or self.root.in_backward):
             return  # gradients are clipped that one rank alone may have made, to look at them
-        if self.root.in_backward:
-            if optimizer is not None:
-                self._stepping_early(optimizer)
+        if optimizer is not None and self.root.in_backward:
+            self._stepping_early(optimizer)
             return
         if optimizer is not None and not self._armed and self._gradients_by_hand():
             self.root.record.give_up(BY_HAND)

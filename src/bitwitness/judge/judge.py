@@ -21,6 +21,7 @@ from bitwitness.finding import Action, Cause, Device, Finding, Verdict
 from bitwitness.judge.decide import NAMES, PAIRS, PARTIAL, Judgement, Match
 from bitwitness.judge.experiments import Experiments, Laboratory
 from bitwitness.judge.localize import Located
+from bitwitness.judge.ownresults import OwnResults
 from bitwitness.judge.proof import OperatorProof
 from bitwitness.judge.replicas import Desync, find_desync, train_apart
 from bitwitness.nonfinite.origin import Kind, Told
@@ -97,6 +98,7 @@ class Judge:
         self._replicated_buffers = replicated_buffers
         self._devices = devices
         self._proof = OperatorProof(laboratory)
+        self._own_results = OwnResults(laboratory.ranks)
         self._transients: Counter[int] = Counter()
 
     def question(
@@ -135,8 +137,10 @@ class Judge:
         proven = any(finding.sensor == "checksum" for finding in findings)
         found = self._laboratory.question(record, original, suspicious=bool(findings), proven_by_checksum=proven)
         judgement, located = self._proof.name_operator(record, found, anyone_suspicious=bool(suspicious))
+        if located is None and any(row.proven_by_checksum for row in found.rows):
+            judgement, located = self._own_results.judge(record.step, judgement, findings)
         evidence = self._evidence(found, judgement, located)
-        if judgement.cause is Cause.PERSISTENT_HARDWARE:
+        if judgement.cause is Cause.PERSISTENT_HARDWARE and not any(row.failed for row in found.rows):
             evidence |= self._proof.by_checksum(record, judgement.ranks[0])
         if judgement.cause is Cause.DISMISSED:
             judgement = self._blame_nonfinite(judgement, findings, follow, evidence)
@@ -312,6 +316,8 @@ class Judge:
             case Cause.TRANSIENT_HARDWARE:
                 one = who or f"one of the ranks, which is not known ({judgement.reason}),"
                 text = f"{one} computed step {step} wrongly once; repeated executions agree on another result"
+            case Cause.PERSISTENT_HARDWARE if any(row.failed for row in found.rows):
+                text = f"{who} computed step {step} wrongly{what}: {judgement.reason}"
             case Cause.PERSISTENT_HARDWARE:
                 kind = "intermittently" if judgement.intermittent else "every time"
                 text = f"{who} computes step {step} wrongly {kind}{what or self._unnamed(found)}"

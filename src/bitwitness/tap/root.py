@@ -7,6 +7,7 @@ place, and gets the objects that the model made. Gradients are noticed by themse
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -249,7 +250,7 @@ class RootTap:
         context = self._entered.pop() if self._entered else nullcontext()
         try:
             context.__exit__(None, None, None)
-            if record is None or result is None:
+            if record is None or (result is None and sys.exc_info()[0] is not None):
                 return
             self.regions.forward_ended()
             with own_work(), self._timed():
@@ -267,7 +268,7 @@ class RootTap:
         """Say that a backward begins (any backward of the process; it may not reach this root)."""
         self._depth += 1
         if self._depth > 1:
-            return  # a backward inside a backward: activation checkpointing of the reentrant kind
+            return  # one inside another: activation checkpointing of the reentrant kind
         self.backwards += 1
         self._call = call = call.for_some(self.parameters.values())
         self._reached = self.first = False

@@ -1,0 +1,78 @@
+"""Steps that nothing can run again: what float64 contradicts in the training itself, step after step, convicts."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import bitwitness as bw
+from bitwitness.inject.device import FaultyDevice
+from bitwitness.inject.faults import load_faults
+
+ALWAYS = {
+    "act": "protect",
+    "deep_every": 1,
+    "trend": {"z": 1e-9, "warmup": 1},
+    "replay": {"rest": False},
+    "self_test": False,
+}
+
+
+class Unrepeatable(nn.Module):
+    """Takes a factor from an iterator that nobody can put back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.factors = (1.0 + 0.01 * n for n in itertools.count())
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(x))) * next(self.factors)
+
+
+class ReturnsNothing(Unrepeatable):
+    """Leaves its result in an attribute."""
+
+    def forward(self, x):
+        self.result = super().forward(x)
+
+
+def train(model, fault: str, tmp_path, steps: int = 12):
+    (tmp_path / "faults.toml").write_text(fault)
+    torch.manual_seed(0)
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    with (
+        FaultyDevice(load_faults(tmp_path / "faults.toml")),
+        contextlib.suppress(SystemExit),
+        bw.Guard(net, optimizer, **ALWAYS) as guard,
+    ):
+        for _ in range(steps):
+            out = net(torch.randn(32, 8))
+            (net.result if out is None else out).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return guard.coverage()
+
+
+FAULT = '[[fault]]\nkind = "multiply"\nfactor = 64.0\nsite = "b/mm:backward"\npattern = "column"\nfrom_step = 4\n'
+
+
+@pytest.mark.parametrize("model", [Unrepeatable, ReturnsNothing])
+def test_what_comes_back_in_three_steps_is_a_persistent_fault(model, tmp_path, capsys) -> None:
+    table = train(model, FAULT, tmp_path)
+    assert table["verdicts"] == ["step 6: persistent_hardware [0] stopped"]
+    said = capsys.readouterr().err
+    assert "computed step 6 wrongly in b/mm#" in said
+    assert "in 3 steps, which could not be run again, float64 contradicted a result of its own" in said
+    assert "compiled" not in said
+
+
+def test_one_such_result_convicts_nobody(tmp_path) -> None:
+    table = train(Unrepeatable, FAULT.replace("from_step = 4", "steps = [4]"), tmp_path)
+    assert table["verdicts"] == []
+    assert table["left_open"] == 11
