@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import copy
 import importlib
 import sys
 import types
@@ -195,3 +196,30 @@ def test_where_more_is_reached_than_can_be_looked_at_nothing_is_repeated(capsys,
     assert guard.coverage()["verdicts"] == []
     assert guard.coverage()["dismissed"] == 0
     assert "reaches more than can be looked at" in capsys.readouterr().err
+
+
+class Momentum(nn.Module):
+    """Compares itself with a frozen copy, which follows it from some step on."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.query, self.first, self.step = nn.Linear(8, 3), first, 0
+        self.key = copy.deepcopy(self.query).requires_grad_(False)
+
+    def forward(self, x, _key):
+        if self.step >= self.first:
+            for ours, theirs in zip(self.key.parameters(), self.query.parameters(), strict=True):
+                ours.mul_(0.9).add_(theirs.detach(), alpha=0.1)
+        self.step += 1
+        return self.query(x) - self.key(x)
+
+
+@pytest.mark.parametrize("first", [0, 1, 7])
+def test_a_frozen_copy_that_follows_the_model_in_its_forward_is_put_back(first, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "Net", lambda _seen: Momentum(first))
+    wanted, _ = train(None, lambda *_: contextlib.nullcontext())
+    got, guard = train(None, lambda *given: bw.Guard(*given, **ALWAYS))
+    assert all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
+    table = guard.coverage()
+    assert table["verdicts"] == []
+    assert table["dismissed"] + 2 >= table["suspicions"] == STEPS - 1

@@ -14,6 +14,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from bitwitness.stats import bit_hash
 from bitwitness.stats.digest import bit_hashes
+from bitwitness.stats.local import local_values
 from bitwitness.tap.lossgraph import version_of
 
 _SMALL = 1 << 16  # bytes below which a copy costs less than finding out whether it is needed
@@ -34,7 +35,8 @@ class BufferKeeper:
         self._always: set[int] = set()
         self._moving: list[nn.Parameter] = []
         self._learned = 0
-        self._before: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self._frozen: list[nn.Parameter] = []
+        self._before: list[tuple[tuple[int, int], torch.Tensor | None]] = []
 
     def tensors(self) -> list[torch.Tensor]:
         """Return what is kept, the buffers first, in order."""
@@ -75,20 +77,23 @@ class BufferKeeper:
                 tensor.detach().copy_(value)
 
     def forward_begins(self) -> None:
-        """Look at the frozen parameters before one of the first forwards."""
-        self._before = []
-        if self._learned < LEARNED_FROM:
+        """Look at the frozen parameters: at their bits before one of the first forwards, at their versions before any other."""
+        learning = self._learned < LEARNED_FROM
+        if learning:
             known = {id(p) for p in self._moving}
             frozen = (p for p in self._root.parameters() if not p.requires_grad and id(p) not in known)
-            self._before = [(p, bit_hash(p.detach())) for p in frozen if not p.is_meta]
+            self._frozen = [p for p in frozen if not p.is_meta]
+        self._before = [(_state_of(p), bit_hash(p.detach()) if learning else None) for p in self._frozen]
 
-    def forward_ended(self) -> None:
-        """Keep from now on the frozen parameters that the forward has changed."""
-        if self._learned < LEARNED_FROM:
-            self._learned += 1
-            moved = [p for p, digest in self._before if not torch.equal(bit_hash(p.detach()), digest)]
+    def forward_ended(self) -> bool:
+        """Keep from now on the frozen parameters that the forward has changed; return whether there are any new ones."""
+        self._learned += self._learned < LEARNED_FROM
+        moved = [p for p, before in zip(self._frozen, self._before, strict=False) if _has_moved(p, *before)]
+        if moved:
+            gone = set(map(id, moved))
             self._moving += moved
-            self._before = []
+            self._frozen = [p for p in self._frozen if id(p) not in gone]
+        return bool(moved)
 
     def quiet_change(self, index: int) -> None:
         """Say that a tensor changed although its version did not: it is always copied from now on."""
@@ -109,3 +114,13 @@ class BufferKeeper:
         } | {id(parameter) for parameter in self._moving}
         small = (b.numel() * b.element_size() <= _SMALL for b in tensors)
         self._always |= {i for i, tiny in enumerate(small) if tiny or id(tensors[i]) in statistics}
+
+
+def _state_of(parameter: nn.Parameter) -> tuple[int, int]:
+    return (local_values(parameter).data_ptr() if parameter.layout is torch.strided else 0), version_of(parameter)
+
+
+def _has_moved(parameter: nn.Parameter, state: tuple[int, int], digest: torch.Tensor | None) -> bool:
+    if digest is None:
+        return _state_of(parameter) != state
+    return not torch.equal(bit_hash(parameter.detach()), digest)

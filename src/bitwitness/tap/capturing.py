@@ -19,7 +19,7 @@ from bitwitness.tap.heldstate import HeldState
 from bitwitness.tap.lossgraph import Held
 from bitwitness.tap.memory import Memory
 from bitwitness.tap.randomness import RandomState
-from bitwitness.tap.reasons import OWN_OUTPUTS
+from bitwitness.tap.reasons import FROZEN_MOVED, OWN_OUTPUTS
 from bitwitness.tap.structure import fresh, map_tensors, nbytes, objects_in, tensors_of, tensors_within
 from bitwitness.tap.traffic import Reading, groups_between, read_traffic
 from bitwitness.tap.window import LossWindow
@@ -135,7 +135,8 @@ class Capturer:
         record.drawn = RandomState.read(self._device)
         if record.surroundings is not None:
             self.held.forward_ended(record.surroundings)
-        self.buffers.forward_ended()
+        if self.buffers.forward_ended():
+            step.give_up(FROZEN_MOVED)
         record.left = self.buffers.digest() if self._several else None
         record.versions = self.buffers.versions()
         if not self._private and (groups := groups_between(self.traffic, read_traffic())):

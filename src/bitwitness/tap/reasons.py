@@ -18,6 +18,7 @@ CHANGED_BY_HOOK = "a hook of the script's ({}) changes a gradient in the backwar
 PARAMETER_HOOKS = "the hooks on parameters' gradients are not the same now as in the backward"
 SOME_PARAMETERS = "the backward is asked for the gradients of some parameters only (inputs=)"
 FROZEN = "parameters were frozen between the forward and the backward"
+FROZEN_MOVED = "the forward changed a frozen parameter that it had not been seen to change before"
 AUTOCAST_BACKWARD = "the backward runs under autocast"
 UNFROZEN = (
     "{} was frozen when the model was guarded: a DistributedDataParallel that was made with it frozen does not reduce its "
