@@ -56,8 +56,9 @@ class HeldStep:
         flagged = self.proceedings.worth_asking(findings)
         statistical = any(finding.sensor in STATISTICAL for finding in flagged)
         hit = any(finding.sensor == NonfiniteSensor.name for finding in findings)
-        asked = (bool(flagged), statistical, hit, record.communicates)
-        suspicious, by_history, hit, self.proceedings.replayer.shared = self._agree(light.step, *asked)
+        blamed = any(finding.sensor == NonfiniteSensor.name for finding in flagged)  # a verdict will say who made it
+        asked = (bool(flagged), statistical, hit, blamed, record.communicates)
+        suspicious, by_history, hit, blamed, self.proceedings.replayer.shared = self._agree(light.step, *asked)
         calibrating = not suspicious and self.proceedings.calibration_due(light.step)
         if (suspicious or calibrating) and not stepped_early:
             self.edits.look_closely(record)
@@ -68,7 +69,7 @@ class HeldStep:
             if wrong:
                 self.sensors.ranges(light)
                 return False  # numbers that were proven wrong teach the sensors nothing
-        elif hit:
+        if hit and not blamed:
             with self._replaying():
                 self.proceedings.tracing.hit(record, light)
         for finding in self.sensors.ranges(light) if deep else ():

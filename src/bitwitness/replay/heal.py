@@ -84,7 +84,10 @@ def stateful_reduction(wrapper: nn.Module) -> str | None:
     for hook, _state in getattr(reducing, "_comm_hooks", ()):
         if getattr(hook, "__module__", "") != _STATELESS or not getattr(hook, "__name__", "").endswith("_hook"):
             name = getattr(hook, "__qualname__", type(hook).__name__)
-            return f"the communication hook {name} reduces the gradients, and may keep something from each time"
+            return (
+                f"the communication hook {name} reduces the gradients, and may keep something from each time: from this step, "
+                "too, which may spoil those that follow; go back to a checkpoint where they are not what they were"
+            )
     return None
 
 
