@@ -171,3 +171,53 @@ def test_what_the_model_reads_of_its_own_writing_is_healed_or_skipped(how, tmp_p
     else:
         assert guard.coverage()["verdicts"] == ["step 5: transient_hardware [0] healed"]
         assert all(map(torch.equal, plain, healed))
+
+
+def weighted(*, guarded: bool, weight):
+    """Weight each loss by how it compares with the earlier ones."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    guard = Guard(model, optimizer, **ALWAYS).start() if guarded else None
+    state, losses = {}, []
+    for _ in range(STEPS):
+        x = torch.randn(32, 8)
+        loss = F.cross_entropy(model(x), x[:, :3].argmax(1))
+        optimizer.zero_grad()
+        (loss * weight(loss, state)).backward()
+        optimizer.step()
+        losses.append(loss)
+    if guard:
+        guard.close()
+    return [*(p.detach() for p in model.parameters()), *(loss.detach() for loss in losses)], guard
+
+
+def by_a_running_mean(loss, state):
+    now = loss.detach()
+    state["mean"] = 0.9 * state["mean"] + 0.1 * now if state else now
+    return (now / state["mean"]).clamp(0.5, 2)
+
+
+def by_a_number(loss, state):
+    return min(2.0, 1.0 / float(loss.detach()))
+
+
+WRONG_PRODUCT = FAULT.replace("cell/tanh_#0", "2/addmm#0")
+
+
+def test_what_the_script_makes_of_its_losses_for_later_ones_is_healed(tmp_path) -> None:
+    plain, _ = weighted(guarded=False, weight=by_a_running_mean)
+    (tmp_path / "faults.toml").write_text(WRONG_PRODUCT)
+    with FaultyDevice(load_faults(tmp_path / "faults.toml")):
+        healed, guard = weighted(guarded=True, weight=by_a_running_mean)
+    assert guard.coverage()["verdicts"] == ["step 5: transient_hardware [0] healed"]
+    assert all(map(torch.equal, plain, healed))
+
+
+def test_a_number_that_was_taken_before_is_named(tmp_path, capsys) -> None:
+    (tmp_path / "faults.toml").write_text(WRONG_PRODUCT)
+    with FaultyDevice(load_faults(tmp_path / "faults.toml")):
+        weighted(guarded=True, weight=by_a_number)
+    said = capsys.readouterr().err
+    assert "healed with it; a number that the script took from it before" in said
+    assert "in by_a_number" in said

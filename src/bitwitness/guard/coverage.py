@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from bitwitness.guard.limits import UNSEEN
@@ -73,7 +74,8 @@ def _gaps(watch: Watch) -> list[str]:
     for reason, count in watch.limits.most_common(5):
         gaps.append(f"{count} of {watch.steps_held} steps are sensed but cannot be run again: {reason}")
     if watch.ranks.size == 1:
-        who = "one rank" if world_size() == 1 else "no wrapper shares this model with other ranks"
+        alone = world_size() == 1 and os.environ.get("WORLD_SIZE", "1") == "1"  # the script may have left its group
+        who = "one rank" if alone else "no wrapper shares this model with other ranks"
         gaps.append(f"{who}: no second device can be asked; a repeating fault needs an operator's proof")
     elif watch.sensors.peers is None:
         gaps.append("peers: needs at least three ranks")

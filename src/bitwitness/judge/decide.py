@@ -179,7 +179,9 @@ def decide(rows: Sequence[Row], *, reproducible: bool) -> Judgement:
         return Judgement(Cause.PERSISTENT_HARDWARE, (steady[0],), unproven=pair, far=far, wrong=wrong)
     convicted = {device: cause for device, cause in verdicts.items() if cause is not Cause.INCONCLUSIVE}
     if not convicted:
-        reason = "a result differed once and by rounding only, which another algorithm or a nondeterministic kernel does, too"
+        reason = (
+            "a result differed once, and by no more than another algorithm or a nondeterministic kernel may make it"
+        )
         if all(rows[device].never_repeated for device in tally.wrong):
             reason = (
                 "no step of this kind has been replayed with the training's own result yet, or not since one "

@@ -31,6 +31,8 @@ class Execution:
     """What else the forwards change, as they left it, where that was asked for."""
     results: list[tuple[Memory, torch.Tensor]] = field(default_factory=list)
     """What the forwards returned where the script still uses the memory of the training's own, where that was asked for."""
+    made: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """What the script made of that and still holds, each with what was made now."""
     losses: list[torch.Tensor] = field(default_factory=list)
     no_loss: str | None = None
     starts: list[torch.Tensor] = field(default_factory=list)
@@ -40,6 +42,7 @@ class Execution:
     def note(self, found: Starts) -> None:
         """Note what a pass went back from."""
         roots = [root.detach() for root in found.roots]
+        self.made += found.made
         if found.through:
             self.losses += roots
         else:

@@ -63,9 +63,17 @@ def write_losses(record: StepRecord, values: list[torch.Tensor]) -> None:
 
 
 def write_results(good: Execution) -> None:
-    """Overwrite what the forwards returned, where the script still uses it unchanged: the next step may begin with it."""
+    """Overwrite what the forwards returned, and what the script made of it for its loss, where it holds that unchanged.
+
+    The next step may begin with it: a hidden state, a running mean of the losses.
+    """
     for memory, value in good.results:
         memory.mend(value)
+    for tensor, value in good.made:
+        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.dtype == value.dtype
+        if plain and not tensor.is_inference():
+            with torch.no_grad(), _unsafe_preserve_version_counter((tensor,)):
+                tensor.detach().copy_(value)
 
 
 def buffers_moved(replayer: Replayer, record: StepRecord) -> bool:

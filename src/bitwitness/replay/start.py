@@ -38,6 +38,8 @@ class Starts:
     through: bool
     proven: bool
     problem: str | None = None
+    made: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """What the script's own calls made and it still holds, each with what the repeated call made."""
 
 
 @dataclass(slots=True)
@@ -107,7 +109,9 @@ def starts_of(group: Pass, made: Replayed, *, strict: bool = True) -> Starts:
         proven = group.sketch is not None and _same_graph(group.sketch, through, made)
         problem = None if proven else _differs(group)
         if proven or not strict:
-            return _starts(through, through=True, proven=proven, problem=problem)
+            starts = _starts(through, through=True, proven=proven, problem=problem)
+            starts.made += [] if made.run is None else made.run.still_held()
+            return starts
     if (found := _from_outputs(group, made, strict=True)) is not None:
         return _starts(found, through=False, proven=True, problem=problem or NO_TAPE)
     found = through or _from_outputs(group, made, strict=False)

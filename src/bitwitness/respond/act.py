@@ -20,6 +20,7 @@ from bitwitness.respond.skip import Skip
 from bitwitness.respond.watchdog import Watchdog
 from bitwitness.stats import Features
 from bitwitness.tap.capture import StepRecord
+from bitwitness.tap.frames import line_text
 
 Act = Literal["observe", "protect", "stop"]
 _TRIES = 3
@@ -67,9 +68,7 @@ class Responder:
         moved = buffers_moved(self._root.replayer, record)  # asked before a heal, which moves them itself
         if judgement.heal and unhealable is None and self._heal(outcome, record, moved):
             self._heal_results(outcome)
-            also = self._leave_out(record)
-            if moved:
-                also += "; the buffers, which the script has changed since the forward, stay as they are"
+            also = self._leave_out(record) + _unhealed(record, moved=moved)
             return replace(verdict, action=Action.HEALED, message=f"{verdict.message}; healed with it{also}"), None
         if judgement.heal or judgement.skip:
             self.skip.begin(record.step)
@@ -132,3 +131,11 @@ class Responder:
             if not float(self._ranks.max(torch.tensor([float(not same)]))):
                 return True
         return False
+
+
+def _unhealed(record: StepRecord, *, moved: bool) -> str:
+    """Return what is to be said of what stays as it is, though it came from what was wrong."""
+    said = ""
+    if (line := next((p.graph.read for p in record.passes() if p.graph and p.graph.read), None)) is not None:
+        said = f"; a number that the script took from it before ({line_text(line)}), and what it did with that, stay"
+    return said + ("; the buffers, which the script has changed since the forward, stay as they are" if moved else "")

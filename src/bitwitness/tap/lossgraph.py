@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -119,6 +120,10 @@ class LossGraph:
     grads: list[torch.Tensor | None]
     problem: str | None = None
     chains: dict[int, Chain] = field(default_factory=dict)
+    made: list[tuple[weakref.ref[torch.Tensor], int, Result]] = field(default_factory=list)
+    """What its calls made, as long as the script holds it, with its version when the backward began."""
+    read: Line | None = None
+    """The first line that took a number out of what the model's outputs led to, before the backward began."""
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
     """Copies of small tensors from elsewhere, by their ``id``: a script may overwrite its batch through ``.data`` or numpy."""
 
@@ -231,6 +236,18 @@ class LossRun:
         """Execute the rest; return the roots, each with the gradient to start from."""
         self.advance(self._waiting[-1] + 1 if self._waiting else 0)
         return [(self.value(root), grad) for root, grad in zip(self._graph.roots, self._graph.grads, strict=True)]
+
+    def still_held(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return what the training's own calls made and the script holds unchanged, each with what was made now."""
+        held = ((ref(), version, self._results.get(result)) for ref, version, result in self._graph.made)
+        return [
+            (tensor, value.detach())
+            for tensor, version, value in held
+            if tensor is not None
+            and value is not None
+            and version_of(tensor) == version
+            and tensor.shape == value.shape
+        ]
 
     def value(self, source: Any) -> Any:
         """Return what stands for a source now, also inside placed arguments."""

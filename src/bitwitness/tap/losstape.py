@@ -43,6 +43,7 @@ _PLAIN = (
     "size",
     "dim",
 )
+_READS = frozenset(("item", "tolist", "numpy", "__float__", "__int__", "__index__", "__array__"))
 _NOT_TAPED = frozenset(vars(torch._C.TensorBase)[name].__get__ for name in ("grad", "grad_fn"))
 """Properties that give what the step itself makes, and not what was computed from a tensor."""
 
@@ -190,6 +191,9 @@ class LossTape:
         if name in _BACKWARDS:
             return self._apart(func, args, kwargs)
         quiet = not self.on or self._inside or self._tape.problem is not None
+        if name in _READS and not (quiet or in_own_work()):
+            with unheard():
+                self._tape.note_read(args[0])
         if quiet or name in _PLAIN or func in _NOT_TAPED or in_own_work() or in_transform():
             return func(*args, **kwargs)
         if len(self._tape.calls) >= _LONGEST:

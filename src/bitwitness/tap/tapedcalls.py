@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
 from bitwitness.tap.autocast import Autocast
-from bitwitness.tap.frames import current_line
+from bitwitness.tap.frames import Line, current_line
 from bitwitness.tap.lossgraph import (
     Call,
     Chain,
@@ -64,6 +65,13 @@ class Tape:
     """Where tensors from elsewhere lie to which the script has written what it had computed from an output."""
     problem: str | None = None
     last_scalar: torch.Tensor | None = None
+    read: Line | None = None
+    """The first line that took a number out of what an output led to."""
+
+    def note_read(self, tensor: Any) -> None:
+        """Note that a number is taken out of a tensor, which no heal will change."""
+        if self.read is None and isinstance(tensor, torch.Tensor) and self._is_derived(self.source(tensor)):
+            self.read = current_line()
 
     def source(self, tensor: torch.Tensor) -> Source:
         """Return where a tensor comes from."""
@@ -181,7 +189,13 @@ class Tape:
         if any(call.changes_outside for call in calls.values()):
             problem = problem or "the loss code changes a tensor in place that it did not make"
         chains = {number: self.chains[number] for number in sorted(through) if number in self.chains}
-        return LossGraph(calls, [_held(source, find) for source in starts], kept, problem, chains)
+        made = [
+            (weakref.ref(tensor), version_of(tensor), source)
+            for tensor, source in self.sources.items()
+            if isinstance(source, Result) and source.call in calls
+        ]
+        starts = [_held(source, find) for source in starts]
+        return LossGraph(calls, starts, kept, problem, chains, made, self.read)
 
     def _needed(self, starts: list[Source]) -> tuple[dict[int, Call], set[int]]:
         """Return the calls behind some values, and the forwards.
