@@ -75,6 +75,9 @@ class AutoGuard:
         self._trained = 0
         self._theirs = False
         self._passed: WeakSet[nn.Module] = WeakSet()
+        self._met: WeakSet[nn.Module] = (
+            WeakSet()
+        )  # without gradients, or inside a backward: there is no forward to guard
         self._fresh: list[Guard] = []
         self._leaving: list[Guard] = []
         self._blocks: list[nn.Module] = []
@@ -104,7 +107,7 @@ class AutoGuard:
         self._stack.close()
         if kind is not None and not issubclass(kind, SystemExit):
             return
-        lines = self._unguarded.lines(self._passed)
+        lines = self._unguarded.lines([*self._passed, *self._met])
         if not (self.guards or self._trained or self._theirs or lines or self._child):
             lines.append(
                 "no model was trained under guard: no module with trainable parameters was called in training mode with "
@@ -171,6 +174,8 @@ class AutoGuard:
             elif torch.is_grad_enabled() and not in_backward():
                 self._guard_blocks()
                 self._consider(module, args)
+            else:
+                self._met.add(module)
         except Exception as error:
             self._fail(error)
 

@@ -77,7 +77,9 @@ class Unguarded:
         }
         lines = []
         for optimizer, shapes in self._named.values():
-            shown = [names.get(key, f"{shape} in no module that was called") for key, shape in shapes.items()][:_NAMED]
+            shown = [
+                names.get(key, f"{shape} in no module that was called for training") for key, shape in shapes.items()
+            ][:_NAMED]
             more = f" and {len(shapes) - _NAMED} more" if len(shapes) > _NAMED else ""
             plural = "" if len(shapes) == 1 else "s"
             lines.append(
