@@ -173,6 +173,29 @@ def test_tapes_of_several_models_do_not_hear_one_anothers_notes(monkeypatch: pyt
     assert counts[2] <= 5 * counts[0], counts  # each of the calls is heard by each of the tapes, and no more
 
 
+def test_a_module_that_runs_only_inside_a_backward_is_named_by_its_parameters(capsys) -> None:
+    """As the adjoint method of ordinary differential equations does."""
+    field = nn.Linear(4, 4)
+
+    class Adjoint(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y, *_parameters):
+            ctx.save_for_backward(y)
+            return field(y)
+
+        @staticmethod
+        def backward(ctx, grad):
+            (y,) = ctx.saved_tensors
+            with torch.enable_grad():
+                out = field(y.detach())
+            return None, *torch.autograd.grad(out, list(field.parameters()), grad)
+
+    with auto() as found:
+        steps(lambda x: Adjoint.apply(x, *field.parameters()), field.parameters())
+        assert found.guards == []
+    assert "trained unguarded: 2 parameters that SGD steps: Linear.weight; Linear.bias" in capsys.readouterr().err
+
+
 def test_parameters_that_no_module_holds_are_named(capsys: pytest.CaptureFixture) -> None:
     weight, net = nn.Parameter(torch.ones(4, 3)), nn.Linear(4, 4)
     with auto() as found:
