@@ -249,6 +249,8 @@ class AutoGuard:
             self._reporter.say(f"{type(unwrap(root)).__name__} trains unguarded: {error}")
             return
         self.guards.append(guard)
+        if number and guard.reporter is not None:
+            guard.reporter.model = f"{type(unwrap(root)).__name__}, model {number + 1}"
         if is_alone(root):
             self._fresh.append(guard)
         self._contents[guard] = contents(root)

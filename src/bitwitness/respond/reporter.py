@@ -36,6 +36,8 @@ class Reporter:
         self._writer = writer
         self._rank = rank
         self._quiet = quiet
+        self.model = ""
+        """Which model its lines are about, where a process trains several: ``Critic, model 2``."""
         self._said: set[str] = set()
         self._spoken: Counter[str] = Counter()
         self.failures: dict[str, str] = {}
@@ -43,7 +45,8 @@ class Reporter:
     def say(self, text: str) -> None:
         """Print a line on stderr."""
         try:
-            sys.stderr.write(f"bitwitness [rank {self._rank}] {text}\n")
+            model = f", {self.model}" if self.model else ""
+            sys.stderr.write(f"bitwitness [rank {self._rank}{model}] {text}\n")
             sys.stderr.flush()
         except (OSError, ValueError):
             pass  # a closed stderr must not end a training
