@@ -115,7 +115,7 @@ class Proceedings:
         self.dismissed = 0
         self.left_open = 0
         """Suspicions that nothing confirmed, and that could not be dismissed."""
-        self._said: set[str] = set()
+        self._said: set[tuple[str, bool]] = set()
 
     def renewed(self, gradients: LocalGradients) -> Proceedings:
         """Return the same for other parameters of the same root; what was concluded so far is kept."""
@@ -245,9 +245,9 @@ class Proceedings:
             self._note("dismissed", verdict, speak=bool(loud))
             return
         if verdict.cause is Cause.INCONCLUSIVE and not differs:
-            # Nothing speaks against anybody; the same reason is told once, and counted.
+            # Nothing speaks against anybody; the same reason is told once (once more for an exact sensor), and counted.
             self.left_open += 1
-            reason = str(verdict.evidence.get("reason", ""))
+            reason = str(verdict.evidence.get("reason", "")), any(finding.sensor in _EXACT for finding in loud)
             self._note("inconclusive", verdict, speak=bool(loud) and reason not in self._said)
             self._said.add(reason)
             return
