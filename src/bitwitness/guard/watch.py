@@ -280,14 +280,14 @@ class Watch:
         """Forget what was backpropagated into gradients that are zero now."""
         if self._busy or self.root.in_backward or not self._owners.covers(owner):
             return
-        self._armed = False
-        self._losses = []
+        self._armed, self._losses = False, []
         self.edits.cleared()
         self.root.gradients_cleared()
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """Note that parameters changed."""
         if not self._busy and self._owners.ours(optimizer):
+            self._armed, self._losses = False, []  # of a closure that had begun before this guard was made
             self.proceedings.tracing.stepped(optimizer)
             self.description.stepped(optimizer)
             self.optimizer_steps += 1
