@@ -75,9 +75,8 @@ class AutoGuard:
         self._trained = 0
         self._theirs = False
         self._passed: WeakSet[nn.Module] = WeakSet()
-        self._met: WeakSet[nn.Module] = (
-            WeakSet()
-        )  # without gradients, or inside a backward: there is no forward to guard
+        # Called without gradients, or inside a backward: there is no forward to guard, but a name to tell.
+        self._met: WeakSet[nn.Module] = WeakSet()
         self._fresh: list[Guard] = []
         self._leaving: list[Guard] = []
         self._blocks: list[nn.Module] = []

@@ -58,8 +58,13 @@ def write_losses(record: StepRecord, values: list[torch.Tensor]) -> None:
     held = [ref() for group in record.passes() for ref in record.roots.get(group.number, ())]
     for tensor, value in zip(held, values, strict=False) if len(held) == len(values) else ():
         if tensor is not None and tensor.numel() == 1 and tensor.shape == value.shape and tensor.dtype == value.dtype:
-            with torch.no_grad(), _unsafe_preserve_version_counter((tensor,)):
-                tensor.detach().copy_(value)
+            _overwrite(tensor, value)
+
+
+def _overwrite(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Write a value where autograd is not to notice it: a graph of the script's may hold the tensor."""
+    with torch.no_grad(), _unsafe_preserve_version_counter((tensor,)):
+        tensor.detach().copy_(value)
 
 
 def write_results(good: Execution) -> None:
@@ -72,8 +77,7 @@ def write_results(good: Execution) -> None:
     for tensor, value in good.made:
         plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.dtype == value.dtype
         if plain and not tensor.is_inference():
-            with torch.no_grad(), _unsafe_preserve_version_counter((tensor,)):
-                tensor.detach().copy_(value)
+            _overwrite(tensor, value)
 
 
 def buffers_moved(replayer: Replayer, record: StepRecord) -> bool:
