@@ -31,7 +31,7 @@ from gpt import GPT
 from rounds import peak_mb
 
 import bitwitness as bw
-from bitwitness.compare.runs import compare
+from bitwitness.comparison.runs import compare
 from bitwitness.store.recording import RecordingWriter
 from bitwitness.store.rows import SCHEMA, Measured, Row
 from bitwitness.store.run import RunSource

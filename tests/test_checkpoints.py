@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from bitwitness.cli.checkpoints import run
-from bitwitness.compare.checkpoints import CheckpointReport, compare_checkpoints
+from bitwitness.comparison.checkpoints import CheckpointReport, compare_checkpoints
 from bitwitness.errors import UsageError
 from bitwitness.store.checkpoints import open_checkpoint
 

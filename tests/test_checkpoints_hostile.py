@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import Metadata
 
 from bitwitness.cli.checkpoints import run
-from bitwitness.compare.checkpoints import compare_checkpoints
+from bitwitness.comparison.checkpoints import compare_checkpoints
 from bitwitness.errors import UsageError
 from bitwitness.store.checkpoints import open_checkpoint
 

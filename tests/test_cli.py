@@ -43,7 +43,7 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("verb", [[], ["run"], ["demo"], ["doctor"]])
+@pytest.mark.parametrize("verb", [[], ["run"], ["trace"], ["demo"], ["doctor"]])
 def test_help_answers_at_once(verb: list[str]) -> None:
     before = os.times()
     done = call(*verb, "--help")

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from compare_zoo import CASES, Case, record
 from torch import nn
 
-from bitwitness.compare.renamed import Mapping, proposed, read_map
-from bitwitness.compare.runs import Report, Settings, compare
+from bitwitness.comparison.renamed import Mapping, proposed, read_map
+from bitwitness.comparison.runs import Report, Settings, compare
 from bitwitness.errors import UsageError
 from bitwitness.store.opening import open_source
 from bitwitness.tap.modules import ModuleTracker

@@ -18,11 +18,11 @@ TREES = {path: ast.parse(path.read_text()) for path in FILES}
 
 # docs/architecture.md shows the same table.
 LAYERS = {
-    "vocabulary": ("errors", "site", "finding", "config"),
+    "vocabulary": ("version", "errors", "site", "finding", "config"),
     "numbers": ("numerics", "stats"),
     "torch": ("tap", "replay", "ranks", "rollcall", "device"),
     "storage": ("store",),
-    "instruments": ("sense", "nonfinite", "record", "compare", "inject"),
+    "instruments": ("sense", "nonfinite", "record", "comparison", "inject"),
     "decision": ("judge", "respond"),
     "face": ("guard", "asd", "demo", "cli"),
 }
@@ -32,12 +32,7 @@ FLOOR = {part: number for number, parts in enumerate(LAYERS.values()) for part i
 INNER_NAMES = {
     ("stats", "torch._foreach_norm"): "all norms in one fused call; there is no public one",
     ("stats", "torch._foreach_max"): "same",
-    ("sense", "torch._ops.OpOverload"): "the type of what a dispatch mode is handed; it has no public name",
-    ("nonfinite", "torch._ops.OpOverload"): "same",
-    ("record", "torch._ops.OpOverload"): "same",
-    ("inject", "torch._ops.OpOverload"): "same",
     ("inject", "torch.ops._c10d_functional"): "an operator's registered name",
-    ("inject", "torch.utils._python_dispatch._disable_current_modes"): "it is the device beneath all other modes",
 }
 
 

@@ -344,7 +344,7 @@ def test_msprobes_config_is_read_as_it_is(tmp_path: Path) -> None:
         train(net, 2)
     assert {(r["module"], r["phase"]) for r in rows(recorder.folder)} == {("b", "forward"), ("relu", "forward")}
     for wrong, said in (
-        ({"task": "overflow_check"}, "bitwitness run --nonfinite"),
+        ({"task": "overflow_check"}, "bitwitness trace"),
         ({"level": "L9"}, "L0, L1 or mix"),
         ({"step": ["x"]}, "a list of numbers"),
         ([], "holds no object"),

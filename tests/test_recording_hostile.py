@@ -21,8 +21,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from bitwitness.cli import main
-from bitwitness.compare.recompute import operator_of, recompute
-from bitwitness.compare.runs import compare
+from bitwitness.comparison.recompute import operator_of, recompute
+from bitwitness.comparison.runs import compare
 from bitwitness.errors import UsageError
 from bitwitness.store.opening import open_source
 from bitwitness.store.rows import SCHEMA

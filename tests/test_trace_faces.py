@@ -238,16 +238,17 @@ for step in range(3):
 """
 
 
-def run(tmp_path: Path, *arguments: str) -> tuple[subprocess.CompletedProcess, list[dict]]:
-    """Run the script under ``bitwitness run --nonfinite``; return its findings."""
+def run(
+    tmp_path: Path, *arguments: str, verb: tuple[str, ...] = ("trace",)
+) -> tuple[subprocess.CompletedProcess, list[dict]]:
+    """Run the script under ``bitwitness trace``; return its findings."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     command = [
         sys.executable,
         "-m",
         "bitwitness",
-        "run",
-        "--nonfinite",
+        *verb,
         "--out",
         str(tmp_path / "run"),
         str(script),
@@ -260,9 +261,9 @@ def run(tmp_path: Path, *arguments: str) -> tuple[subprocess.CompletedProcess, l
     return done, [event for event in events if event["type"] == "finding"]
 
 
-@pytest.mark.parametrize("step", ["0", "1"])
-def test_a_script_is_traced_from_its_first_step_on(tmp_path: Path, step: str) -> None:
-    done, findings = run(tmp_path, step)
+@pytest.mark.parametrize(("step", "verb"), [("0", ("run", "--nonfinite")), ("1", ("trace",))])
+def test_a_script_is_traced_from_its_first_step_on(tmp_path: Path, step: str, verb: tuple[str, ...]) -> None:
+    done, findings = run(tmp_path, step, verb=verb)
     assert done.returncode == 0, done.stderr
     (finding,) = findings
     assert (finding["sensor"], finding["step"], finding["site"]) == (

@@ -11,8 +11,11 @@ Names are imported when they are first used, so that ``bitwitness --help`` does 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from bitwitness.version import __version__
+
 if TYPE_CHECKING:
     from bitwitness.asd import ASDBase, watch_gradient
+    from bitwitness.comparison.recordings import compare_recordings as compare
     from bitwitness.config import Config
     from bitwitness.errors import BitwitnessError, ConfigError, TrainingStopped, UsageError
     from bitwitness.finding import Cause, Finding, Verdict
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from bitwitness.record.recorder import Recorder
     from bitwitness.record.saved import save
     from bitwitness.site import Site
+    from bitwitness.store.folder import Run
 
 __all__ = [
     "ASDBase",
@@ -31,16 +35,19 @@ __all__ = [
     "Finding",
     "Guard",
     "Recorder",
+    "Run",
     "Site",
     "TrainingStopped",
     "UsageError",
     "Verdict",
+    "__version__",
+    "compare",
     "save",
     "trace_nonfinite",
     "watch_gradient",
 ]
 
-_HOMES = {
+_HOMES = {  # a module, or a module and the name in it
     "ASDBase": "asd",
     "BitwitnessError": "errors",
     "Cause": "finding",
@@ -49,10 +56,12 @@ _HOMES = {
     "Finding": "finding",
     "Guard": "guard.guard",
     "Recorder": "record.recorder",
+    "Run": "store.folder",
     "Site": "site",
     "TrainingStopped": "errors",
     "UsageError": "errors",
     "Verdict": "finding",
+    "compare": "comparison.recordings:compare_recordings",
     "save": "record.saved",
     "trace_nonfinite": "guard.nonfinite",
     "watch_gradient": "asd",
@@ -62,7 +71,8 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'bitwitness' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(import_module(f"bitwitness.{_HOMES[name]}"), name)
+    module, _, inner = _HOMES[name].partition(":")
+    return getattr(import_module(f"bitwitness.{module}"), inner or name)
 
 
 def __dir__() -> list[str]:

@@ -7,11 +7,12 @@ Each turns into one JSON object, a line of ``events.jsonl``. NaN and infinities 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from bitwitness.errors import UsageError
 from bitwitness.site import Site
 
 
@@ -146,6 +147,69 @@ class Note:
 
 
 Event = Finding | Verdict | Note
+
+
+def event_of(data: Mapping[str, Any]) -> Event:
+    """Return the event that a line of ``events.jsonl`` tells of: the inverse of ``to_event``, but for its time.
+
+    Numbers that JSON cannot hold stay the strings that they were written as.
+
+    Raises
+    ------
+    UsageError
+        If the line is of no event.
+
+    """
+    try:
+        return _EVENTS[data["type"]](data)
+    except (KeyError, TypeError, ValueError, AttributeError, UsageError) as error:
+        raise UsageError(f"not an event: {type(error).__name__}: {error}; expected what bitwitness writes") from error
+
+
+def _finding_of(data: Mapping[str, Any]) -> Finding:
+    return Finding(
+        sensor=str(data["sensor"]),
+        site=Site.parse(data["site"]),
+        severity=Severity(data["severity"]),
+        message=str(data["message"]),
+        evidence=dict(data["evidence"]),
+        step=int(data["step"]),
+        rank=int(data["rank"]),
+    )
+
+
+def _verdict_of(data: Mapping[str, Any]) -> Verdict:
+    return Verdict(
+        cause=Cause(data["cause"]),
+        step=int(data["step"]),
+        ranks=tuple(map(int, data["ranks"])),
+        devices=tuple(Device(**device) for device in data["devices"]),
+        action=Action(data["action"]),
+        message=str(data["message"]),
+        site=None if data["site"] is None else Site.parse(data["site"]),
+        sensor=str(data["sensor"]),
+        evidence=dict(data["evidence"]),
+        fault_code=data.get("fault_code"),
+    )
+
+
+def _note_of(data: Mapping[str, Any]) -> Note:
+    return Note(
+        message=str(data["message"]),
+        step=int(data["step"]),
+        rank=int(data["rank"]),
+        sensor=str(data["sensor"]),
+        severity=Severity(data["severity"]),
+        site=None if data["site"] is None else Site.parse(data["site"]),
+        evidence=dict(data["evidence"]),
+    )
+
+
+_EVENTS: dict[str, Callable[[Mapping[str, Any]], Event]] = {
+    "finding": _finding_of,
+    "verdict": _verdict_of,
+    "note": _note_of,
+}
 
 
 def to_jsonable(value: Any) -> Any:

@@ -20,11 +20,10 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions
-from torch.utils._python_dispatch import _disable_current_modes
 
 from bitwitness.errors import SideChannelError
 from bitwitness.rollcall import Progress, Roll, RollCall, store_host
+from bitwitness.tap.compat import all_gather_options, default_store, timeouts, without_dispatch_modes
 
 Result = TypeVar("Result")
 _GRACE_S = 0.05
@@ -175,7 +174,7 @@ class SideChannel:
         self._progress = Progress()
         members = dist.get_process_group_ranks(group)
         self.members = tuple(members)
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         name = "bitwitness/" + "-".join(map(str, (members[0], members[-1], len(members))))
         # Every rank builds its guards in the same order, so counting one's own gives all the same number.
         number = store.add(f"{name}/guards/{dist.get_rank()}", 1)
@@ -221,7 +220,7 @@ class SideChannel:
         """Return every rank's ``row`` (same shape and dtype everywhere), stacked by rank."""
         mine = row.detach().to("cpu").contiguous()
         rows = [torch.empty_like(mine) for _ in range(self.size)]
-        options = AllgatherOptions()
+        options = all_gather_options()
         options.timeout = self._timeout()
         self._guarded(lambda: self._group.allgather([rows], [mine], options).wait(), "gather")
         return torch.stack(rows)
@@ -302,7 +301,7 @@ class SideChannel:
         try:
             # A gloo thread keeps the caller's dispatch modes alive and lets go of them with the interpreter's lock, which
             # aborts a process that is ending: so it is given none.
-            with _disable_current_modes():
+            with without_dispatch_modes():
                 result = action()
         except Exception as error:
             self._break()
@@ -331,8 +330,7 @@ def training_timeout(group: dist.ProcessGroup | None) -> float:
     """Return how many seconds a collective of the training's own group may wait for a late rank."""
     group = group or dist.group.WORLD
     try:
-        backends = [group._get_backend(device) for device in group._device_types]  # type: ignore[union-attr]
-        return max(backend.options._timeout.total_seconds() for backend in backends)
+        return float(max(timeouts(group)))
     except Exception:  # a backend without options
         return float(dist.constants.default_pg_timeout.total_seconds())
 

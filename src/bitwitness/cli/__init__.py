@@ -6,10 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from bitwitness.cli import ascend, compare, demo, diff_env, doctor, record, run
+from bitwitness.cli import ascend, compare, demo, diff_env, doctor, record, run, trace
 from bitwitness.errors import EXIT_USAGE, UsageError
-
-__version__ = "0.1.0"
+from bitwitness.version import __version__
 
 
 def parser() -> argparse.ArgumentParser:
@@ -18,12 +17,12 @@ def parser() -> argparse.ArgumentParser:
         prog="bitwitness",
         description="Are the numbers of your training run true? Senses a wrong number, proves it by re-execution, names the "
         "rank, device, operator and line, heals or stops.",
-        epilog="Exit codes: 0 clean, 1 findings, 2 usage or input error; 'run' passes the script's own code on, or 16 "
-        "(stopped unproven: resume elsewhere), 17 (a device was convicted), 18 (a rank was lost).",
+        epilog="Exit codes: 0 clean, 1 findings, 2 usage or input error; 'run' and 'trace' pass the script's own code on, or "
+        "16 (stopped unproven: resume elsewhere), 17 (a device was convicted), 18 (a rank was lost).",
     )
     top.add_argument("--version", action="version", version=f"bitwitness {__version__}")
     verbs = top.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for verb in (run, record, compare, diff_env, ascend, demo, doctor):
+    for verb in (run, trace, record, compare, diff_env, ascend, demo, doctor):
         verb.add_parser(verbs)
     return top
 

@@ -13,7 +13,7 @@ from bitwitness.cli.progress import progress_bar
 from bitwitness.errors import EXIT_FINDINGS, UsageError
 
 if TYPE_CHECKING:
-    from bitwitness.compare.checkpoints import CheckpointReport
+    from bitwitness.comparison.checkpoints import CheckpointReport
 
 _SHOWN = 15
 _PROBLEMS = 5
@@ -33,7 +33,7 @@ def run(a: str, b: str, json_path: str | None, csv_path: str | None) -> int:
         If one of them cannot be read, or a file cannot be written.
 
     """
-    from bitwitness.compare.checkpoints import compare_checkpoints
+    from bitwitness.comparison.checkpoints import compare_checkpoints
     from bitwitness.store.checkpoints import open_checkpoint
 
     for path in (json_path, csv_path):
@@ -52,7 +52,7 @@ def run(a: str, b: str, json_path: str | None, csv_path: str | None) -> int:
 
 def show(report: CheckpointReport, shown: int = _SHOWN) -> None:
     """Print the parameters that are farthest apart, what was not compared, and the conclusion."""
-    from bitwitness.compare.table import harmless
+    from bitwitness.comparison.table import harmless
 
     rows = [one for one in report.parameters if one.result not in ("equal", "same values")]
     if rows:
@@ -76,7 +76,7 @@ def _table(rows: list[Any]) -> str:
     from rich.table import Table
     from rich.text import Text
 
-    from bitwitness.compare.table import harmless
+    from bitwitness.comparison.table import harmless
 
     table = Table(box=None, pad_edge=False)
     table.add_column("parameter", overflow="fold")
@@ -111,7 +111,7 @@ def _note(row: Any) -> str:
 
 
 def _csv(report: CheckpointReport) -> str:
-    from bitwitness.compare.table import harmless
+    from bitwitness.comparison.table import harmless
 
     text = StringIO()
     writer = csv.writer(text)

@@ -47,25 +47,25 @@ def main(args: argparse.Namespace) -> int:
 
         code: int = run(args.a, args.b, args.json, args.csv)
         return code
-    from bitwitness.compare.renamed import Mapping, proposed, read_map
-    from bitwitness.compare.runs import Settings, compare
+    from bitwitness.comparison.recordings import compare_recordings
+    from bitwitness.comparison.renamed import proposed, read_map
     from bitwitness.store.opening import open_source
 
-    a, b = open_source(args.a), open_source(args.b)
     if args.propose_map:
-        return _propose(proposed(a, b), Path(args.propose_map))
-    modules = read_map(Path(args.map)) if args.map else proposed(a, b)
-    settings = Settings(
-        modules=Mapping(modules), ranks=_numbers(args.ranks, "--ranks"), steps=_numbers(args.steps, "--steps")
-    )
+        return _propose(proposed(open_source(args.a), open_source(args.b)), Path(args.propose_map))
+    modules = read_map(Path(args.map)) if args.map else None
+    ranks, steps = _numbers(args.ranks, "--ranks"), _numbers(args.steps, "--steps")
     papers = _papers(args)
     with progress_bar("steps") as progress:
-        report = compare(a, b, settings, sinks=[papers.sink] if papers.papers else [], progress=progress)
+        sinks = [papers.sink] if papers.papers else []
+        report = compare_recordings(
+            args.a, args.b, modules=modules, ranks=ranks, steps=steps, sinks=sinks, progress=progress
+        )
     papers.finish(report.to_dict())
     if args.json == "-":
         print(json.dumps(report.to_dict(), indent=1, allow_nan=False))
     else:
-        _show(report, a, b)
+        _show(report)
     return EXIT_FINDINGS if report.first is not None else 0
 
 
@@ -77,7 +77,7 @@ class _Papers:
 
     def sink(self, *step: Any) -> None:
         """Write a step's rows."""
-        from bitwitness.compare.table import rows_of
+        from bitwitness.comparison.table import rows_of
 
         for cells in rows_of(*step):
             for paper in self.papers:
@@ -97,7 +97,7 @@ class _Papers:
 
 
 def _papers(args: argparse.Namespace) -> _Papers:
-    from bitwitness.compare.table import CsvPaper, JsonPaper, XlsxPaper
+    from bitwitness.comparison.table import CsvPaper, JsonPaper, XlsxPaper
 
     kinds: dict[str, Callable[[Path], Any]] = {"json": JsonPaper, "csv": CsvPaper, "xlsx": XlsxPaper}
     wanted = {name: getattr(args, name) for name in kinds if getattr(args, name) and getattr(args, name) != "-"}
@@ -124,10 +124,10 @@ def _propose(modules: dict[str, str], path: Path) -> int:
     return 0
 
 
-def _show(report: Any, a: Any, b: Any) -> None:
-    from bitwitness.compare.table import harmless
+def _show(report: Any) -> None:
+    from bitwitness.comparison.table import harmless
 
-    print(f"A: {a.path} ({a.kind})   B: {b.path} ({b.kind})")
+    print(f"A: {report.a}   B: {report.b}")
     print(
         f"{report.rows} values of {report.steps} steps compared; {report.differing} differ, "
         f"{report.noise:.2g} is the most that rounding explains"
@@ -158,7 +158,7 @@ def _show_suspects(report: Any) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from bitwitness.compare.table import harmless
+    from bitwitness.comparison.table import harmless
 
     if report.first.line:
         print(f"called at {harmless(report.first.line)}")

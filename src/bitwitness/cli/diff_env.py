@@ -30,7 +30,7 @@ def add_parser(verbs: Any) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Compare; return 0 if nothing differs, else 1."""
-    from bitwitness.compare.environment import differences, explained, unknown
+    from bitwitness.comparison.environment import differences, explained, unknown
     from bitwitness.store.reader import read_description
 
     a, b = read_description(Path(args.a)), read_description(Path(args.b))

@@ -29,26 +29,34 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--nonfinite",
         action="store_true",
-        help="look for NaN and Inf only, and name the operator that made the first",
+        help="look for NaN and Inf only, and name the operator that made the first (the same as: bitwitness trace)",
     )
-    parser.add_argument(
-        "--mode",
-        choices=("compute", "accumulate", "all", "aicore_overflow", "atomic_overflow"),
-        help="with --nonfinite: operators that compute, those that accumulate (scatter_add, reductions), or all (the default)",
-    )
-    parser.add_argument(
-        "--all", action="store_true", help="with --nonfinite: print every origin, not the earliest alone"
-    )
+    add_tracing_options(parser, "with --nonfinite: ")
     add_script_arguments(parser)
     parser.set_defaults(main=main)
 
 
+def add_tracing_options(parser: argparse.ArgumentParser, when: str = "") -> None:
+    """Add what says how NaN and Inf are looked for."""
+    parser.add_argument(
+        "--mode",
+        choices=("compute", "accumulate", "all", "aicore_overflow", "atomic_overflow"),
+        help=f"{when}operators that compute, those that accumulate (scatter_add, reductions), or all (the default)",
+    )
+    parser.add_argument("--all", action="store_true", help=f"{when}print every origin, not the earliest alone")
+
+
 def main(args: argparse.Namespace) -> int:
-    """Check what was asked for before torch is imported, then run; return the exit code."""
+    """Run the verb; return the exit code."""
+    return guard(args, {"act": args.act, **nonfinite_settings(args)})
+
+
+def guard(args: argparse.Namespace, overrides: dict[str, Any]) -> int:
+    """Check what was asked for before torch is imported, then run the script; return the exit code."""
     from bitwitness.config import load_config
 
     script = Script.of(args)
-    overrides = {"act": args.act, "out": args.out, **nonfinite_settings(args)}
+    overrides = {**overrides, "out": args.out}
     loaded = load_config(args.config, {key: value for key, value in overrides.items() if value is not None})
     from contextlib import ExitStack
 
@@ -70,12 +78,17 @@ def main(args: argparse.Namespace) -> int:
 
 def nonfinite_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return the settings that ``--nonfinite`` and its options stand for."""
-    from bitwitness.config import only_nonfinite
-
     if not args.nonfinite:
         if args.mode is not None or args.all:
             raise UsageError("--mode and --all say how --nonfinite looks; give --nonfinite, too")
         return {}
     if args.act is not None:
         raise UsageError(f"--act {args.act} needs the whole guard; --nonfinite only reports: leave one of them out")
+    return tracing_settings(args)
+
+
+def tracing_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings under which nothing is looked for but NaN and Inf."""
+    from bitwitness.config import only_nonfinite
+
     return {**only_nonfinite(), "nonfinite.mode": args.mode, "nonfinite.show_all": args.all}

@@ -174,7 +174,7 @@ def _understood(found: Mapping[str, Any], where: str) -> MsprobeSettings:
     if task not in _TASKS:
         raise ConfigError(
             f"{where}: task {task!r} is no recording; expected {', '.join(_TASKS)}"
-            f"{nearest(task, list(_TASKS)) if isinstance(task, str) else ''}; for overflows see bitwitness run --nonfinite"
+            f"{nearest(task, list(_TASKS)) if isinstance(task, str) else ''}; for overflows see bitwitness trace"
         )
     section = found.get(task) or {}
     if not isinstance(section, dict):

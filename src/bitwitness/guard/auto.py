@@ -26,8 +26,8 @@ from bitwitness.guard.roots import guarded_roots
 from bitwitness.guard.unguarded import Unguarded, parameters_of
 from bitwitness.respond.reporter import Reporter
 from bitwitness.tap.company import is_alone, wrappers_noticed
-from bitwitness.tap.compiled import CompileNotices, is_compiled, outside_transforms
-from bitwitness.tap.hooks import being_traced
+from bitwitness.tap.compat import being_traced, outside_transforms
+from bitwitness.tap.compiled import CompileNotices, is_compiled
 from bitwitness.tap.modes import scripts_modes_off
 from bitwitness.tap.modules import in_backward, keywords_of_call, unwrap
 

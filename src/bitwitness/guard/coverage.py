@@ -8,7 +8,7 @@ from typing import Any
 from bitwitness.guard.limits import UNSEEN
 from bitwitness.guard.watch import Watch
 from bitwitness.respond.reporter import Reporter
-from bitwitness.tap.compiled import compiles_backward
+from bitwitness.tap.compat import compiles_backward
 from bitwitness.tap.traffic import world_size
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from bitwitness.device import this_device
 from bitwitness.errors import EXIT_FINDINGS
 from bitwitness.guard.selftest import prove
+from bitwitness.tap.compat import lacking
 
 _EXPLAINED = {
     "trend": "a gradient against its own history",
@@ -41,6 +42,7 @@ def examine() -> dict[str, Any]:
         "accelerator": "none" if accelerator is None else f"{accelerator.type} x {torch.accelerator.device_count()}",
         "backends": [name for name in ("gloo", "nccl", "hccl") if _available(name)],
         "proven": {name: failed.get(name, "sees") for name in _EXPLAINED},
+        "lacking": lacking(),
         "not_covered": list(_NOT_COVERED),
     }
 
@@ -50,10 +52,15 @@ def _available(backend: str) -> bool:
 
 
 def main(args: argparse.Namespace) -> int:
+    """Run the verb."""
+    return show(as_json=args.json)
+
+
+def show(*, as_json: bool) -> int:
     """Print the examination; return 1 if something failed its proof."""
     found = examine()
-    healthy = all(result == "sees" for result in found["proven"].values())
-    if args.json:
+    healthy = all(result == "sees" for result in found["proven"].values()) and not found["lacking"]
+    if as_json:
         print(json.dumps(found, indent=1))
         return 0 if healthy else EXIT_FINDINGS
     print(f"python {found['python']}, torch {found['torch']}, accelerator: {found['accelerator']}")
@@ -63,6 +70,8 @@ def main(args: argparse.Namespace) -> int:
         print(f"  {'ok    ' if result == 'sees' else 'FAILED'}  {name:11s} {_EXPLAINED[name]}")
         if result != "sees":
             print(f"          {result}")
+    for name in found["lacking"]:
+        print(f"  FAILED  this torch has no {name}, which bitwitness stands on")
     for gap in found["not_covered"]:
         print(f"  not covered: {gap}")
     return 0 if healthy else EXIT_FINDINGS

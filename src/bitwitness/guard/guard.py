@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer
 
 from bitwitness.config import Config, load_config, to_dict
 from bitwitness.errors import UsageError
-from bitwitness.finding import Note, Severity
+from bitwitness.finding import Event, Finding, Note, Severity, Verdict
 from bitwitness.guard.coverage import coverage_lines, coverage_table, nonfinite_lines
 from bitwitness.guard.forked import inert_in_children
 from bitwitness.guard.memory import learned, relearn
@@ -50,6 +50,9 @@ class Guard:
         Folder for what is recorded; none by default.
     config
         A `Config`, or a path to a TOML file; environment variables and keywords override it.
+    on_event
+        Called with each `Finding`, `Verdict` and `Note` on the rank that records it, in the training's thread. After an
+        error in it, which is said, it is not called again.
     clock
         Returns seconds; times the reference schemes' strikes and checksum windows.
     **overrides
@@ -71,6 +74,7 @@ class Guard:
         *,
         out: str | os.PathLike[str] | None = None,
         config: Config | str | os.PathLike[str] | None = None,
+        on_event: Callable[[Event], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         **overrides: Any,
     ) -> None:
@@ -80,6 +84,7 @@ class Guard:
         self.config, self._warnings = loaded.config, loaded.warnings
         self.model = model
         self._clock = clock
+        self._on_event = on_event
         self.optimizers = _as_list(optimizer)
         _check(model, self.optimizers)
         self._stack = ExitStack()
@@ -113,7 +118,7 @@ class Guard:
         ranks = join_ranks(self.model, self.config.ranks.deadline_s)
         self._stack.callback(ranks.close)
         self._writer = writer = self._open_writer(ranks)
-        self.reporter = Reporter(writer, ranks.in_job)
+        self.reporter = Reporter(writer, ranks.in_job, on_event=self._on_event)
         if writer is not None:
             self._stack.callback(writer.close)
         for warning in self._warnings:
@@ -238,6 +243,16 @@ class Guard:
         if self.watch is None:
             raise UsageError("this Guard is not on yet: enter it (with Guard(...) as guard, or guard.start()) first")
         return self.watch
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Suspicions of this rank so far, in order, the newest 10,000; healthy trainings have a few, which accuse nobody."""
+        return [] if self.reporter is None else list(self.reporter.findings)
+
+    @property
+    def verdicts(self) -> list[Verdict]:
+        """What was concluded so far, in order, the same on all ranks; empty for a healthy training."""
+        return [] if self.reporter is None else list(self.reporter.verdicts)
 
     @property
     def own_seconds(self) -> float:

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from torch.nn.modules import module as nn_module
 from torch.optim.optimizer import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
 
 from bitwitness.inject.faults import Fault, load_faults
 from bitwitness.inject.outputs import change_contribution, computed, computes, delivered, is_collective
@@ -27,6 +26,7 @@ from bitwitness.inject.patterns import corrupt, count_changed, reaches
 from bitwitness.inject.schedule import Firing, Trigger
 from bitwitness.site import Site, matches
 from bitwitness.tap.clock import StepClock
+from bitwitness.tap.compat import OpOverload, without_dispatch_modes
 from bitwitness.tap.holdpoints import BackwardCall, HoldPoints
 from bitwitness.tap.modules import REFERENCE, ModuleTracker, own_work
 from bitwitness.tap.operators import OpCall, OperatorTap
@@ -83,7 +83,7 @@ class FaultyDevice:
         self._on_operators = [t for t in self._triggers if _can_be_in(t.fault, _OPERATOR_PHASES)]
         self._on_state = [t for t in self._triggers if _can_be_in(t.fault, ("param", "optim"))]
         self._names_backward = any(_can_be_in(t.fault, ("backward",)) for t in self._on_operators)
-        self._targets: dict[torch._ops.OpOverload, list[Trigger]] = {}
+        self._targets: dict[OpOverload, list[Trigger]] = {}
         self._tracker = ModuleTracker()
         self._stack = ExitStack()
         if model is not None:
@@ -118,7 +118,7 @@ class FaultyDevice:
 
     # -- operators ---------------------------------------------------------------------------------------
 
-    def _select(self, func: torch._ops.OpOverload) -> bool:
+    def _select(self, func: OpOverload) -> bool:
         name = func.overloadpacket.__name__
         targets = [t for t in self._on_operators if fnmatchcase(name, t.fault.op_glob)] if computes(func) else []
         if is_collective(func):
@@ -154,7 +154,7 @@ class FaultyDevice:
         """Strike weights and optimizer state, then let the step end."""
         due = [trigger for trigger in self._on_state if trigger.due(self.clock.step)]
         if due:
-            with torch.no_grad(), _disable_current_modes(), own_work():
+            with torch.no_grad(), without_dispatch_modes(), own_work():
                 self._strike_state(optimizer, due)
         self.end_step()
 

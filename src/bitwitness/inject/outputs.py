@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from bitwitness.tap.compat import OpOverload
 from bitwitness.tap.operators import OpCall, tensors_in
 from bitwitness.tap.structure import map_tensors
 
@@ -24,14 +25,14 @@ _SENDS_ONLY = frozenset({"send", "isend"})
 _RECEIVES_ONLY = frozenset({"recv_", "recv_any_source_", "irecv"})
 
 
-def computes(func: torch._ops.OpOverload) -> bool:
+def computes(func: OpOverload) -> bool:
     """Tell whether an operator computes or moves values, rather than allocating or showing memory."""
     if func.overloadpacket.__name__ in _WITHOUT_COMPUTING or torch.Tag.inplace_view in func.tags:
         return False
     return not any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns)
 
 
-def is_collective(func: torch._ops.OpOverload) -> bool:
+def is_collective(func: OpOverload) -> bool:
     """Tell whether an operator communicates among ranks."""
     return func.namespace in COLLECTIVES
 

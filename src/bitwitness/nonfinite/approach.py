@@ -23,6 +23,7 @@ from bitwitness.nonfinite.watch import watched
 from bitwitness.nonfinite.words import SENSOR
 from bitwitness.site import Site
 from bitwitness.stats.local import local_values
+from bitwitness.tap.compat import OpOverload
 from bitwitness.tap.frames import Line, current_line, line_text
 from bitwitness.tap.operators import OpCall, tensors_in
 
@@ -87,7 +88,7 @@ class ApproachSensor:
         """Whether nothing narrow was seen for so long that it is not worth looking."""
         return self._idle >= _IDLE_AFTER
 
-    def select(self, func: torch._ops.OpOverload) -> bool:
+    def select(self, func: OpOverload) -> bool:
         """Tell whether an operator's results are looked at."""
         return not self.resting and watched(func)
 

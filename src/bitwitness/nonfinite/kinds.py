@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
-import torch
+from bitwitness.tap.compat import OpOverload
 
 Mode = Literal["compute", "accumulate", "all", "aicore_overflow", "atomic_overflow"]
 """Which operators to look at; the last two are the reference systems' names of the first two."""
@@ -56,7 +56,7 @@ def puts_in(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return any(not math.isfinite(number) for number in numbers)
 
 
-def overwritten(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
+def overwritten(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
     """Return the ids of the tensors that a call writes without reading them."""
     found: set[int] = set()
     whole = func.overloadpacket.__name__ in _OVERWRITING

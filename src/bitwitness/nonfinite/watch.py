@@ -22,6 +22,7 @@ from bitwitness.nonfinite.kinds import MATRIX_PRODUCTS, accumulates, overwritten
 from bitwitness.nonfinite.origin import Extent, Kind, Origin
 from bitwitness.nonfinite.strays import Strays
 from bitwitness.nonfinite.taint import CLEAN, NONE, Origins, Provenance, Value, joined
+from bitwitness.tap.compat import OpOverload
 from bitwitness.tap.frames import NOWHERE, Line, current_line
 from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.operators import OpCall, OperatorTap, tensors_in
@@ -30,7 +31,7 @@ from bitwitness.tap.trace import moves_between_ranks
 _LARGEST_BUFFER = 1 << 20  # elements of a buffer that is copied before an operator that may change it without a word
 
 
-def watched(func: torch._ops.OpOverload) -> bool:
+def watched(func: OpOverload) -> bool:
     """Tell whether an operator writes memory, rather than returning a view of its input."""
     if moves_between_ranks(func):
         return False

@@ -10,6 +10,7 @@ import torch
 
 from bitwitness.record.log import Entry, Fail, Log
 from bitwitness.site import Site
+from bitwitness.tap.compat import OpOverload
 from bitwitness.tap.frames import Stacks
 from bitwitness.tap.modules import OWN, ModuleTracker, in_backward
 from bitwitness.tap.operators import OpCall, OperatorTap, tensors_in
@@ -31,7 +32,7 @@ _RUNNING_ARGS = slice(3, 5)
 """Where those have the running mean and variance, which their kernels write without torch counting it."""
 
 
-def recorded(func: torch._ops.OpOverload) -> bool:
+def recorded(func: OpOverload) -> bool:
     """Tell whether an operator is recorded: what computes, and what moves values between ranks; no views."""
     if moves_between_ranks(func):
         return "wrap_tensor" not in func.overloadpacket.__name__  # what is on its way is not read
@@ -149,7 +150,7 @@ def _site(call: OpCall, slot: str) -> Site:
 
 
 @cache
-def _is_out(func: torch._ops.OpOverload) -> tuple[bool, ...]:
+def _is_out(func: OpOverload) -> tuple[bool, ...]:
     """Tell of each argument whether it is memory for a result."""
     return tuple(bool(argument.is_out) for argument in func._schema.arguments)
 
@@ -186,7 +187,7 @@ def _running(call: OpCall) -> tuple[torch.Tensor, ...]:
 # -- arguments ---------------------------------------------------------------------------------------------------
 
 
-def arguments_text(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def arguments_text(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Return an operator and its arguments as JSON, tensors as ``{"$": position}``: enough to run it again."""
     counter = [0]
     body = {

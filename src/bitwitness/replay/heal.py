@@ -12,13 +12,12 @@ from contextlib import nullcontext
 
 import torch
 from torch import nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from bitwitness.replay.errors import ReplayError
 from bitwitness.replay.run import Execution, Replayer
 from bitwitness.tap.capture import Pass, StepRecord
+from bitwitness.tap.compat import keeping_versions, queue_after_backward
 from bitwitness.tap.compiled import distributed
-from bitwitness.tap.gradients import queue_after_backward
 from bitwitness.tap.modes import scripts_modes_back
 from bitwitness.tap.randomness import randomness_kept
 
@@ -63,7 +62,7 @@ def write_losses(record: StepRecord, values: list[torch.Tensor]) -> None:
 
 def _overwrite(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Write a value where autograd is not to notice it: a graph of the script's may hold the tensor."""
-    with torch.no_grad(), _unsafe_preserve_version_counter((tensor,)):
+    with torch.no_grad(), keeping_versions((tensor,)):
         tensor.detach().copy_(value)
 
 

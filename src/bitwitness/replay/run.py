@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.stateless import _reparametrize_module
 
 from bitwitness.replay.conditions import check_kept, check_unchanged, check_unseen
 from bitwitness.replay.errors import ReplayError
@@ -25,10 +24,11 @@ from bitwitness.replay.untouched import Untouched
 from bitwitness.stats import bit_hash
 from bitwitness.tap.buffers import BufferKeeper
 from bitwitness.tap.capture import ForwardRecord, Pass, StepRecord, beside
+from bitwitness.tap.compat import reparametrized, sequence_number
 from bitwitness.tap.compiled import CompiledRegions, Entry, RecompileError
 from bitwitness.tap.gradhooks import parameter_hooks
 from bitwitness.tap.gradients import features_with_absent
-from bitwitness.tap.graphwalk import ForwardSpan, next_sequence_number
+from bitwitness.tap.graphwalk import ForwardSpan
 from bitwitness.tap.heldstate import HeldState
 from bitwitness.tap.lossgraph import LossGraph, Output
 from bitwitness.tap.memory import Memory, still_used
@@ -301,7 +301,7 @@ class Replayer:
         for leaf, hooks in zip(leaves.values(), parameter_hooks(list(self.parameters.values())), strict=True):
             for hook in hooks:
                 leaf.register_hook(hook)
-        with _reparametrize_module(self.root, leaves, tie_weights=True):
+        with reparametrized(self.root, leaves, tie_weights=True):
             found = self._starts(group, hashes, around, {id(p): leaves[name] for name, p in self.parameters.items()})
             with around(), scripts_modes_back(backward=True):
                 torch.autograd.backward(found.roots, found.grads)
@@ -331,9 +331,9 @@ class Replayer:
             given = [fresh(tensor) for tensor in tensors_of((record.args, record.kwargs))]
             with around():
                 given = made.chained(group.graph, record.number, given)
-            begin = next_sequence_number()
+            begin = sequence_number()
             values = self._forward(record, given, hashes, around, call)
-            span = ForwardSpan(record.number, begin, next_sequence_number())
+            span = ForwardSpan(record.number, begin, sequence_number())
             span.enter(given)
             for index, position in enumerate(differentiable(values)):
                 span.add(values[position], index)

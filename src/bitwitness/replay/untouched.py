@@ -11,12 +11,12 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from bitwitness.stats import Features
 from bitwitness.stats.local import local_values
 from bitwitness.tap.buffers import BufferKeeper
 from bitwitness.tap.capture import Pass
+from bitwitness.tap.compat import keeping_versions
 from bitwitness.tap.contents import Snapshot, equal_values
 from bitwitness.tap.gradients import features_with_absent
 from bitwitness.tap.heldstate import HeldState
@@ -101,7 +101,7 @@ class Untouched:
         for tensor, content in kept:
             values = local_values(tensor).detach()
             if values.shape != content.shape or not _equal(values, content):
-                with _unsafe_preserve_version_counter((tensor,)):
+                with keeping_versions((tensor,)):
                     values.copy_(content)
                 self._held.refused = self._held.refused or STATIC.format(what=what)
 
@@ -112,7 +112,7 @@ class Untouched:
         held = [buffer.detach().clone() for buffer in buffers]
         versioned = tuple(buffer for buffer in buffers if not buffer.is_inference())
         before = [buffer._version if not buffer.is_inference() else 0 for buffer in buffers]
-        with _unsafe_preserve_version_counter(versioned):
+        with keeping_versions(versioned):
             try:
                 yield
             finally:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from bitwitness.ranks import Ranks
 from bitwitness.store import RunWriter
 
 _SPEAKS_FREELY = 8
+_FINDINGS_KEPT = 10_000  # a kilobyte each
 
 
 class Reporter:
@@ -29,10 +30,24 @@ class Reporter:
         Whose lines these are.
     quiet
         Print warnings and errors only.
+    on_event
+        Called with each event, as it is recorded; an error in it is told once, and ends it.
+
+    Attributes
+    ----------
+    findings, verdicts
+        What was recorded so far; of findings the newest 10,000.
 
     """
 
-    def __init__(self, writer: RunWriter | None, rank: int, *, quiet: bool = False) -> None:
+    def __init__(
+        self,
+        writer: RunWriter | None,
+        rank: int,
+        *,
+        quiet: bool = False,
+        on_event: Callable[[Event], None] | None = None,
+    ) -> None:
         self._writer = writer
         self._rank = rank
         self._quiet = quiet
@@ -41,6 +56,9 @@ class Reporter:
         self._said: set[str] = set()
         self._spoken: Counter[str] = Counter()
         self.failures: dict[str, str] = {}
+        self.findings: deque[Finding] = deque(maxlen=_FINDINGS_KEPT)
+        self.verdicts: list[Verdict] = []
+        self._on_event = on_event
 
     def say(self, text: str) -> None:
         """Print a line on stderr."""
@@ -57,6 +75,21 @@ class Reporter:
             self._writer.event(event)
             if shared:
                 self._writer.shared_event(event)
+        if isinstance(event, Finding):
+            self.findings.append(event)
+        elif isinstance(event, Verdict):
+            self.verdicts.append(event)
+        self._pass_on(event)
+
+    def _pass_on(self, event: Event) -> None:
+        """Hand an event to the caller's function, which may do no harm."""
+        if (tell := self._on_event) is None:
+            return
+        try:
+            tell(event)
+        except Exception as error:
+            self._on_event = None
+            self.failure("on_event callback", error, event.step)
 
     @property
     def records(self) -> bool:

@@ -24,6 +24,7 @@ from bitwitness.sense.invariant import FIGURES, Invariant, Signs
 from bitwitness.sense.matmul import READERS, Product, check_product, product_of
 from bitwitness.sense.reference_checksum import check_reference
 from bitwitness.site import Site
+from bitwitness.tap.compat import OpOverload
 from bitwitness.tap.operators import OpCall
 
 Scheme = Literal["signs", "reference"]
@@ -80,7 +81,7 @@ class ChecksumSensor:
         self._turn = 0
         self._place = 0
 
-    def select(self, func: torch._ops.OpOverload) -> bool:
+    def select(self, func: OpOverload) -> bool:
         """Tell whether an operator is looked at: those that carry FLOPs."""
         return carries_flops(func)
 

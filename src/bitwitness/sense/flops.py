@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
 from bitwitness.sense import attention, matmul
+from bitwitness.tap.compat import OpOverload
 from bitwitness.tap.operators import OpCall, tensors_in
 
 _BACKWARD_ATTENTION = 2.5  # five matrix products instead of two

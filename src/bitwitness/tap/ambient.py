@@ -8,8 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 
+from bitwitness.tap.compat import (
+    enable_mkldnn,
+    function_modes,
+    mkldnn_enabled,
+    pop_function_mode,
+    pop_saving_hooks,
+    push_function_mode,
+    push_saving_hooks,
+    saving_hooks,
+)
 from bitwitness.tap.modes import scripts_modes
 
 _Switch = tuple[Callable[[], Any], Callable[[Any], Any]]
@@ -29,7 +38,7 @@ _SWITCHES: tuple[_Switch, ...] = (
     (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (torch.get_num_threads, torch.set_num_threads),
-    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    (mkldnn_enabled, enable_mkldnn),
     *(_sdp(name) for name in ("flash", "mem_efficient", "math", "cudnn")),
     *(_attribute(torch.backends.cudnn, name) for name in ("enabled", "benchmark", "deterministic")),
 )
@@ -62,26 +71,26 @@ class Ambient:
         """Let it hold for a while."""
         now = Ambient.read()
         _set(self.settings, now.settings)
-        taken = [_pop_mode() for _ in _get_current_function_mode_stack()]
+        taken = [pop_function_mode() for _ in function_modes()]
         for mode in self.modes:
-            _push_mode(mode)
+            push_function_mode(mode)
         if self.saving is not None:
-            torch._C._autograd._push_saved_tensors_default_hooks(*self.saving)
+            push_saving_hooks(*self.saving)
         try:
             yield
         finally:
             if self.saving is not None:
-                torch._C._autograd._pop_saved_tensors_default_hooks()
-            for _ in _get_current_function_mode_stack():
-                _pop_mode()
+                pop_saving_hooks()
+            for _ in function_modes():
+                pop_function_mode()
             for mode in reversed(taken):
-                _push_mode(mode)
+                push_function_mode(mode)
             _set(now.settings, self.settings)
 
 
 def _saving() -> Any:
     """Return the hooks through which autograd saves tensors now; None if there are none."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003 - it takes no keyword
+    return saving_hooks(True)  # noqa: FBT003 - it takes no keyword
 
 
 def _set(wanted: tuple[Any, ...], present: tuple[Any, ...]) -> None:

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from bitwitness.stats import bit_hash
 from bitwitness.stats.digest import bit_hashes
 from bitwitness.stats.local import local_values
+from bitwitness.tap.compat import keeping_versions
 from bitwitness.tap.lossgraph import version_of
 
 _SMALL = 1 << 16  # bytes below which a copy costs less than finding out whether it is needed
@@ -72,7 +72,7 @@ class BufferKeeper:
         """
         tensors = self.tensors()
         versioned = tuple(tensor for tensor in tensors if not tensor.is_inference())
-        with torch.no_grad(), _unsafe_preserve_version_counter(versioned):
+        with torch.no_grad(), keeping_versions(versioned):
             for tensor, value in zip(tensors, values, strict=False):
                 tensor.detach().copy_(value)
 

@@ -14,7 +14,8 @@ from bitwitness.tap.ambient import Ambient
 from bitwitness.tap.autocast import Autocast
 from bitwitness.tap.buffers import BufferKeeper
 from bitwitness.tap.capture import ForwardRecord, StepRecord
-from bitwitness.tap.graphwalk import ForwardSpan, next_sequence_number
+from bitwitness.tap.compat import sequence_number
+from bitwitness.tap.graphwalk import ForwardSpan
 from bitwitness.tap.heldstate import HeldState
 from bitwitness.tap.lossgraph import Held
 from bitwitness.tap.memory import Memory
@@ -101,7 +102,7 @@ class Capturer:
             broadcast=broadcast,
         )
         self._compare_buffers(step, record)
-        begin = next_sequence_number()
+        begin = sequence_number()
         record.span = ForwardSpan(number, begin, begin)
         record.span.enter(given)
         if not self._window.note_forward(number, given):
@@ -131,7 +132,7 @@ class Capturer:
         ``output_grad`` is called with the record, the output's position and the gradient that arrives there.
         """
         assert record.span is not None  # noqa: S101 - made with the record
-        record.span.end = next_sequence_number()
+        record.span.end = sequence_number()
         record.drawn = RandomState.read(self._device)
         if record.surroundings is not None:
             self.held.forward_ended(record.surroundings)

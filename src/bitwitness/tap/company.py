@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from bitwitness.ranks import Alone, Ranks, SideChannel
+from bitwitness.tap.compat import running_wrapper
 from bitwitness.tap.compiled import distributed
 from bitwitness.tap.sharded import sharding_of
 
@@ -111,7 +112,7 @@ def wrapped_later(model: nn.Module) -> bool:
     own = distributed(model)
     held = {id(parameter) for parameter in model.parameters()}
     others = {*_wrappers, *wrappers_inside(model)}
-    if (running := DistributedDataParallel._active_ddp_module) is not None:
+    if (running := running_wrapper()) is not None:
         others.add(running)
     others.discard(own)
     return any(id(parameter) in held for wrapper in others for parameter in wrapper.parameters())

@@ -8,7 +8,6 @@ operators, a step is executed once more under the stance ``force_eager``, which 
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from bitwitness.tap.compat import compiled_frames, dynamo, has_default_stance, running_wrapper
 
 _GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
 _MODULE: Any = nn.Module
@@ -53,29 +54,6 @@ def broadcasts(model: nn.Module) -> bool:
     return wrapper is not None and bool(wrapper.will_sync_module_buffers())
 
 
-def in_transform() -> bool:
-    """Tell whether a transform of ``torch.func`` runs, whose tensors are none that could be kept."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-@contextmanager
-def outside_transforms() -> Iterator[None]:
-    """Compute meanwhile as if no transform of ``torch.func`` ran: its tensors are none that a check of our own could use."""
-    if not in_transform():
-        yield
-        return
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-    with temporarily_clear_interpreter_stack():
-        yield
-
-
-def compiles_backward() -> bool:
-    """Tell whether torch compiles whole backwards, the hooks in them included."""
-    config = sys.modules.get("torch._dynamo.config")
-    return bool(getattr(config, "compiled_autograd", False))
-
-
 @dataclass(frozen=True)
 class Entry:
     """Where the training enters a model.
@@ -99,7 +77,7 @@ class Entry:
         wrapper = distributed(model)
         if wrapper is None or wrapper._use_python_reducer or self.call is not self.module or self.in_place:
             return False
-        return type(wrapper)._active_ddp_module is not wrapper
+        return running_wrapper() is not wrapper
 
 
 def find_entry(model: nn.Module, root: nn.Module) -> Entry:
@@ -203,12 +181,6 @@ class CompileNotices:
             warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
 
 
-def _frames() -> int:
-    """Return how many frames dynamo has compiled in this process."""
-    utils = sys.modules.get("torch._dynamo.utils")
-    return 0 if utils is None else int(utils.counters["frames"]["total"])
-
-
 class RecompileError(Exception):
     """Something was to run as it is compiled, and is not compiled for this."""
 
@@ -228,8 +200,8 @@ class CompiledRegions:
         Compiled functions leave no trace in the modules, so anything that dynamo has compiled in this process counts, and so
         does a first forward once dynamo is loaded, since that may be when a function is compiled.
         """
-        if not self._found and (utils := sys.modules.get("torch._dynamo.utils")) is not None:
-            self._found = bool(utils.counters["frames"]["total"])
+        if not self._found and dynamo("utils") is not None:
+            self._found = bool(compiled_frames())
             if not self._calm and not self._found:
                 return True
         return self._found
@@ -242,12 +214,12 @@ class CompiledRegions:
     def forward_begins(self) -> None:
         """Say that a forward of the root begins: what was compiled since the last one ended lies outside the root."""
         if self._compiled_so_far is not None:
-            self._outside |= _frames() > self._compiled_so_far
+            self._outside |= compiled_frames() > self._compiled_so_far
 
     def forward_ended(self) -> None:
         """Say that a forward of the root ran to its end: what it compiles, it has compiled now."""
         self._calm = True
-        self._compiled_so_far = _frames()
+        self._compiled_so_far = compiled_frames()
 
     def inside_only(self) -> bool:
         """Tell whether nothing outside the root was compiled since its first forward, as far as the steps so far showed."""
@@ -255,8 +227,7 @@ class CompiledRegions:
 
     def eagerly(self) -> AbstractContextManager[object]:
         """Run compiled code eagerly for a while, so that its operators are seen; the compiled code is kept."""
-        loaded = "torch._dynamo" in sys.modules
-        return torch.compiler.set_stance("force_eager") if loaded else nullcontext()
+        return nullcontext() if dynamo() is None else torch.compiler.set_stance("force_eager")
 
     @contextmanager
     def as_compiled(self) -> Iterator[None]:
@@ -268,8 +239,7 @@ class CompiledRegions:
             If it would have to be compiled.
 
         """
-        frame = sys.modules.get("torch._dynamo.eval_frame")
-        if frame is None or frame._stance.stance != "default":
+        if not has_default_stance():
             yield
             return
         try:

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from bitwitness.stats.local import local_parts
+from bitwitness.tap.compat import keeping_versions
 from bitwitness.tap.leaves import LARGEST, UNTOLD, Position, content_of, kind_of, put_back, restorable
 from bitwitness.tap.lossgraph import version_of
 from bitwitness.tap.structure import PLAIN
@@ -314,6 +314,6 @@ def equal_values(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _restore_tensor(thing: torch.Tensor, content: torch.Tensor) -> bool:
     if thing.shape != content.shape or thing.is_inference():
         return False
-    with torch.no_grad(), _unsafe_preserve_version_counter((thing,)):
+    with torch.no_grad(), keeping_versions((thing,)):
         thing.detach().copy_(content)
     return True

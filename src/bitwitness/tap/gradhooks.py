@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import _HookMixin
 
 from bitwitness.tap.capture import StepRecord
+from bitwitness.tap.compat import NodeHooks
 from bitwitness.tap.modules import in_own_work, own_work
 from bitwitness.tap.patching import replaced
 from bitwitness.tap.reasons import CHANGED_BY_HOOK, PARAMETER_HOOKS
@@ -53,7 +53,7 @@ class GradientHooks:
         self._accumulated: list[dict[int, Any]] = []
         self._patches = ExitStack()
         self._patches.enter_context(replaced(torch.Tensor, "register_hook", self._on_tensor))
-        self._patches.enter_context(replaced(_HookMixin, "_register_hook", self._on_node))
+        self._patches.enter_context(replaced(NodeHooks, "_register_hook", self._on_node))
 
     def note(self, parameters: Sequence[nn.Parameter]) -> None:
         """See, as a backward begins, which hooks stand on the parameters."""

@@ -12,7 +12,7 @@ How they are reached depends on who owns them:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -21,11 +21,6 @@ from bitwitness.stats import Features, features_of, marks_of, norms_of
 from bitwitness.tap.compiled import distributed
 from bitwitness.tap.modules import own_work
 from bitwitness.tap.sharded import ReduceTap, sharding_of
-
-
-def queue_after_backward(action: Callable[[], None]) -> None:
-    """Have ``action`` called when the backward that runs now has computed everything; callbacks run in queueing order."""
-    torch.autograd.Variable._execution_engine.queue_callback(action)
 
 
 def features_with_absent(grads: list[torch.Tensor | None], device: torch.device, *, hashed: bool = True) -> Features:

@@ -102,11 +102,6 @@ class GraphSketch:
         return self.complete and not self.parameters and not self.inside
 
 
-def next_sequence_number() -> int:
-    """Return autograd's next sequence number in this thread."""
-    return int(torch._C._autograd._get_sequence_nr())
-
-
 def sketch(roots: Iterable[Any], spans: Sequence[ForwardSpan], parameters: Mapping[int, int]) -> GraphSketch:
     """Walk from a backward's roots.
 

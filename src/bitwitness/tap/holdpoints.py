@@ -22,9 +22,7 @@ from typing import Any, Protocol, Self
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
 from torch.amp import GradScaler
-from torch.nn.utils import clip_grad
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -32,6 +30,7 @@ from torch.optim.optimizer import (
 )
 
 from bitwitness.tap import reasons
+from bitwitness.tap.compat import BACKWARD, CLIPPING, not_compiled
 
 RunBackward = Callable[..., Any]
 
@@ -158,8 +157,8 @@ class HoldPoints:
 
     def __enter__(self) -> Self:
         self._on = True
-        self._patch(torch.autograd, "_engine_run_backward", self._wrap_backward)
-        self._patch(clip_grad, "_group_tensors_by_device_and_dtype", self._wrap_grouping)
+        self._patch(*BACKWARD, self._wrap_backward)
+        self._patch(*CLIPPING, self._wrap_grouping)
         self._patch(GradScaler, "unscale_", self._wrap_unscale)
         self._patch(GradScaler, "update", self._wrap_update)
         self._patch(Optimizer, "zero_grad", self._wrap_zeroing)
@@ -275,7 +274,7 @@ class HoldPoints:
             self._listener.optimizer_stepped(optimizer)
 
 
-@_disable_dynamo
+@not_compiled
 def _outside_graphs(tell: Callable[..., None], optimizer: Optimizer) -> None:
     """Tell of an optimizer's step between two compiled graphs; torch itself breaks the graph there, so none is split."""
     tell(optimizer=optimizer)

@@ -7,10 +7,7 @@ from typing import Any
 
 import torch
 
-
-def being_traced() -> bool:
-    """Tell whether ``torch.jit.trace`` is recording what runs now."""
-    return torch._C._get_tracing_state() is not None
+from bitwitness.tap.compat import being_traced
 
 
 class ModuleHook:

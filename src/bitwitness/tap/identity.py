@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from bitwitness.stats.local import local_values
+from bitwitness.tap.compat import is_traceable_wrapper_subclass, undispatched
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -104,5 +104,4 @@ def layout_of(values: torch.Tensor) -> str | None:
 
 def unseen() -> AbstractContextManager[object]:
     """Return a context in which no dispatch mode sees what runs."""
-    context: AbstractContextManager[object] = torch._C._DisableTorchDispatch()
-    return context
+    return undispatched()

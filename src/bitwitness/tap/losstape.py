@@ -10,18 +10,25 @@ training built (`tap.graphwalk`), so that a tape that missed something never spe
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode
 
 from bitwitness.tap.clock import stopwatch
-from bitwitness.tap.compiled import in_transform
+from bitwitness.tap.compat import (
+    TENSOR_PROPERTIES,
+    default_device_mode,
+    dynamo,
+    function_modes,
+    in_transform,
+    pop_function_mode,
+    push_function_mode,
+    unheard,
+)
 from bitwitness.tap.lossgraph import LossGraph, Output
-from bitwitness.tap.modes import unheard
 from bitwitness.tap.modules import in_own_work
 from bitwitness.tap.patching import replaced
 from bitwitness.tap.structure import tensors_of
@@ -44,7 +51,7 @@ _PLAIN = (
     "dim",
 )
 _READS = frozenset(("item", "tolist", "numpy", "__float__", "__int__", "__index__", "__array__"))
-_NOT_TAPED = frozenset(vars(torch._C.TensorBase)[name].__get__ for name in ("grad", "grad_fn"))
+_NOT_TAPED = frozenset(TENSOR_PROPERTIES[name].__get__ for name in ("grad", "grad_fn"))
 """Properties that give what the step itself makes, and not what was computed from a tensor."""
 
 
@@ -133,24 +140,24 @@ class LossTape:
 
         Only the default device's mode stays below ours: it is found at the bottom when it is changed.
         """
-        stack = _get_current_function_mode_stack()
+        stack = function_modes()
         if self._mode in stack:
             return
-        default = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
+        default = default_device_mode()
         below = 1 if stack and stack[0] is default else 0
-        above = [_pop_mode() for _ in range(len(stack) - below)]
-        _push_mode(self._mode)
+        above = [pop_function_mode() for _ in range(len(stack) - below)]
+        push_function_mode(self._mode)
         for mode in reversed(above):
-            _push_mode(mode)
+            push_function_mode(mode)
 
     def _leave_stack(self) -> None:
         above = []
-        while self._mode in _get_current_function_mode_stack():
-            top = _pop_mode()
+        while self._mode in function_modes():
+            top = pop_function_mode()
             if top is not self._mode:
                 above.append(top)
         for mode in reversed(above):
-            _push_mode(mode)
+            push_function_mode(mode)
 
     @contextmanager
     def _off_stack(self) -> Iterator[None]:
@@ -282,7 +289,7 @@ def _backward_wrapped(around: Callable[[], AbstractContextManager[None]]) -> Abs
 @contextmanager
 def _compilation_told(tell: Callable[[], None]) -> Iterator[None]:
     """Have ``tell`` called when dynamo begins to compile something."""
-    module = sys.modules.get("torch._dynamo.callback")
+    module = dynamo("callback")
     if module is None:
         yield
         return

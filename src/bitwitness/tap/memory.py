@@ -9,6 +9,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bitwitness.stats import bit_hash
+from bitwitness.tap.compat import storage_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Memory:
 
     def tensor(self) -> torch.Tensor | None:
         """Return a tensor in this memory, with a version counter of its own; None if nothing uses it any more."""
-        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        storage = storage_of(self._storage.cdata)
         if storage is None:
             return None
         made = torch.empty(0, dtype=self._dtype, device=storage.device)

@@ -6,27 +6,29 @@ except for bitwitness's own: an emulated device stands beneath our work, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
-import torch
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils import _python_dispatch as dispatch
+from bitwitness.tap.compat import (
+    dispatch_depth,
+    dispatch_modes,
+    function_modes,
+    heard,
+    plain_tensors,
+    pop_dispatch_mode,
+    push_dispatch_mode,
+    unheard,
+)
 
-unheard: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunction
-"""Functions that are called inside reach no function mode and no tensor's own ``__torch_function__``."""
-plain_tensors: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
-"""The same for tensors alone."""
-_heard: Callable[[], AbstractContextManager[Any]] = torch._C._EnableTorchFunction
 _aside: ContextVar[list[Any] | None] = ContextVar("bitwitness_dispatch_modes_aside", default=None)
 
 
 def scripts_modes() -> tuple[list[Any], list[Any]]:
     """Return the function modes and the dispatch modes that the script has entered, also while they are set aside."""
-    dispatching = _aside.get() or dispatch._get_current_dispatch_mode_stack()
-    return _theirs(_get_current_function_mode_stack()), _theirs(dispatching)
+    dispatching = _aside.get() or dispatch_modes()
+    return _theirs(function_modes()), _theirs(dispatching)
 
 
 def is_ours(thing: Any) -> bool:
@@ -40,12 +42,12 @@ def _theirs(modes: list[Any]) -> list[Any]:
 
 def scripts_modes_off() -> AbstractContextManager[None]:
     """Run what is inside under bitwitness's own dispatch modes alone."""
-    return _off() if torch._C._len_torch_dispatch_stack() else unheard()
+    return _off() if dispatch_depth() else unheard()
 
 
 @contextmanager
 def _off() -> Iterator[None]:
-    there = dispatch._get_current_dispatch_mode_stack()
+    there = dispatch_modes()
     with unheard():
         if not _theirs(there):
             yield
@@ -55,7 +57,7 @@ def _off() -> Iterator[None]:
         try:
             yield
         finally:
-            now = dispatch._get_current_dispatch_mode_stack()  # ours may have been entered or left meanwhile
+            now = dispatch_modes()  # ours may have been entered or left meanwhile
             _set([m for m in there if not is_ours(m) or m in now] + [m for m in now if m not in there])
             if token is not None:
                 _aside.reset(token)
@@ -68,12 +70,12 @@ def scripts_modes_back(*, backward: bool = False) -> Iterator[None]:
     Not in a ``backward``, which its tensors do not look into, and not under its dispatch modes: what these do besides is not
     known.
     """
-    with _heard(), plain_tensors() if backward else nullcontext():
+    with heard(), plain_tensors() if backward else nullcontext():
         yield
 
 
 def _set(modes: list[Any]) -> None:
-    for _ in range(torch._C._len_torch_dispatch_stack()):
-        dispatch._pop_mode()
+    for _ in range(dispatch_depth()):
+        pop_dispatch_mode()
     for mode in modes:
-        dispatch._push_mode(mode)
+        push_dispatch_mode(mode)

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as nn_module
 
+from bitwitness.tap.compat import current_node, sequence_number
 from bitwitness.tap.modes import scripts_modes_off
 
 ROOT = "."
@@ -53,7 +54,7 @@ def in_own_work() -> bool:
 
 def in_backward() -> bool:
     """Tell whether a backward is running in this thread: a module called now is recomputed."""
-    node: Any = torch._C._current_autograd_node()
+    node: Any = current_node()
     return node is not None
 
 
@@ -135,7 +136,7 @@ class ModuleTracker:
     def settle(self, root: nn.Module) -> None:
         """Say whose operators matter from now on, so that `at_home` can tell them from those of another model."""
         self._home = root
-        self._abroad = [(-1, int(torch._C._autograd._get_sequence_nr()))]
+        self._abroad = [(-1, sequence_number())]
         self.name_tree(root)
 
     def begin(self, root: nn.Module) -> None:
@@ -157,11 +158,11 @@ class ModuleTracker:
 
     def _enter_module(self, module: nn.Module, _args: Any) -> None:
         if not self._stack:
-            running: Any = torch._C._current_autograd_node()
+            running: Any = current_node()
             self._recomputed_in = None if running is None else running._sequence_nr()
             if module not in self._names and self._home is None:
                 self.name_tree(module)
-            self._left_home = int(torch._C._autograd._get_sequence_nr())
+            self._left_home = sequence_number()
             if running is None and (self._home is None or self._is_home(module)):
                 self.restart_calls()  # a recomputation inside backward goes on counting
         self._stack.append(module)
@@ -171,18 +172,18 @@ class ModuleTracker:
             while self._stack and self._stack.pop() is not module:
                 pass
             if self._home is not None and not self._stack and not self._is_home(module):
-                self._abroad.append((self._left_home, int(torch._C._autograd._get_sequence_nr())))
+                self._abroad.append((self._left_home, sequence_number()))
 
     def restart_calls(self) -> None:
         """Count operator calls from zero: a new forward or a new backward begins."""
         self._calls.clear()
         if len(self._nodes) > 2 * _NODES_KEPT:
-            oldest = int(torch._C._autograd._get_sequence_nr()) - _NODES_KEPT
+            oldest = sequence_number() - _NODES_KEPT
             self._nodes = {number: place for number, place in self._nodes.items() if number >= oldest}
 
     def backward_node(self) -> Any | None:
         """Return autograd's node that runs now, in a backward; None in a forward, also one that is recomputed in a backward."""
-        node = torch._C._current_autograd_node()
+        node = current_node()
         if node is None or torch.is_grad_enabled():
             return None
         # A custom operator's forward, and what runs without gradients, in a module that a checkpoint recomputes.
@@ -199,7 +200,7 @@ class ModuleTracker:
         else:
             module = self._names.get(self._stack[-1], ROOT) if self._stack else ROOT
             phase = "forward"
-            self._nodes.setdefault(int(torch._C._autograd._get_sequence_nr()) - 1, (module, op))
+            self._nodes.setdefault(sequence_number() - 1, (module, op))
         key = (module, op, phase)
         call = self._calls.get(key, 0)
         self._calls[key] = call + 1
@@ -210,9 +211,9 @@ class ModuleTracker:
         node = self.backward_node()
         if node is not None:
             return int(node._sequence_nr())
-        return int(torch._C._autograd._get_sequence_nr()) - 1
+        return sequence_number() - 1
 
     def forward_op(self) -> str:
         """Return the forward operator to which the backward node that runs now belongs; empty if unknown."""
-        node = torch._C._current_autograd_node()
+        node = current_node()
         return "" if node is None else self._nodes.get(node._sequence_nr(), ("", ""))[1]

@@ -21,14 +21,14 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from bitwitness.site import Site
 from bitwitness.tap.collector import GradientCollector
+from bitwitness.tap.compat import RunningNorm
 from bitwitness.tap.hooks import ModuleHook
 from bitwitness.tap.modules import ROOT, unwrap
 
-_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, RunningNorm)
 _NORM_NAME = re.compile(r"norm(\d+d)?$", re.IGNORECASE)
 _EMBEDDING_NAME = re.compile(r"embedding(bag)?$", re.IGNORECASE)
 _FUNCTIONS = ("layer_norm", "rms_norm")

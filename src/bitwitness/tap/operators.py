@@ -14,10 +14,9 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from bitwitness.site import Site
-from bitwitness.tap.modes import plain_tensors
+from bitwitness.tap.compat import OpOverload, TorchDispatchMode, is_traceable_wrapper_subclass_type, plain_tensors
 from bitwitness.tap.modules import ModuleTracker, own_work
 
 
@@ -25,7 +24,7 @@ from bitwitness.tap.modules import ModuleTracker, own_work
 class OpCall:
     """One operator call: what ran, where, on what, and what came out."""
 
-    func: torch._ops.OpOverload
+    func: OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     result: Any
@@ -60,7 +59,7 @@ def _is_fake(kind: type) -> bool:
 Handler = Callable[[OpCall], Any]
 """Sees a call after it ran; what it returns, unless None, takes the result's place."""
 
-Selector = Callable[[torch._ops.OpOverload], bool]
+Selector = Callable[[OpOverload], bool]
 
 
 class OperatorTap(TorchDispatchMode):
@@ -92,7 +91,7 @@ class OperatorTap(TorchDispatchMode):
         self._tracker = tracker
         self._handler = handler
         self._select = select
-        self._wanted: dict[torch._ops.OpOverload, str | None] = {}
+        self._wanted: dict[OpOverload, str | None] = {}
 
     def __enter__(self) -> Self:
         self._tracker.__enter__()
@@ -105,7 +104,7 @@ class OperatorTap(TorchDispatchMode):
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         self._tracker.__exit__(kind, error, trace)
 
-    def _name(self, func: torch._ops.OpOverload) -> str | None:
+    def _name(self, func: OpOverload) -> str | None:
         """Return the operator's name, or None where the handler does not want it."""
         wanted = self._select is None or self._select(func)
         name = func.overloadpacket.__name__ if wanted else None
@@ -122,7 +121,7 @@ class OperatorTap(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(func, torch._ops.OpOverload):
+        if not isinstance(func, OpOverload):
             return func(*args, **kwargs)  # flex_attention and the like: what runs inside them is not looked at
         if types and any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # a DTensor dispatches again, with the local tensors of this device

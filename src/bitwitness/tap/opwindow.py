@@ -6,12 +6,11 @@ tap is entered at one hook and left at another, and what the script enters meanw
 
 from __future__ import annotations
 
-import sys
 from contextlib import ExitStack
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
+from bitwitness.tap.compat import dispatch_modes, dynamo, pop_dispatch_mode, push_dispatch_mode
 from bitwitness.tap.operators import OperatorTap
 
 
@@ -39,17 +38,17 @@ class OperatorWindow:
         if self._eager is None:
             return
         above = []
-        while self._tap in _get_current_dispatch_mode_stack() and (top := _pop_mode()) is not self._tap:
+        while self._tap in dispatch_modes() and (top := pop_dispatch_mode()) is not self._tap:
             above.append(top)
-        _push_mode(self._tap)
+        push_dispatch_mode(self._tap)
         self._tap.__exit__(None, None, None)
         for mode in reversed(above):
-            _push_mode(mode)
+            push_dispatch_mode(mode)
         self._eager.close()
         self._eager = None
 
 
 def run_eagerly(stack: ExitStack) -> None:
     """Have compiled code run eagerly until the stack is closed; the compiled code is kept."""
-    if "torch._dynamo" in sys.modules:
+    if dynamo() is not None:
         stack.enter_context(torch.compiler.set_stance("force_eager"))

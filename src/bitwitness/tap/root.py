@@ -23,10 +23,10 @@ from bitwitness.tap.capture import ForwardRecord, StepRecord
 from bitwitness.tap.capturing import Capturer, forward_of
 from bitwitness.tap.clock import StepClock, Timer, stopwatch
 from bitwitness.tap.company import wrapped_later
-from bitwitness.tap.compiled import CompiledRegions, broadcasts, distributed, find_entry, in_transform
+from bitwitness.tap.compat import in_transform, queue_after_backward
+from bitwitness.tap.compiled import CompiledRegions, broadcasts, distributed, find_entry
 from bitwitness.tap.forwardhooks import ForwardHooks
 from bitwitness.tap.gradhooks import GradientHooks
-from bitwitness.tap.gradients import queue_after_backward
 from bitwitness.tap.graphwalk import sketch
 from bitwitness.tap.holdpoints import BackwardCall
 from bitwitness.tap.ledger import Change, GradientLedger

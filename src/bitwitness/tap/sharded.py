@@ -18,13 +18,13 @@ from torch import nn
 
 from bitwitness.stats import Features, features_of
 from bitwitness.stats.local import is_wrapper
+from bitwitness.tap.compat import fsdp_groups, fsdp_module
 from bitwitness.tap.compiled import distributed
 from bitwitness.tap.modules import own_work, unwrap
 
 WRAPPED = (
     "parameter {0} is a {1}, a class that wraps other tensors: gradients of such are sensed, and not computed again"
 )
-_PARAM_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +81,14 @@ def sharding_of(model: nn.Module) -> Sharding:
 
 
 def _fsdp_params(module: Any) -> Iterator[Any]:
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    for group in groups:
-        if group is not None:
-            yield from group.fsdp_params
+    for group in fsdp_groups(module):
+        yield from group.fsdp_params
 
 
 def reduces(model: nn.Module) -> bool:
     """Tell whether the next backward of an FSDP2 model reduces its gradients (``set_requires_gradient_sync``)."""
     for module in model.modules():
-        state = getattr(module, "_get_fsdp_state", None)
-        if state is not None and (group := state()._fsdp_param_group) is not None:
+        for group in fsdp_groups(module):
             return bool(group.reduce_grads)
     return True
 
@@ -111,7 +107,7 @@ class ReduceTap:
         self._index = {id(parameter): index for index, parameter in enumerate(parameters)}
         self.parts: dict[int, Features] = {}
         self._on = True
-        self._module = sys.modules[_PARAM_GROUP]
+        self._module = fsdp_module()
         self._original: Callable[..., Any] = self._module.foreach_reduce
         self._ours = self._wrapped
         self._module.foreach_reduce = self._ours  # type: ignore[attr-defined]

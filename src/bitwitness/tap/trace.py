@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from bitwitness.stats import bit_hash
+from bitwitness.tap.compat import OpOverload
 from bitwitness.tap.frames import current_line, line_text
 from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.operators import OpCall, OperatorTap
@@ -15,12 +16,12 @@ from bitwitness.tap.operators import OpCall, OperatorTap
 _MOVES = ("fsdp", "c10d", "_c10d_functional")
 
 
-def moves_between_ranks(func: torch._ops.OpOverload) -> bool:
+def moves_between_ranks(func: OpOverload) -> bool:
     """Tell whether an operator brings what other ranks computed: it differs from rank to rank, and is no computation."""
     return func.namespace in _MOVES
 
 
-def computes(func: torch._ops.OpOverload) -> bool:
+def computes(func: OpOverload) -> bool:
     """Tell whether an operator computes its result, rather than returning a view of its input or raw memory."""
     if moves_between_ranks(func):
         return False

@@ -6,21 +6,20 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from bitwitness.tap.compat import operations_begun, process_groups
+
 Reading = tuple[tuple[int, int], ...]
 """For each process group of this process: its ``id`` and how many operations it has begun."""
 
 
 def read_traffic() -> Reading:
     """Return the counters of all process groups of several ranks; empty where there are none, or they do not count."""
-    module: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    if module is None or not module.is_initialized():
-        return ()
     found = []
-    for group in module._world.pg_map:
+    for group in process_groups():
         if group.size() == 1:
             continue  # nobody is there to exchange anything with
         try:
-            found.append((id(group), int(group._get_sequence_number_for_group())))
+            found.append((id(group), operations_begun(group)))
         except RuntimeError:  # a backend that does not count
             continue
     return tuple(found)
@@ -32,8 +31,7 @@ def groups_between(before: Reading, after: Reading) -> list[Any]:
         return []
     known = dict(before)
     moved = {key for key, count in after if known.get(key) != count}
-    module: Any = sys.modules["torch.distributed.distributed_c10d"]
-    return [group for group in module._world.pg_map if id(group) in moved]
+    return [group for group in process_groups() if id(group) in moved]
 
 
 def without(begun: Reading, ended: Reading, earlier: Reading) -> Reading:

@@ -11,8 +11,8 @@ from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodT
 from typing import Any
 
 from torch import nn
-from torch._library.custom_ops import CustomOpDef
 
+from bitwitness.tap.compat import CustomOpDef
 from bitwitness.tap.origin import imports_of, is_users, is_users_kind, looks_up, users_modules
 from bitwitness.tap.reachable import HOOKS
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitwitness.compare.allowance import arguments
-from bitwitness.compare.names import canonical
+from bitwitness.comparison.allowance import arguments
+from bitwitness.comparison.names import canonical
 from bitwitness.numerics import unit_roundoff
 
 _CONTRACTIONS = ("linear", "matmul", "baddbmm", "conv")

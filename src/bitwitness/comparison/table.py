@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from bitwitness.compare.align import Alignment, Pair
-from bitwitness.compare.values import KeptValues
-from bitwitness.compare.verdict import Judge
+from bitwitness.comparison.align import Alignment, Pair
+from bitwitness.comparison.values import KeptValues
+from bitwitness.comparison.verdict import Judge
 from bitwitness.errors import UsageError
 from bitwitness.finding import to_jsonable
 

@@ -8,8 +8,8 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 
-from bitwitness.compare.frame import Frame
-from bitwitness.compare.names import canonical
+from bitwitness.comparison.frame import Frame
+from bitwitness.comparison.names import canonical
 from bitwitness.errors import UsageError
 from bitwitness.store.source import Source
 

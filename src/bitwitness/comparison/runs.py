@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from bitwitness.compare.align import Alignment, align, row_by_row, same_column, same_structure
-from bitwitness.compare.allowance import group_agrees
-from bitwitness.compare.changes import changes
-from bitwitness.compare.frame import Frame, Node
-from bitwitness.compare.merged import MergedSource, spread_differently
-from bitwitness.compare.suspect import History, Suspect
-from bitwitness.compare.values import KeptValues, Side
-from bitwitness.compare.verdict import Judge
+from bitwitness.comparison.align import Alignment, align, row_by_row, same_column, same_structure
+from bitwitness.comparison.allowance import group_agrees
+from bitwitness.comparison.changes import changes
+from bitwitness.comparison.frame import Frame, Node
+from bitwitness.comparison.merged import MergedSource, spread_differently
+from bitwitness.comparison.suspect import History, Suspect
+from bitwitness.comparison.values import KeptValues, Side
+from bitwitness.comparison.verdict import Judge
 from bitwitness.errors import UsageError
 from bitwitness.finding import to_jsonable
 from bitwitness.store.source import Source
@@ -31,6 +31,8 @@ class Report:
 
     Attributes
     ----------
+    a, b
+        The two recordings: their paths, and whose format they are in.
     first
         The first operator that made an error; None if none did.
     parting
@@ -54,6 +56,8 @@ class Report:
 
     """
 
+    a: str = ""
+    b: str = ""
     first: Suspect | None = None
     parting: Suspect | None = None
     suspects: list[Suspect] = field(default_factory=list)
@@ -136,11 +140,14 @@ def compare(
 
     """
     settings = settings or Settings()
+    name_a, name_b = (f"{source.path} ({source.kind})" for source in (a, b))
     merged = spread_differently(a, b)
     if merged:
         a, b = MergedSource(a), MergedSource(b)
     places = _places(a, b, settings)
-    report = Report(modules=dict(settings.modules), merged=merged, steps=len({step for step, _ in places}))
+    report = Report(
+        name_a, name_b, modules=dict(settings.modules), merged=merged, steps=len({step for step, _ in places})
+    )
     histories: dict[int, History] = {}
     for done, (step, rank) in enumerate(places):
         progress(done, len(places))

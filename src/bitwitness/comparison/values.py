@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from bitwitness.compare.align import Pair
-from bitwitness.compare.frame import Frame
-from bitwitness.compare.recompute import Error, recompute
-from bitwitness.compare.suspect import Suspect
-from bitwitness.compare.tensors import same_bits, tensor_metrics
+from bitwitness.comparison.align import Pair
+from bitwitness.comparison.frame import Frame
+from bitwitness.comparison.recompute import Error, recompute
+from bitwitness.comparison.suspect import Suspect
+from bitwitness.comparison.tensors import same_bits, tensor_metrics
 from bitwitness.errors import UsageError
 from bitwitness.numerics import ErrorMetrics
 from bitwitness.store.source import Source

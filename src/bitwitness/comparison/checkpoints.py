@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bitwitness.compare.pair import DIFFERS, EQUAL, SAME_VALUES, SHAPES, UNREADABLE, Parameter, compare_pair
-from bitwitness.compare.renames import Names, matched
-from bitwitness.compare.table import harmless
+from bitwitness.comparison.pair import DIFFERS, EQUAL, SAME_VALUES, SHAPES, UNREADABLE, Parameter, compare_pair
+from bitwitness.comparison.renames import Names, matched
+from bitwitness.comparison.table import harmless
 from bitwitness.finding import to_jsonable
 from bitwitness.store.checkpoints import Checkpoint
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bitwitness.compare.frame import Frame
+from bitwitness.comparison.frame import Frame
 
 _UNIMPORTANT = (
     "group",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from bitwitness.compare.frame import UNKNOWN, Floats, Frame, Ints
+from bitwitness.comparison.frame import UNKNOWN, Floats, Frame, Ints
 
 ORDER_DIFFERS = 1.0
 """The change where the same bits lie in another order."""

@@ -21,13 +21,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bitwitness.compare.align import Alignment, Pair
-from bitwitness.compare.allowance import allowed, arguments, rms, roundoff
-from bitwitness.compare.changes import BITS_DIFFER, changes
-from bitwitness.compare.describe import argument_differences, norms
-from bitwitness.compare.frame import Frame, Node
-from bitwitness.compare.names import is_random
-from bitwitness.compare.suspect import History, Suspect
+from bitwitness.comparison.align import Alignment, Pair
+from bitwitness.comparison.allowance import allowed, arguments, rms, roundoff
+from bitwitness.comparison.changes import BITS_DIFFER, changes
+from bitwitness.comparison.describe import argument_differences, norms
+from bitwitness.comparison.frame import Frame, Node
+from bitwitness.comparison.names import is_random
+from bitwitness.comparison.suspect import History, Suspect
 
 _STILL = 1e-6  # by which statistics of equal numbers may differ, taken by another number of threads
 _GRADIENT = 1e-3  # by which a gradient of which nothing else is known may differ

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from bitwitness.compare.align import Group, Pair
-from bitwitness.compare.changes import changes
-from bitwitness.compare.frame import Frame
-from bitwitness.compare.names import canonical
+from bitwitness.comparison.align import Group, Pair
+from bitwitness.comparison.changes import changes
+from bitwitness.comparison.frame import Frame
+from bitwitness.comparison.names import canonical
 from bitwitness.numerics import unit_roundoff
 
 _SUM = 4.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from bitwitness.compare.align import Pair
+from bitwitness.comparison.align import Pair
 
 
 @dataclass(slots=True)

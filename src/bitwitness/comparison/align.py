@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
 
-from bitwitness.compare.frame import Frame, Node
-from bitwitness.compare.names import canonical
+from bitwitness.comparison.frame import Frame, Node
+from bitwitness.comparison.names import canonical
 
 _KEYS = ("kind", "phase", "module", "op", "call", "slot", "micro", "recomputed")
 _LONGEST = 400  # nodes of one module: beyond it lists are aligned by operators alone

@@ -1,0 +1,271 @@
+"""Torch's private names: all that bitwitness calls, each with the reason, and with what newer releases have instead.
+
+A new release of torch is read against this file alone. Private attributes of torch's objects (``tensor._version``) cannot be
+gathered like names; `ATTRIBUTES` lists them. ``bitwitness doctor`` looks for both and names what a release lacks.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import reduce
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._compile import _disable_dynamo as not_compiled
+from torch._library.custom_ops import CustomOpDef
+from torch._ops import OpOverload
+from torch.autograd.function import _HookMixin as NodeHooks
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter as keeping_versions
+from torch.nn.modules.batchnorm import _NormBase as RunningNorm
+from torch.nn.utils import clip_grad
+from torch.nn.utils.stateless import _reparametrize_module as reparametrized
+from torch.overrides import _get_current_function_mode_stack as function_modes
+from torch.overrides import _pop_mode as pop_function_mode
+from torch.overrides import _push_mode as push_function_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
+from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
+from torch.utils._python_dispatch import _pop_mode as pop_dispatch_mode
+from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
+
+__all__ = [
+    "CustomOpDef",
+    "NodeHooks",
+    "OpOverload",
+    "RunningNorm",
+    "TorchDispatchMode",
+    "dispatch_modes",
+    "function_modes",
+    "is_traceable_wrapper_subclass",
+    "is_traceable_wrapper_subclass_type",
+    "keeping_versions",
+    "not_compiled",
+    "pop_dispatch_mode",
+    "pop_function_mode",
+    "push_dispatch_mode",
+    "push_function_mode",
+    "reparametrized",
+    "without_dispatch_modes",
+]
+
+Context = AbstractContextManager[Any]
+
+# -- modes: torch has no public way to ask which are on, nor to set one aside that stands below another -------------------
+
+dispatch_depth: Callable[[], int] = torch._C._len_torch_dispatch_stack
+unheard: Callable[[], Context] = torch._C.DisableTorchFunction
+"""Functions that are called inside reach no function mode and no tensor's own ``__torch_function__``."""
+plain_tensors: Callable[[], Context] = torch._C.DisableTorchFunctionSubclass
+"""The same for tensors alone."""
+heard: Callable[[], Context] = torch._C._EnableTorchFunction
+"""Undoes `unheard` inside; torch wraps it only for its own compiler."""
+undispatched: Callable[[], Context] = torch._C._DisableTorchDispatch
+"""No dispatch mode sees what runs inside; unlike `without_dispatch_modes`, at the price of a flag."""
+
+# -- autograd: what nodes were made in which order tells a forward's from those before and after --------------------------
+
+sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""The number of the next node; 2.14 has ``autograd.graph.node_creation_hook``, which would be called for each one."""
+current_node: Callable[[], Any] = torch._C._current_autograd_node
+"""The node whose backward runs in this thread; None outside of backwards. No release has a public one."""
+saving_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+push_saving_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks
+pop_saving_hooks: Callable[[], Any] = torch._C._autograd._pop_saved_tensors_default_hooks
+"""A replay saves tensors as the training did; ``saved_tensors_hooks`` cannot tell which hooks are on."""
+BACKWARD = (torch.autograd, "_engine_run_backward")
+"""What every ``backward()`` and every ``autograd.grad`` calls. No release has a hook before and after a whole backward."""
+TENSOR_PROPERTIES = vars(torch._C.TensorBase)
+
+
+def queue_after_backward(action: Callable[[], None]) -> None:
+    """Have ``action`` called when the backward that runs now has computed everything; callbacks run in queueing order.
+
+    The only way to run before DistributedDataParallel's own last callback. Public as ``torch.autograd.graph.queue_callback``
+    from 2.15 on.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(action)
+
+
+# -- what decides how something is computed ------------------------------------------------------------------------------
+
+mkldnn_enabled: Callable[[], bool] = torch._C._get_mkldnn_enabled
+enable_mkldnn: Callable[[bool], None] = torch._C._set_mkldnn_enabled
+"""``torch.backends.mkldnn.flags`` sets it, and cannot be asked."""
+CLIPPING = (clip_grad, "_group_tensors_by_device_and_dtype")
+"""What every clipping function calls before it writes, also one that a script imported by name before we came."""
+
+
+def default_device_mode() -> Any:
+    """Return the function mode behind ``torch.set_default_device``, which torch keeps at the bottom; None without."""
+    return getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
+
+
+def being_traced() -> bool:
+    """Tell whether ``torch.jit.trace`` is recording what runs now; ``torch.jit.is_tracing`` imports much."""
+    return torch._C._get_tracing_state() is not None
+
+
+def in_transform() -> bool:
+    """Tell whether a transform of ``torch.func`` runs, whose tensors are none that could be kept."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def outside_transforms() -> Context:
+    """Compute meanwhile as if no transform of ``torch.func`` ran: its tensors are none that a check of our own could use."""
+    if not in_transform():
+        return nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    context: Context = temporarily_clear_interpreter_stack()
+    return context
+
+
+def storage_of(pointer: int) -> torch.UntypedStorage | None:
+    """Return the storage that a weak reference leads to; None once nothing uses it. Tensors' own weakrefs miss aliases."""
+    found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(pointer)
+    return found
+
+
+# -- dynamo: only where the script has loaded it, for that takes seconds --------------------------------------------------
+
+
+def dynamo(part: str = "") -> Any:
+    """Return torch's compiler, or a module of its own; None where the script has not loaded it."""
+    return sys.modules.get("torch._dynamo" + (part and f".{part}"))
+
+
+def compiled_frames() -> int:
+    """Return how many frames dynamo has compiled in this process."""
+    utils = dynamo("utils")
+    return 0 if utils is None else int(utils.counters["frames"]["total"])
+
+
+def compiles_backward() -> bool:
+    """Tell whether torch compiles whole backwards, the hooks in them included."""
+    return bool(getattr(dynamo("config"), "compiled_autograd", False))
+
+
+def has_default_stance() -> bool:
+    """Tell whether dynamo is loaded and compiles as it does by default; ``torch.compiler`` can set a stance, not tell it."""
+    frame = dynamo("eval_frame")
+    return frame is not None and bool(frame._stance.stance == "default")
+
+
+# -- ranks ---------------------------------------------------------------------------------------------------------------
+
+
+def process_groups() -> list[Any]:
+    """Return this process's process groups; none where there is no default group."""
+    module: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    return list(module._world.pg_map) if module is not None and module.is_initialized() else []
+
+
+def operations_begun(group: Any) -> int:
+    """Return how many collectives a group has begun. Raises RuntimeError where its backend does not count."""
+    return int(group._get_sequence_number_for_group())
+
+
+def timeouts(group: Any) -> list[float]:
+    """Return after how many seconds each backend of a group gives up; may raise where a backend has no options."""
+    backends = [group._get_backend(device) for device in group._device_types]
+    return [backend.options._timeout.total_seconds() for backend in backends]
+
+
+def default_store() -> Any:
+    """Return the store that the default process group was made with."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def all_gather_options() -> Any:
+    """Return options for an all-gather called on a group itself, past the default group's bookkeeping."""
+    from torch._C._distributed_c10d import AllgatherOptions
+
+    return AllgatherOptions()
+
+
+def running_wrapper() -> Any:
+    """Return the DistributedDataParallel whose forward runs now; None outside of any."""
+    return nn.parallel.DistributedDataParallel._active_ddp_module
+
+
+def fsdp_module() -> ModuleType:
+    """Return the module whose functions reduce FSDP2's gradients; public hooks see them only reduced."""
+    return sys.modules["torch.distributed.fsdp._fully_shard._fsdp_param_group"]
+
+
+def fsdp_groups(module: nn.Module) -> list[Any]:
+    """Return FSDP2's parameter groups of a module; none where it is no FSDP2 module.
+
+    One group a module up to 2.13, perhaps several from 2.14 on.
+    """
+    ask = getattr(module, "_get_fsdp_state", None)
+    if ask is None:
+        return []
+    state = ask()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+# -- attributes ----------------------------------------------------------------------------------------------------------
+
+ATTRIBUTES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    "torch.Tensor": (lambda: torch.empty(0), ("_version", "_base", "_backward_hooks", "_post_accumulate_grad_hooks")),
+    "torch.nn.Module": (nn.Module, ("_parameters", "_buffers", "_modules", "_forward_hooks", "_compiled_call_impl")),
+    "torch.autograd.graph.Node": (lambda: torch.ones(1, requires_grad=True).exp().grad_fn, ("_sequence_nr",)),
+}
+"""Private attributes of torch's objects: versions, hooks and parts are read where they are kept, for there is no way to ask."""
+
+_LATER = (
+    "torch._C._functorch.peek_interpreter_stack",
+    "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack",
+    "torch._C._get_tracing_state",
+    "torch.autograd.Variable._execution_engine.queue_callback",
+    "torch.UntypedStorage._new_with_weak_ptr",
+    "torch.nn.parallel.DistributedDataParallel._active_ddp_module",
+    "torch.distributed.algorithms.Join.__enter__",
+    "torch._foreach_norm",
+    "torch._foreach_max",
+    "torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype",
+    "torch.autograd._engine_run_backward",
+    "torch._dynamo.config",
+    "torch._dynamo.utils.counters",
+    "torch._dynamo.eval_frame._stance",
+    "torch._dynamo.callback.callback_handler",
+    "torch.distributed.distributed_c10d._world",
+    "torch.distributed.distributed_c10d._get_default_store",
+    "torch._C._distributed_c10d.AllgatherOptions",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
+)
+"""Names that are looked up when they are needed; those above are looked up when this file is imported."""
+
+
+def lacking(wanted: Iterable[str] = _LATER) -> list[str]:
+    """Return the private names and attributes that bitwitness needs and this torch does not have."""
+    found = [name for name in wanted if not _there(name)]
+    for kind, (make, names) in ATTRIBUTES.items():
+        found += [f"{kind}.{name}" for name in names if not hasattr(make(), name)]
+    return found
+
+
+def _there(name: str) -> bool:
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            module = importlib.import_module(".".join(parts[:length]))
+            reduce(getattr, parts[length:], module)
+        except ImportError:
+            continue
+        except AttributeError:
+            return False
+        return True
+    return False

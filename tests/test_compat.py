@@ -1,0 +1,40 @@
+"""Torch's private names: one file has them all, and ``doctor`` names those that a release of torch does not have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_layers import LAYERS, SOURCE, TREES, inner_names, part_of
+
+from bitwitness.guard import doctor
+from bitwitness.tap import compat
+
+
+def test_this_torch_has_all_that_bitwitness_stands_on() -> None:
+    assert compat.lacking() == []
+
+
+@pytest.mark.parametrize(
+    "name", ["torch._no_such_module", "torch.autograd._no_such_function", "torch.nn.no_such.module._at_all"]
+)
+def test_what_a_release_lacks_is_named(name: str) -> None:
+    assert compat.lacking(["torch.autograd._engine_run_backward", name]) == [name]
+
+
+def test_doctor_names_it_and_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(compat.ATTRIBUTES, "torch.Tensor", (lambda: torch.empty(0), ("_no_such_version",)))
+    found = doctor.examine()
+    assert found["lacking"] == ["torch.Tensor._no_such_version"]
+    monkeypatch.setattr(doctor, "examine", lambda: found)
+    assert doctor.show(as_json=False) == 1
+    assert "this torch has no torch.Tensor._no_such_version, which bitwitness stands on" in capsys.readouterr().out
+
+
+def test_nothing_else_in_the_torch_layer_has_private_names() -> None:
+    others = {
+        (path.relative_to(SOURCE).as_posix(), name)
+        for path in TREES
+        if part_of(path) in LAYERS["torch"] and path.name != "compat.py"
+        for name in inner_names(TREES[path])
+    }
+    assert not others, "they belong into tap/compat.py, with the reason"
