@@ -31,7 +31,7 @@ from gpt import GPT
 from rounds import peak_mb
 
 import bitwitness as bw
-from bitwitness.comparison.runs import compare
+from bitwitness.comparison.runs import compare_sources
 from bitwitness.store.recording import RecordingWriter
 from bitwitness.store.rows import SCHEMA, Measured, Row
 from bitwitness.store.run import RunSource
@@ -151,7 +151,7 @@ def _repeated(template: pa.Table, steps: range, generator: np.random.Generator, 
 def job(a: str, b: str) -> dict[str, Any]:
     """Compare two runs in this process; return what it took."""
     wall, cpu = time.perf_counter(), time.process_time()
-    report = compare(RunSource(a), RunSource(b))
+    report = compare_sources(RunSource(a), RunSource(b))
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     return {
         "wall": wall,

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from compare_zoo import CASES, Case, record
 from torch import nn
 
+import bitwitness as bw
 from bitwitness.comparison.renamed import Mapping, proposed, read_map
-from bitwitness.comparison.runs import Report, Settings, compare
+from bitwitness.comparison.runs import Report
 from bitwitness.errors import UsageError
 from bitwitness.store.opening import open_source
 from bitwitness.tap.modules import ModuleTracker
@@ -77,7 +78,7 @@ def run(
     if (name, *mode) not in clean:
         clean[name, level, content] = record(folder / "a", CASES[name], level=level, content=content)
     b = record(folder / "b", CASES[name], difference, level=level, content=content, **other)
-    return compare(open_source(clean[name, level, content]), open_source(b))
+    return bw.compare(clean[name, level, content], b)
 
 
 def expected(name: str, difference: str) -> tuple[str, tuple[str, ...] | None]:
@@ -139,7 +140,7 @@ def test_one_row_of_a_weight(tmp_path: Path, mode: tuple[str, str], threads: int
     level, content = mode
     a = planted(tmp_path / "a", "vit", None, level=level, content=content)
     b = planted(tmp_path / "b", "vit", larger_row, level=level, content=content, threads=threads)
-    report = compare(open_source(a), open_source(b))
+    report = bw.compare(a, b)
     assert report.first is not None
     if content == "hash" and threads == 2:
         return  # the bits differ from the first reordered sum on, and hashes do not tell by how much
@@ -150,7 +151,7 @@ def test_one_row_of_a_weight(tmp_path: Path, mode: tuple[str, str], threads: int
 def test_hashes_with_statistics_tell_reordering_from_errors(tmp_path: Path) -> None:
     a = record(tmp_path / "a", CASES["vit"], content="hash")
     b = record(tmp_path / "b", CASES["vit"], content="hash", threads=2)
-    report = compare(open_source(a), open_source(b))
+    report = bw.compare(a, b)
     assert report.first is None
     assert report.differing > 100
 
@@ -162,7 +163,7 @@ def test_one_operator_more_is_told_and_shifts_nothing(tmp_path: Path, factor: fl
         head.register_forward_hook(lambda _module, _args, out: out * factor)
 
     a, b = planted(tmp_path / "a", "vit", None), planted(tmp_path / "b", "vit", more)
-    report = compare(open_source(a), open_source(b))
+    report = bw.compare(a, b)
     assert report.only_a == []
     assert [site for site in report.only_b if ":forward" in site] == [
         "./mul#0:forward"
@@ -188,7 +189,7 @@ def test_renamed_modules_are_matched_and_the_map_can_be_written_and_read(tmp_pat
     b = record(tmp_path / "b", replace(case, make=lambda: Wrapper(case.make())))
     found = proposed(open_source(a), open_source(b))
     assert found["blocks.1.fc1"] == "core.blocks.1.fc1"
-    report = compare(open_source(a), open_source(b), Settings(modules=Mapping(found)))
+    report = bw.compare(a, b, modules=found)
     assert report.first is None
     assert report.rows > 1000
     path = tmp_path / "map.json"
@@ -219,7 +220,7 @@ def test_a_fused_kernel_against_its_parts(tmp_path: Path) -> None:
         record(tmp_path / str(fused), Case(lambda fused=fused: Net(fused=fused), loss))
         for fused in (False, True)  # type: ignore[misc]
     ]
-    report = compare(open_source(runs[0]), open_source(runs[1]))
+    report = bw.compare(runs[0], runs[1])
     assert report.first is None, report.conclusion
     assert any(len(parts) > 3 and "attention" in fused[0] for parts, fused in report.groups)
 
@@ -235,7 +236,7 @@ def test_an_operator_that_computes_wrongly_is_convicted_by_float64(tmp_path: Pat
 
     with OperatorTap(ModuleTracker(), wrong):
         b = record(tmp_path / "b", CASES["encdec"], content="tensors")
-    report = compare(open_source(a), open_source(b))
+    report = bw.compare(a, b)
     assert report.first is not None
     assert report.first.site == "blocks.1.fc2/addmm#0:forward.out0"
     assert "run B computed it wrongly" in report.first.text
@@ -247,6 +248,6 @@ def test_runs_that_share_no_step_are_an_error(tmp_path: Path) -> None:
     a = record(tmp_path / "a", CASES["conv"], steps=1)
     b = record(tmp_path / "b", CASES["conv"], steps=2, level="modules")
     with pytest.raises(UsageError, match=r"has steps 0, .* has steps 0, 1; expected one in common"):
-        compare(open_source(a), open_source(b), Settings(steps=[1]))
+        bw.compare(a, b, steps=[1])
     with pytest.raises(UsageError, match="expected one in common"):
-        compare(open_source(a), open_source(b), Settings(ranks=[7]))
+        bw.compare(a, b, ranks=[7])

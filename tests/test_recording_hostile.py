@@ -20,11 +20,10 @@ from compare_zoo import CASES, record
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+import bitwitness as bw
 from bitwitness.cli import main
 from bitwitness.comparison.recompute import operator_of, recompute
-from bitwitness.comparison.runs import compare
 from bitwitness.errors import UsageError
-from bitwitness.store.opening import open_source
 from bitwitness.store.rows import SCHEMA
 from bitwitness.store.run import RunSource
 from bitwitness.store.tensorfile import TensorReader
@@ -73,7 +72,7 @@ def test_flipped_bytes_end_in_nothing_but_our_own_error(run: Path, good: Path, f
         data[int(where * (len(data) - 1))] = value
     stats_file(run).write_bytes(data)
     with contextlib.suppress(UsageError):
-        compare(open_source(run), open_source(good))
+        bw.compare(run, good)
 
 
 FILE = "step00000000-000001.safetensors"
@@ -94,7 +93,7 @@ FILE = "step00000000-000001.safetensors"
 )
 def test_a_reference_out_of_the_run_is_refused(run: Path, good: Path, reference: str) -> None:
     change(run, tensor=reference)
-    report = compare(open_source(run), open_source(good))
+    report = bw.compare(run, good)
     assert report.problems
     assert report.first is None
     with pytest.raises(UsageError):
@@ -114,7 +113,7 @@ def test_a_reference_out_of_the_run_is_refused(run: Path, good: Path, reference:
 )
 def test_rows_that_contradict_their_tensors_are_named(run: Path, good: Path, columns: dict, said: str) -> None:
     change(run, **columns)
-    report = compare(open_source(run), open_source(good))
+    report = bw.compare(run, good)
     assert any(said in problem for problem in report.problems), report.problems[:3]
 
 

@@ -10,7 +10,7 @@ from jobs import recording
 from ranks import forked
 
 import bitwitness as bw
-from bitwitness.comparison.runs import Report, compare
+from bitwitness.comparison.runs import Report
 from bitwitness.store.opening import open_source
 
 JOB = Path(__file__).parent / "jobs" / "recording.py"
@@ -36,7 +36,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def compared(runs: Path, a: str, b: str) -> Report:
-    return compare(open_source(runs / a), open_source(runs / b))
+    return bw.compare(runs / a, runs / b)
 
 
 def test_a_missing_residual_on_one_rank_is_named_there_and_only_there(runs: Path) -> None:

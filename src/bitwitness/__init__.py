@@ -15,7 +15,7 @@ from bitwitness.version import __version__
 
 if TYPE_CHECKING:
     from bitwitness.asd import ASDBase, watch_gradient
-    from bitwitness.comparison.recordings import compare_recordings as compare
+    from bitwitness.comparison.recordings import compare
     from bitwitness.config import Config
     from bitwitness.errors import BitwitnessError, ConfigError, TrainingStopped, UsageError
     from bitwitness.finding import Cause, Finding, Verdict
@@ -47,7 +47,7 @@ __all__ = [
     "watch_gradient",
 ]
 
-_HOMES = {  # a module, or a module and the name in it
+_HOMES = {
     "ASDBase": "asd",
     "BitwitnessError": "errors",
     "Cause": "finding",
@@ -61,7 +61,7 @@ _HOMES = {  # a module, or a module and the name in it
     "TrainingStopped": "errors",
     "UsageError": "errors",
     "Verdict": "finding",
-    "compare": "comparison.recordings:compare_recordings",
+    "compare": "comparison.recordings",
     "save": "record.saved",
     "trace_nonfinite": "guard.nonfinite",
     "watch_gradient": "asd",
@@ -71,8 +71,7 @@ _HOMES = {  # a module, or a module and the name in it
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'bitwitness' has no attribute {name!r}; it has {', '.join(__all__)}")
-    module, _, inner = _HOMES[name].partition(":")
-    return getattr(import_module(f"bitwitness.{module}"), inner or name)
+    return getattr(import_module(f"bitwitness.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

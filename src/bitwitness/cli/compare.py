@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
 
         code: int = run(args.a, args.b, args.json, args.csv)
         return code
-    from bitwitness.comparison.recordings import compare_recordings
+    from bitwitness.comparison.recordings import compare
     from bitwitness.comparison.renamed import proposed, read_map
     from bitwitness.store.opening import open_source
 
@@ -58,9 +58,7 @@ def main(args: argparse.Namespace) -> int:
     papers = _papers(args)
     with progress_bar("steps") as progress:
         sinks = [papers.sink] if papers.papers else []
-        report = compare_recordings(
-            args.a, args.b, modules=modules, ranks=ranks, steps=steps, sinks=sinks, progress=progress
-        )
+        report = compare(args.a, args.b, modules=modules, ranks=ranks, steps=steps, sinks=sinks, progress=progress)
     papers.finish(report.to_dict())
     if args.json == "-":
         print(json.dumps(report.to_dict(), indent=1, allow_nan=False))

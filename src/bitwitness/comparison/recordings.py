@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 from bitwitness.comparison.renamed import Mapping as Renamed
 from bitwitness.comparison.renamed import proposed
-from bitwitness.comparison.runs import Report, RowSink, Settings, compare
+from bitwitness.comparison.runs import Report, RowSink, Settings, compare_sources
 from bitwitness.store.folder import Run
 from bitwitness.store.opening import open_source
 
 Recording = str | os.PathLike[str] | Run
 
 
-def compare_recordings(
+def compare(
     a: Recording,
     b: Recording,
     *,
@@ -54,4 +54,4 @@ def compare_recordings(
     left, right = (open_source(one.path if isinstance(one, Run) else one) for one in (a, b))
     names = proposed(left, right) if modules is None else modules
     settings = Settings(modules=Renamed(names), ranks=ranks, steps=steps)
-    return compare(left, right, settings, sinks=sinks, progress=progress)
+    return compare_sources(left, right, settings, sinks=sinks, progress=progress)

@@ -116,7 +116,7 @@ class Settings:
     steps: Sequence[int] | None = None
 
 
-def compare(
+def compare_sources(
     a: Source,
     b: Source,
     settings: Settings | None = None,
