@@ -3,11 +3,23 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 
-.PHONY: test check demo demo-seed bench bench-record bench-compare detect campaign innocent clean
+.PHONY: test test-torch check demo demo-seed bench bench-record bench-compare detect campaign innocent clean
 
 # three files of tests at a time on two cores: most wait for the processes that they start
 test: .stamp-venv check
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+
+# the same on another release of torch, in an environment of its own: make test-torch VERSION=2.14.1
+# (PyPI's builds for Linux bring some five gigabytes of CUDA libraries)
+test-torch:
+	@test -n "$(VERSION)" || { echo 'name a release of torch: make test-torch VERSION=2.14.1'; exit 2; }
+	$(PYTHON) -m venv .venv-torch-$(VERSION)
+	sed '/^torch==/d; /^setuptools==/d' constraints.txt > .venv-torch-$(VERSION)/constraints.txt
+	.venv-torch-$(VERSION)/bin/python -m pip install --quiet torch==$(VERSION)
+	.venv-torch-$(VERSION)/bin/python -m pip install --quiet --constraint .venv-torch-$(VERSION)/constraints.txt \
+		torch==$(VERSION) --requirement requirements-dev.txt
+	.venv-torch-$(VERSION)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	.venv-torch-$(VERSION)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 check: .stamp-venv
 	$(BIN)/ruff check .

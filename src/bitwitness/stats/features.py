@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,12 +32,15 @@ class Features:
         beyond float32 becomes infinite. Of a complex gradient the larger one of a real and an imaginary part.
     digest
         int64 [P]: `bit_hash` of each; empty where hashes were not asked for.
+    high
+        float32 [P]: largest value, with its sign, which changes where signs do; empty where it was not measured.
 
     """
 
     l2: Tensor
     absmax: Tensor
     digest: Tensor
+    high: Tensor = field(default_factory=partial(torch.empty, 0))
 
 
 @torch.no_grad()
@@ -76,7 +80,8 @@ def features_of(grads: Sequence[Tensor], *, hashed: bool = True) -> Features:
 
     magnitudes = _magnitudes(values, home, in_cache)
     digest = _digests(bits, folds, home)
-    return Features(magnitudes[:, 0].contiguous(), magnitudes[:, 1].contiguous(), digest)
+    l2, absmax, high = (magnitudes[:, column].contiguous() for column in range(3))
+    return Features(l2, absmax, digest, high)
 
 
 def _digests(bits: list[list[Tensor]], folds: dict[int, Fold], home: torch.device) -> Tensor:
@@ -101,7 +106,7 @@ def _plain(value: Tensor) -> Tensor:
 
 
 def _magnitudes(values: list[Tensor], home: torch.device, in_cache: Callable[[int], None]) -> Tensor:
-    """Return L2 and largest magnitude, float32 [P, 2] on ``home``, with as few calls as the devices allow.
+    """Return L2, largest magnitude and largest value, float32 [P, 3] on ``home``, with as few calls as the devices allow.
 
     ``in_cache`` is called with the position of each large gradient on a CPU just after it was read.
     """
@@ -112,7 +117,7 @@ def _magnitudes(values: list[Tensor], home: torch.device, in_cache: Callable[[in
     for (device, _, length), members in batches.items():
         tensors = [values[index] for index in members]
         if length == 0:
-            batch = torch.zeros(len(members), 2, device=device)
+            batch = torch.zeros(len(members), 3, device=device)
         elif length > 0:
             batch = _of_equal_length(torch.stack(tensors))
         elif device.type == "cpu":
@@ -121,7 +126,7 @@ def _magnitudes(values: list[Tensor], home: torch.device, in_cache: Callable[[in
             batch = _fused(tensors)
         for index, row in zip(members, batch.to(home, torch.float32).unbind(), strict=True):
             rows[index] = row
-    return torch.stack(rows) if rows else torch.empty(0, 2)
+    return torch.stack(rows) if rows else torch.empty(0, 3)
 
 
 def _common_length(value: Tensor) -> int:
@@ -132,7 +137,8 @@ def _common_length(value: Tensor) -> int:
 
 def _of_equal_length(stacked: Tensor) -> Tensor:
     low, high = stacked.aminmax(dim=1)
-    return torch.stack([_norm(stacked, 1), torch.maximum(high, -low).to(_accumulator(stacked))], 1)
+    dtype = _accumulator(stacked)
+    return torch.stack([_norm(stacked, 1), torch.maximum(high, -low).to(dtype), high.to(dtype)], 1)
 
 
 def _one_by_one(tensors: list[Tensor], members: list[int], in_cache: Callable[[int], None]) -> Tensor:
@@ -143,14 +149,15 @@ def _one_by_one(tensors: list[Tensor], members: list[int], in_cache: Callable[[i
         lows.append(low)
         highs.append(high)
         in_cache(index)
-    absmax = torch.maximum(torch.stack(highs), -torch.stack(lows))
-    return torch.stack([torch.stack(norms), absmax.to(_accumulator(tensors[0]))], 1)
+    dtype, high = _accumulator(tensors[0]), torch.stack(highs)
+    absmax = torch.maximum(high, -torch.stack(lows))
+    return torch.stack([torch.stack(norms), absmax.to(dtype), high.to(dtype)], 1)
 
 
 def _fused(tensors: list[Tensor]) -> Tensor:
     dtype = _accumulator(tensors[0])
     norms = [torch.stack(torch._foreach_norm(tensors, order, dtype=dtype)) for order in (2, torch.inf)]
-    return torch.stack(norms, 1)
+    return torch.stack([*norms, torch.stack(torch._foreach_max(tensors)).to(dtype)], 1)
 
 
 def _norm_by_blocks(x: Tensor) -> Tensor:

@@ -107,6 +107,8 @@ def wrapped_later(model: nn.Module) -> bool:
         What the guard was given: the wrapper itself, where it was made before.
 
     """
+    if not (dist.is_available() and dist.is_initialized()):
+        return False  # asked at every forward: nothing is walked where nobody can reduce
     if model in _whole and sharding_of(model).spread:
         return True
     own = distributed(model)

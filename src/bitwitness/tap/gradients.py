@@ -17,7 +17,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from bitwitness.stats import Features, features_of, marks_of, norms_of
+from bitwitness.stats import Features, features_of, norms_of
 from bitwitness.tap.compiled import distributed
 from bitwitness.tap.modules import own_work
 from bitwitness.tap.sharded import ReduceTap, sharding_of
@@ -36,7 +36,7 @@ def features_with_absent(grads: list[torch.Tensor | None], device: torch.device,
         return empty.index_copy_(0, index, values.to(device)) if here else empty
 
     digest = spread(features.digest) if hashed else features.digest
-    return Features(spread(features.l2), spread(features.absmax), digest)
+    return Features(spread(features.l2), spread(features.absmax), digest, spread(features.high))
 
 
 class LocalGradients:
@@ -66,7 +66,7 @@ class LocalGradients:
         self._parts: list[Features | None] = [None] * len(parameters)
         self._unreduced: dict[int, Features] = {}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._left: torch.Tensor | None = None
+        self._left: Features | None = None
         self.reduced: torch.Tensor | None = None
         """Norms of the reduced gradients as the backward left them, float32 [P]; None where gradients are local."""
         self.reducing = True
@@ -174,17 +174,15 @@ class LocalGradients:
                 self._latest = self._left = None
                 if read:
                     self.collect(hashed=False)
-                    self._left = self._marks()
+                    self._left = self._latest
 
     def untouched(self) -> bool:
         """Tell whether the gradients still are what a backward left, where these are local; waits for the device."""
         if self._left is None:
             return True
-        with own_work(), torch.no_grad():
-            return torch.equal(self._marks().nan_to_num(), self._left.nan_to_num())
-
-    def _marks(self) -> torch.Tensor:
-        return marks_of([p.grad for p in self._parameters if p.grad is not None], self._device)
+        now, left = self.describe(), self._left
+        pairs = (now.l2, left.l2), (now.absmax, left.absmax), (now.high, left.high)
+        return all(torch.equal(after.nan_to_num(), before.nan_to_num()) for after, before in pairs)
 
     def reduced_untouched(self) -> bool:
         """Tell whether the reduced gradients still have the norms with which a backward left them; waits for the device."""
