@@ -20,11 +20,11 @@ class Own(Recording):
 
     def begin(self) -> None:
         """Start."""
-        self._recorder.start()
+        self._recorder.resume()
 
     def end(self) -> None:
         """Stop, and have everything written."""
-        self._recorder.stop()
+        self._recorder.pause()
 
 
 @contextmanager

@@ -117,19 +117,20 @@ def test_training_under_a_recorder_is_bit_identical_and_leaves_nothing(tmp_path:
         assert not any(p._post_accumulate_grad_hooks for p in recorded.parameters())
 
 
-def test_a_stopped_recorder_hooks_nothing(tmp_path: Path) -> None:
+def test_a_paused_recorder_counts_steps_and_hooks_nothing_else(tmp_path: Path) -> None:
     net = Net()
     backward = torch.autograd._engine_run_backward
     with bw.Recorder(net, out=tmp_path / "run", recording=False) as recorder:
         train(net, 1)
         assert torch.autograd._engine_run_backward is backward
-        assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
-        recorder.start()
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules() if m is not net)
+        recorder.resume()
         train(net, 1)
-        recorder.stop()
+        recorder.pause()
         assert torch.autograd._engine_run_backward is backward
         train(net, 1)
-    assert {r["step"] for r in rows(recorder.folder)} == {0}
+    assert {r["step"] for r in rows(recorder.folder)} == {1}
+    assert recorder.clock.step == 2
 
 
 def test_recomputation_is_recorded_and_told_apart(tmp_path: Path) -> None:

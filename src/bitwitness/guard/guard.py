@@ -34,6 +34,8 @@ from bitwitness.store import RunWriter, claim_folder, release_folder
 from bitwitness.tap.company import join_ranks, wrappers_noticed
 from bitwitness.tap.holdpoints import HoldPoints
 from bitwitness.tap.modules import unwrap
+from bitwitness.tap.owners import Owners
+from bitwitness.tap.stepcount import StepCounter
 
 
 class Guard:
@@ -89,7 +91,7 @@ class Guard:
         _check(model, self.optimizers)
         self._stack = ExitStack()
         self._used = False
-        self._watching = False
+        self._points: HoldPoints | None = None
         self._inherited = False
         self._writer: RunWriter | None = None
         self.watch: Watch | None = None
@@ -137,9 +139,11 @@ class Guard:
         clock, skip = self.watch.clock, self.watch.proceedings.skip
         points = SkipPoints(self.watch, skip, lambda: clock.step)
         listener = PROCESS.over(self.watch.root.entry, points, self.close)
-        self._holdpoints = HoldPoints(self._stack.enter_context(listener))
-        self._stack.callback(self.pause)
-        self.resume()
+        self._looking = HoldPoints(self._stack.enter_context(listener))
+        counter = StepCounter(clock, Owners(root.parameters(), self.optimizers or None).ours)
+        self._counting = HoldPoints(counter, counting=True)
+        self._stack.callback(self._leave)
+        self._enter(self._looking, away=False)
         if writer is not None:
             writer.describe(
                 config=to_dict(self.config),
@@ -198,24 +202,33 @@ class Guard:
         if self._inherited:
             return
         self._inherited = True
-        self.pause()
+        self._leave()
         if self.watch is not None:
             self.watch.close()
         discard_root(unwrap(self.model))
 
     def pause(self) -> None:
-        """Look away: nothing is checked until `resume`, and nothing is patched meanwhile."""
-        if self.watch is not None and self._watching:
-            self._watching = False
-            self.watch.root.paused = True
-            self._holdpoints.__exit__(None, None, None)
+        """Look away: nothing is checked until `resume`; steps are counted meanwhile, and no more."""
+        if self._points is not None:
+            self._enter(self._counting, away=True)
 
     def resume(self) -> None:
         """Look again, from the next forward on."""
-        if self.watch is not None and not self._watching:
-            self._watching = True
-            self.watch.root.paused = False
-            self._holdpoints.__enter__()
+        if self._points is not None:
+            self._enter(self._looking, away=False)
+
+    def _enter(self, points: HoldPoints, *, away: bool) -> None:
+        if points is not self._points:
+            self._leave()
+            self._on().root.paused = self._on().root.away = away
+            self._points = points.__enter__()
+
+    def _leave(self) -> None:
+        """Hear of nothing any more."""
+        if self._points is not None:
+            self._on().root.paused, self._on().root.away = True, False
+            self._points.__exit__(None, None, None)
+            self._points = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was learned of this training, tensors and numbers, to be saved beside a checkpoint of this rank.

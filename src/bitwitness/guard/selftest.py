@@ -23,7 +23,7 @@ from bitwitness.sense.light import LightStep
 from bitwitness.sense.nonfinite import NonfiniteSensor
 from bitwitness.sense.peers import PeersSensor
 from bitwitness.sense.trend import TrendSensor
-from bitwitness.tap.holdpoints import BackwardCall, HoldPoints
+from bitwitness.tap.holdpoints import BackwardCall, HoldPoints, StepListener
 from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.operators import OperatorTap
 
@@ -115,7 +115,7 @@ def _checksum() -> str:
     return _seen(*found)
 
 
-class _Listener:
+class _Listener(StepListener):
     """Notes which moments it was told of."""
 
     def __init__(self) -> None:
@@ -130,14 +130,8 @@ class _Listener:
     def hold(self, *, scaler: GradScaler | None = None, optimizer: Optimizer | None = None) -> None:
         self.told.append("unscale" if scaler else "step" if optimizer else "clip")
 
-    def closure_begins(self, optimizer: Optimizer) -> None:
-        del optimizer
-
     def closure_ended(self, optimizer: Optimizer) -> None:
         self.hold(optimizer=optimizer)
-
-    def zeroing(self, owner: Optimizer | torch.nn.Module) -> None:
-        del owner
 
     def zeroed(self, owner: Optimizer | torch.nn.Module) -> None:
         del owner

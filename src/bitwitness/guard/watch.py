@@ -36,7 +36,7 @@ from bitwitness.stats import Features
 from bitwitness.tap.capture import StepRecord
 from bitwitness.tap.clock import StepClock, Timer
 from bitwitness.tap.gradients import LocalGradients
-from bitwitness.tap.holdpoints import BackwardCall
+from bitwitness.tap.holdpoints import BackwardCall, StepListener
 from bitwitness.tap.lossgraph import LossGraph
 from bitwitness.tap.modes import scripts_modes_off
 from bitwitness.tap.owners import Owners
@@ -47,7 +47,7 @@ _RANGES_EVERY = 4  # deep steps
 _STEPS_UNSEEN = 3  # a script's model may be found in its first forward, which goes by
 
 
-class Watch:
+class Watch(StepListener):
     """Listens to one root's training steps.
 
     Parameters
@@ -199,9 +199,6 @@ class Watch:
             self.root.record.give_up(BY_HAND)
             self._armed = True
         self._look(scaler)
-
-    def closure_begins(self, optimizer: Optimizer) -> None:
-        """A closure has yet to complete the gradients."""
 
     def closure_ended(self, optimizer: Optimizer) -> None:
         """Look at the gradients that a closure has completed; each call of it is a hold point of its own."""

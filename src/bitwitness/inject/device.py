@@ -27,7 +27,7 @@ from bitwitness.inject.schedule import Firing, Trigger
 from bitwitness.site import Site, matches
 from bitwitness.tap.clock import StepClock
 from bitwitness.tap.compat import OpOverload, without_dispatch_modes
-from bitwitness.tap.holdpoints import BackwardCall, HoldPoints
+from bitwitness.tap.holdpoints import BackwardCall, HoldPoints, StepListener
 from bitwitness.tap.modules import REFERENCE, ModuleTracker, own_work
 from bitwitness.tap.operators import OpCall, OperatorTap
 
@@ -210,8 +210,8 @@ class FaultyDevice:
             self.clock.begin_forward()
 
 
-class _Moments:
-    """What the device hears of a training step; see `bitwitness.tap.holdpoints.StepListener`."""
+class _Moments(StepListener):
+    """What the device hears of a training step: not of hold points, at which a guard may run the same step again."""
 
     def __init__(self, device: FaultyDevice) -> None:
         self._device = device
@@ -219,21 +219,6 @@ class _Moments:
     def around_backward(self, _call: BackwardCall) -> AbstractContextManager[None]:
         self._device.begin_backward()
         return nullcontext()
-
-    def hold(self, **_who: Any) -> None:
-        pass  # the guard may run the step again now, which is the same step
-
-    def closure_begins(self, _optimizer: Any) -> None:
-        pass
-
-    def closure_ended(self, _optimizer: Any) -> None:
-        pass
-
-    def zeroing(self, _owner: Any) -> None:
-        pass
-
-    def zeroed(self, _owner: Any) -> None:
-        pass
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         self._device.optimizer_stepped(optimizer)

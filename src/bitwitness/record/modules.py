@@ -115,6 +115,8 @@ class ModuleRecorder:
         self._calls: Counter[str] = Counter()
         self._open: list[tuple[nn.Module, int, list[Entry], int, int]] = []
         self._hooks: list[ModuleHook] = []
+        self.evaluating = False
+        """The forward that runs is none of a step's."""
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def attach(self) -> None:
@@ -147,7 +149,7 @@ class ModuleRecorder:
             self._before(module, args, kwargs)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if in_replay():
+        if in_replay() or self.evaluating:
             return
         try:
             with own_work():
@@ -184,7 +186,7 @@ class ModuleRecorder:
         self._open.append((module, call, entries, -1 if self._stacks is None else self._stacks.current(), backward))
 
     def _after(self, module: nn.Module, _args: Any, _kwargs: Any, result: Any) -> None:
-        if in_replay():
+        if in_replay() or self.evaluating:
             return
         try:
             with own_work():

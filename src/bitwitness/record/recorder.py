@@ -30,21 +30,22 @@ from bitwitness.site import Site
 from bitwitness.store import RunWriter, claim_folder
 from bitwitness.store.environment import describe, hyperparameters
 from bitwitness.store.recording import RecordingWriter
-from bitwitness.tap.clock import StepClock
+from bitwitness.tap.clock import StepClock, TrainingForwards
 from bitwitness.tap.company import join_ranks
 from bitwitness.tap.compiled import HookedCall, distributed, find_entry
 from bitwitness.tap.frames import Stacks
-from bitwitness.tap.holdpoints import BackwardCall, HoldPoints
+from bitwitness.tap.holdpoints import BackwardCall, HoldPoints, StepListener
 from bitwitness.tap.hooks import ModuleHook
-from bitwitness.tap.modules import ModuleTracker, own_work, unwrap
+from bitwitness.tap.modules import ModuleTracker, in_backward, own_work, unwrap
 from bitwitness.tap.opwindow import OperatorWindow, run_eagerly
 from bitwitness.tap.owners import Owners
 from bitwitness.tap.randomness import in_replay
+from bitwitness.tap.stepcount import StepCounter
 
 _DEADLINE_S = 60.0
 
 
-class Recorder:
+class Recorder(StepListener):
     """Records what a model computes, step by step, into a run folder.
 
     Parameters
@@ -90,7 +91,7 @@ class Recorder:
         self._on = ExitStack()
         self._eager = ExitStack()
         self._running = False
-        self._trained = False
+        self._steps = TrainingForwards(self.root)
         self._writing: RecordingWriter | None = None
         self._run: RunWriter | None = None
         self._owners = Owners(self.root.parameters(), None)
@@ -106,14 +107,14 @@ class Recorder:
         self.folder = ranks.tell(str(claim_folder(self._out)) if ranks.rank == 0 else "", 0)
         self._stack.callback(ranks.close)
         self._prepare(ranks)
-        if self.config.recording:
-            self.start()
+        if self.config.wants_rank(self._rank):
+            (self.resume if self.config.recording else self.pause)()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stop()
+        self._leave()
         if self._writing is not None:
             self._writing.close()
         self._stack.close()
@@ -135,14 +136,9 @@ class Recorder:
         self._stacks = Stacks() if config.stacks else None
         self._tracker = ModuleTracker()
         self._state = StateRecorder(self.root, self._log, self._fail, optimizer_state=config.optimizer_state)
+        what = {"enabled": config.modules, "operators": config.operators}
         self._modules = ModuleRecorder(
-            self.root,
-            self._log,
-            self._stacks,
-            self._fail,
-            enabled=config.modules,
-            operators=config.operators,
-            reads=self._state.read_by,
+            self.root, self._log, self._stacks, self._fail, reads=self._state.read_by, **what
         )
         operators = OperatorRecorder(self._log, self._tracker, self._stacks, self._fail)
         self._window = OperatorWindow(operators.tap())
@@ -151,13 +147,38 @@ class Recorder:
         self._step_open = False
         self._held = False
 
-    def start(self) -> None:
+    def resume(self) -> None:
         """Record from the next forward on."""
         if self._running or self.folder is None or not self.config.wants_rank(self._rank):
             return
+        self._leave()
         self._running = True
         self._mind_compiled(self.clock.step)
-        hooks = [ModuleHook(self._forward_begins), ModuleHook(self._forward_ended)]
+        self._hook(ModuleHook(self._forward_begins), ModuleHook(self._forward_ended))
+        self._on.enter_context(HoldPoints(self))
+        recording.add(self)
+        self._on.callback(recording.discard, self)
+
+    def pause(self) -> None:
+        """Record nothing until `resume`; steps are counted meanwhile, and no more."""
+        if self.folder is None or not self.config.wants_rank(self._rank):
+            return
+        self._leave()
+        self._hook(ModuleHook(self._forward_passes), ModuleHook())
+        self._on.enter_context(HoldPoints(StepCounter(self.clock, self._owners.ours), counting=True))
+
+    def _leave(self) -> None:
+        """Write what there is; no hook and nothing patched stays."""
+        if self._running:
+            self._running = False
+            self._close_step()
+            self._eager.close()
+        self._on.close()
+        if self._writing is not None and sys.exc_info()[0] is None:
+            self._writing.flush()
+
+    def _hook(self, *hooks: ModuleHook) -> None:
+        """Have the root's forwards told, before and after."""
         for hook in hooks:
             self._on.callback(hook.let_go)
         # Where the training enters compiled code, not inside: on leaving it dynamo puts back the dispatch state of before.
@@ -167,26 +188,12 @@ class Recorder:
         else:
             self._on.callback(entry.module.register_forward_pre_hook(hooks[0], prepend=True, with_kwargs=True).remove)
             self._on.callback(entry.module.register_forward_hook(hooks[1], with_kwargs=True, always_call=True).remove)
-        self._on.enter_context(HoldPoints(self))
-        recording.add(self)
-        self._on.callback(recording.discard, self)
 
     def _mind_compiled(self, step: int) -> None:
         """Have compiled code run eagerly in a step that is recorded, and as compiled in others."""
         self._eager.close()
         if self.config.wants_step(step):
             run_eagerly(self._eager)
-
-    def stop(self) -> None:
-        """Record nothing until `start`; no hook and nothing patched stays meanwhile."""
-        if not self._running:
-            return
-        self._running = False
-        self._close_step()
-        self._eager.close()
-        self._on.close()
-        if self._writing is not None and sys.exc_info()[0] is None:
-            self._writing.flush()
 
     def step(self) -> None:
         """Say that a step ended, where no optimizer tells it (inference)."""
@@ -237,13 +244,13 @@ class Recorder:
     def _forward_begins(self, _root: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         if self._depth or in_replay():  # recomputed: a checkpoint around the whole root; or the guard runs a step again
             return
-        training = torch.is_grad_enabled()
+        evaluates = self._steps.evaluates()
         with self._safely("steps"):
-            self._trained |= training
-            if not training and self._trained:
+            if evaluates:
                 self._window.close()
-                return  # an evaluation between steps
-            if self._step_open and not training:
+                self._modules.evaluating = True
+                return
+            if self._steps.inferring and self.clock.begun:
                 self.step()
             if self.clock.begin_forward():
                 self._close_step()
@@ -260,8 +267,17 @@ class Recorder:
                     self._tracker.begin(self.root)
 
     def _forward_ended(self, _root: nn.Module, _args: Any, _kwargs: Any, _result: Any) -> None:
+        self._modules.evaluating = False
         if not self._depth and not torch.is_grad_enabled():
             self._window.close()
+
+    def _forward_passes(self, _root: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+        """Count the step of a forward that is not recorded."""
+        if in_backward() or in_replay() or self._steps.evaluates():
+            return
+        if self._steps.inferring and self.clock.begun:
+            self.clock.end_step()
+        self.clock.begin_forward()
 
     def _open_step(self) -> None:
         self._backpropagated = False
@@ -332,18 +348,9 @@ class Recorder:
             if optimizer is not None and scaler is None:
                 self._state.before_optimizer(optimizer)
 
-    def closure_begins(self, optimizer: Optimizer) -> None:
-        """A closure has yet to complete the gradients."""
-
     def closure_ended(self, optimizer: Optimizer) -> None:
         """Record the gradients that it completed."""
         self.hold(optimizer=optimizer)
-
-    def zeroing(self, owner: Optimizer | nn.Module) -> None:
-        """Gradients are about to be zeroed."""
-
-    def zeroed(self, owner: Optimizer | nn.Module) -> None:
-        """Gradients were zeroed."""
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """Record what an optimizer made of the parameters; the step may end here."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from torch.optim.optimizer import (
 
 from bitwitness.tap import reasons
 from bitwitness.tap.compat import BACKWARD, CLIPPING, not_compiled
+from bitwitness.tap.patching import replaced
 
 RunBackward = Callable[..., Any]
 
@@ -65,11 +66,13 @@ class BackwardCall:
         return reasons.AUTOCAST_BACKWARD if torch.is_autocast_enabled(device.type) else None
 
 
-class StepListener(Protocol):
-    """Who is told of the moments. The guard is one."""
+class StepListener:
+    """Who is told of the moments, to be derived from; each moment that is left as it is does nothing."""
 
     def around_backward(self, call: BackwardCall) -> AbstractContextManager[None]:
         """Return what a backward is run inside."""
+        del call
+        return nullcontext()
 
     def hold(self, *, scaler: GradScaler | None = None, optimizer: Optimizer | None = None) -> None:
         """Gradients are complete, raw, and about to be unscaled, clipped or used, whichever comes first."""
@@ -93,7 +96,7 @@ class StepListener(Protocol):
         """A scaler ended the step; its optimizers may have been skipped."""
 
 
-class Relay:
+class Relay(StepListener):
     """Passes the moments on to another listener, if there is one; to be derived from by who only minds some of them."""
 
     def __init__(self, listener: StepListener | None) -> None:
@@ -146,27 +149,35 @@ class Relay:
 class HoldPoints:
     """Tells a listener of the moments while entered; leaves torch as it found it.
 
-    Several may be on at once (one a guard); each wraps what it finds and, on leaving, puts back what it wrapped if it
-    is still on top, else becomes a plain pass-through.
+    Several may be on at once (one a guard), and leave in any order; each wraps what it finds.
+
+    Parameters
+    ----------
+    listener
+        Is told.
+    counting
+        Tell of the ends of steps alone: what optimizers and scalers did.
+
     """
 
-    def __init__(self, listener: StepListener) -> None:
+    def __init__(self, listener: StepListener, *, counting: bool = False) -> None:
         self._listener = listener
+        self._counting = counting
         self._stack = ExitStack()
         self._on = False
 
     def __enter__(self) -> Self:
         self._on = True
+        self._patch(GradScaler, "update", self._wrap_update)
+        self._stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+        if self._counting:
+            return self
         self._patch(*BACKWARD, self._wrap_backward)
         self._patch(*CLIPPING, self._wrap_grouping)
         self._patch(GradScaler, "unscale_", self._wrap_unscale)
-        self._patch(GradScaler, "update", self._wrap_update)
         self._patch(Optimizer, "zero_grad", self._wrap_zeroing)
         self._patch(nn.Module, "zero_grad", self._wrap_zeroing)
-        before = register_optimizer_step_pre_hook(self._before_step)
-        after = register_optimizer_step_post_hook(self._after_step)
-        self._stack.callback(before.remove)
-        self._stack.callback(after.remove)
+        self._stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         return self
 
     def __exit__(
@@ -176,15 +187,7 @@ class HoldPoints:
         self._stack.close()
 
     def _patch(self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        original = getattr(owner, name)
-        ours = wrap(original)
-        setattr(owner, name, ours)
-
-        def restore() -> None:
-            if getattr(owner, name) is ours:
-                setattr(owner, name, original)
-
-        self._stack.callback(restore)
+        self._stack.enter_context(replaced(owner, name, wrap))
 
     def _wrap_backward(self, original: RunBackward) -> RunBackward:
         @functools.wraps(original)

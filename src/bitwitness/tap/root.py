@@ -21,7 +21,7 @@ from bitwitness.stats import marks_of, total_of
 from bitwitness.tap import reasons
 from bitwitness.tap.capture import ForwardRecord, StepRecord
 from bitwitness.tap.capturing import Capturer, forward_of
-from bitwitness.tap.clock import StepClock, Timer, stopwatch
+from bitwitness.tap.clock import StepClock, Timer, TrainingForwards, stopwatch
 from bitwitness.tap.company import wrapped_later
 from bitwitness.tap.compat import in_transform, queue_after_backward
 from bitwitness.tap.compiled import CompiledRegions, broadcasts, distributed, find_entry
@@ -99,7 +99,8 @@ class RootTap:
         self.backwards = self.forwards_seen = self.outputs_seen = 0
         self.unseen_backwards = 0
         """Backwards that reached the parameters without a recorded forward."""
-        self.paused = self.reducing = self.first = self._reached = self._trained = False
+        self.paused = self.away = self.reducing = self.first = self._reached = False
+        self._forwards = TrainingForwards(self.root)
         self._clock = clock
         self._around = around_forward
         self._local_gradients = local_gradients
@@ -126,12 +127,7 @@ class RootTap:
             is_inside=lambda tensor: forward_of(self.record, tensor) is not None,
         )
         self.capturer = Capturer(
-            self.root,
-            self.device,
-            capture_limit,
-            self.window,
-            hashed=hashed,
-            private=self.sharding.spread,
+            self.root, self.device, capture_limit, self.window, hashed=hashed, private=self.sharding.spread
         )
         self._hooks = ForwardHooks(self.entry, self.root, self._before, self._after)
         self.join = self._hooks.join
@@ -168,8 +164,12 @@ class RootTap:
         self._open.append(None)
         if len(self._open) == 1 and not self._depth:
             self.window.forward_begins()
-        if self.paused or self._depth or in_transform() or not torch.is_grad_enabled() or not self._in_training():
+        replaying = self.paused and not self.away
+        if replaying or self._depth or in_transform() or not torch.is_grad_enabled() or not self._in_training():
             return  # in a backward: a checkpoint around the whole root runs it again
+        if self.away:
+            self._clock.begin_forward()
+            return
         try:
             self.window.mind_dropped_loss(self.record)
             with own_work(), self._timed():
@@ -183,11 +183,10 @@ class RootTap:
 
     def _in_training(self) -> bool:
         """Tell a training forward from an evaluation's; a model that is only ever in evaluation mode is trained in it."""
-        if self.root.training:
-            self._trained = True
-        elif not self._trained:
+        evaluates = self._forwards.evaluates()
+        if not evaluates and not self.root.training:
             self.record.let_go_of_evaluations()
-        return self.root.training or not self._trained
+        return not evaluates
 
     def _begin_step_if_due(self) -> None:
         if self._clock.begin_forward() or self.record.step != self._clock.step:

@@ -1,0 +1,166 @@
+"""One count of steps, whoever looks: a step is what an optimizer's step ends, as the training sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import bitwitness as bw
+
+EVERY = {"self_test": False}
+
+
+class Training:
+    """A small training, step by step; ``evaluate`` runs forwards in between."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Linear(12, 2))
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        self.batches = torch.Generator().manual_seed(1)
+
+    def loss(self) -> torch.Tensor:
+        return self.net(torch.randn(4, 6, generator=self.batches)).square().mean()
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.loss().backward()
+        self.optimizer.step()
+
+    def evaluate(self, *, grad: bool) -> None:
+        self.net.eval()
+        with torch.set_grad_enabled(grad):
+            self.net(torch.ones(4, 6))
+        self.net.train()
+
+    def weights(self) -> list[torch.Tensor]:
+        return [value.clone() for value in self.net.state_dict().values()]
+
+
+Instruments = Callable[[Training, Path], tuple[bw.Guard, bw.Recorder]]
+
+
+@pytest.fixture
+def training() -> Training:
+    return Training()
+
+
+@pytest.fixture
+def both(training: Training, tmp_path: Path) -> Iterator[tuple[bw.Guard, bw.Recorder]]:
+    with ExitStack() as stack:
+        recorder = stack.enter_context(bw.Recorder(training.net, out=tmp_path / "recording", level="mix"))
+        guard = stack.enter_context(bw.Guard(training.net, training.optimizer, **EVERY))
+        yield guard, recorder
+
+
+def recorded_steps(recorder: bw.Recorder) -> list[int]:
+    return bw.Run(recorder.folder).steps()
+
+
+def steps_of(guard: bw.Guard, recorder: bw.Recorder) -> tuple[int, int]:
+    return guard.watch.clock.step, recorder.clock.step
+
+
+def test_paused_steps_count(training: Training, both: tuple[bw.Guard, bw.Recorder]) -> None:
+    guard, recorder = both
+    for number in range(10):
+        if number == 3:
+            guard.pause()
+            recorder.pause()
+        if number == 8:
+            guard.resume()
+            recorder.resume()
+        training.step()
+    assert steps_of(guard, recorder) == (9, 9)
+    assert guard.watch.steps_held == 5
+    recorder.__exit__(None, None, None)
+    assert recorded_steps(recorder) == [0, 1, 2, 8, 9]
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_an_evaluation_is_no_step_and_no_part_of_one(
+    training: Training, both: tuple[bw.Guard, bw.Recorder], *, grad: bool
+) -> None:
+    guard, recorder = both
+    for _ in range(3):
+        training.step()
+        training.evaluate(grad=grad)
+    assert steps_of(guard, recorder) == (2, 2)
+    recorder.__exit__(None, None, None)
+    run = bw.Run(recorder.folder)
+    assert run.steps() == [0, 1, 2]
+    for step in run.steps():
+        rows = run.rows(step=step).to_pylist()
+        first = [row for row in rows if row["kind"] == "module" and row["module"] == "0" and row["phase"] == "forward"]
+        assert [row["slot"] for row in first] == ["in0", "weight", "bias", "out0"]
+        products = [row for row in rows if row["op"] == "addmm" and row["phase"] == "forward" and row["slot"] == "out0"]
+        assert len(products) == 2
+
+
+def test_an_evaluation_while_paused_is_no_step(training: Training, both: tuple[bw.Guard, bw.Recorder]) -> None:
+    guard, recorder = both
+    training.step()
+    guard.pause()
+    recorder.pause()
+    for _ in range(4):
+        training.evaluate(grad=True)
+        training.step()
+    guard.resume()
+    recorder.resume()
+    training.evaluate(grad=False)
+    training.step()
+    assert steps_of(guard, recorder) == (5, 5)
+
+
+def test_a_step_that_a_scaler_skips_while_paused_counts(training: Training, tmp_path: Path) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    with (
+        bw.Recorder(training.net, out=tmp_path / "recording", recording=False) as recorder,
+        bw.Guard(training.net, training.optimizer, **EVERY) as guard,
+    ):
+        guard.pause()
+        for number in range(4):
+            training.optimizer.zero_grad()
+            scaler.scale(training.loss() * (float("inf") if number == 1 else 1.0)).backward()
+            scaler.step(training.optimizer)
+            scaler.update()
+        assert steps_of(guard, recorder) == (3, 3)
+
+
+def test_a_recorder_that_infers_counts_its_forwards_also_while_paused(tmp_path: Path) -> None:
+    net = nn.Linear(3, 3)
+    with bw.Recorder(net, out=tmp_path / "recording", recording=False) as recorder, torch.no_grad():
+        for number in range(5):
+            if number == 2:
+                recorder.resume()
+            if number == 4:
+                recorder.pause()
+            net(torch.ones(1, 3))
+    assert recorder.clock.step == 4
+    assert recorded_steps(recorder) == [2, 3]
+
+
+def test_pausing_changes_no_bit_and_leaves_nothing(tmp_path: Path) -> None:
+    plain, watched = Training(), Training()
+    update = torch.amp.GradScaler.update
+    for _ in range(6):
+        plain.step()
+    with (
+        bw.Recorder(watched.net, out=tmp_path / "recording") as recorder,
+        bw.Guard(watched.net, watched.optimizer, **EVERY) as guard,
+    ):
+        for number in range(6):
+            (guard.pause if number % 2 else guard.resume)()
+            (recorder.resume if number % 3 else recorder.pause)()
+            watched.step()
+    assert all(map(torch.equal, plain.weights(), watched.weights()))
+    assert torch.amp.GradScaler.update is update
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in watched.net.modules())
+    guard.resume()  # after its end it stays off
+    watched.step()
+    assert torch.amp.GradScaler.update is update
