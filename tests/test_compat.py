@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from test_layers import LAYERS, SOURCE, TREES, inner_names, part_of
@@ -38,3 +43,31 @@ def test_nothing_else_in_the_torch_layer_has_private_names() -> None:
         for name in inner_names(TREES[path])
     }
     assert not others, "they belong into tap/compat.py, with the reason"
+
+
+@pytest.fixture
+def poorer(tmp_path: Path) -> dict[str, str]:
+    """Return an environment whose torch has lost a name, as a later release may."""
+    (tmp_path / "sitecustomize.py").write_text("import torch.autograd.function as f\ndel f._HookMixin\n")
+    return {**os.environ, "PYTHONPATH": str(tmp_path)}
+
+
+def test_a_script_runs_where_no_guard_can_be(tmp_path: Path, poorer: dict[str, str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys, torch\nprint('trained', float(torch.ones(3).sum()))\nsys.exit(5)\n")
+    command = [sys.executable, "-m", "bitwitness", "run", str(script)]
+    done = subprocess.run(command, env=poorer, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (5, "trained 3.0\n")
+    assert f"bitwitness: torch {torch.__version__} lacks a name that bitwitness stands on: " in done.stderr
+    assert "cannot import name '_HookMixin'" in done.stderr
+    assert "SCRIPT RUNS UNGUARDED" in done.stderr
+
+
+def test_other_verbs_say_what_is_missing_and_end(tmp_path: Path, poorer: dict[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "bitwitness", "doctor"], env=poorer, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "cannot import name '_HookMixin'" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not any(tmp_path.glob("recording*"))

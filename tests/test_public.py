@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -39,6 +40,13 @@ def test_public_names_are_sorted_and_there() -> None:
     for name in bw.__all__:
         thing = getattr(bw, name)
         assert name == "__version__" or (thing.__name__ == name and thing.__doc__)
+
+
+def test_the_documentation_names_them_all() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "python.md").read_text()
+    table = page.partition("| name |")[2].partition("\n\n")[0]
+    named = {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert named == set(bw.__all__)
 
 
 def test_the_version_is_the_packages() -> None:

@@ -5,7 +5,8 @@
     with bw.Guard(model, optimizer, out="run/"):
         train()
 
-Names are imported when they are first used, so that ``bitwitness --help`` does not wait for torch.
+All public names are in ``__all__``; each is imported when it is first used, so that ``bitwitness --help`` does not wait for
+torch.
 """
 
 from importlib import import_module

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from bitwitness.cli import ascend, compare, demo, diff_env, doctor, record, run, trace
+from bitwitness.cli.script import torch_lacks, unusable
 from bitwitness.errors import EXIT_USAGE, UsageError
 from bitwitness.version import __version__
 
@@ -34,5 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = args.main(args)
     except UsageError as error:
         sys.stderr.write(f"bitwitness: {error}\n")
+        return EXIT_USAGE
+    except ImportError as error:
+        if not torch_lacks(error):
+            raise
+        sys.stderr.write(f"bitwitness: {unusable(error)}\n")
         return EXIT_USAGE
     return code

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from typing import Any
 
-from bitwitness.cli.script import Script, ScriptError, add_script_arguments
+from bitwitness.cli.script import Script, ScriptError, add_script_arguments, torch_lacks, unusable
 from bitwitness.errors import UsageError
 
 
@@ -60,9 +61,15 @@ def guard(args: argparse.Namespace, overrides: dict[str, Any]) -> int:
     loaded = load_config(args.config, {key: value for key, value in overrides.items() if value is not None})
     from contextlib import ExitStack
 
-    from bitwitness.guard.auto import AutoGuard
-    from bitwitness.inject.device import FaultyDevice
-    from bitwitness.respond.final import PROCESS
+    try:
+        from bitwitness.guard.auto import AutoGuard
+        from bitwitness.inject.device import FaultyDevice
+        from bitwitness.respond.final import PROCESS
+    except ImportError as error:
+        if not torch_lacks(error):
+            raise
+        sys.stderr.write(f"bitwitness: {unusable(error)}. SCRIPT RUNS UNGUARDED\n")
+        return unguarded(script)
 
     try:
         with ExitStack() as stack:
@@ -74,6 +81,15 @@ def guard(args: argparse.Namespace, overrides: dict[str, Any]) -> int:
     except ScriptError as error:  # shown last, after what the guard has to say
         return PROCESS.exit_code(error.show())
     return PROCESS.exit_code(0)
+
+
+def unguarded(script: Script) -> int:
+    """Run a script as python would: a guard that cannot be is no reason to stop a training."""
+    try:
+        script.run()
+    except ScriptError as error:
+        return error.show()
+    return 0
 
 
 def nonfinite_settings(args: argparse.Namespace) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +34,20 @@ class ScriptError(Exception):
             trace = trace.tb_next
         sys.excepthook(type(self.error), self.error.with_traceback(trace), trace)
         return 1
+
+
+def torch_lacks(error: ImportError) -> bool:
+    """Tell whether an import of ours failed for want of torch, or of one of its names that bitwitness stands on."""
+    return (error.name or "").partition(".")[0] == "torch"
+
+
+def unusable(error: ImportError) -> str:
+    """Say what is missing, and what to do."""
+    try:
+        found = f"torch {version('torch')}"
+    except PackageNotFoundError:
+        return f"there is no torch here ({sys.executable}); install torch 2.12 or newer beside bitwitness"
+    return f"{found} lacks a name that bitwitness stands on: {error}; use a release from 2.12 on that bitwitness knows"
 
 
 def add_script_arguments(parser: argparse.ArgumentParser) -> None:
