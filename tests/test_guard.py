@@ -13,6 +13,7 @@ from torch import nn
 import bitwitness as bw
 from bitwitness.inject.device import FaultyDevice
 from bitwitness.inject.faults import from_mapping
+from bitwitness.sense.trend import TrendSensor
 
 
 def model() -> nn.Module:
@@ -305,3 +306,30 @@ def test_a_forward_inside_a_functional_transform_is_left_alone(capsys: pytest.Ca
     assert guard.coverage()["verdicts"] == []
     assert guard.coverage()["failures"] == {}
     assert "failed in its" not in capsys.readouterr().err
+
+
+def test_a_sensor_that_fails_is_off_from_that_step_on_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    guards: list[bw.Guard] = []
+    look = TrendSensor.look
+
+    def fails(sensor, light):
+        if light.step == 3:
+            raise ZeroDivisionError("planted")
+        return look(sensor, light)
+
+    monkeypatch.setattr(TrendSensor, "look", fails)
+    events: list = []
+
+    def guarded(net, optimizer):
+        guards.append(bw.Guard(net, optimizer, on_event=events.append))
+        return guards[-1]
+
+    scenario = Scenario("gpt", steps=6)
+    assert train(scenario, guarded) == train(scenario)
+    (note,) = [event for event in events if "planted" in event.message]
+    assert note.step == 3
+    assert "the guard failed in its sensor trend (now off) and does without it" in note.message
+    assert "planted" in capsys.readouterr().err
+    assert guards[0].coverage()["failures"] == {"sensor trend (now off)": "ZeroDivisionError: planted"}

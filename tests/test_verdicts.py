@@ -33,10 +33,11 @@ def only_verdict(case: dict) -> list:
     return case["verdicts"][0]
 
 
-def test_a_transient_is_healed_to_the_very_bits(told) -> None:
-    case = told["transient backward flip"]
+@pytest.mark.parametrize(("name", "rank"), [("transient backward flip", 1), ("transient forward tile", 2)])
+def test_a_transient_is_healed_to_the_very_bits(told, name, rank) -> None:
+    case = told[name]
     step, cause, ranks, action, *_ = only_verdict(case)
-    assert (step, cause, ranks, action) == (4, "transient_hardware", [1], "healed")
+    assert (step, cause, ranks, action) == (4, "transient_hardware", [rank], "healed")
     assert case["stopped"] == [None] * 4
     assert case["weights_as_clean"]
 

@@ -20,7 +20,7 @@ import torch
 from bitwitness.comparison.align import Group, Pair
 from bitwitness.comparison.changes import changes
 from bitwitness.comparison.frame import Frame
-from bitwitness.comparison.names import canonical
+from bitwitness.comparison.names import CONTRACTIONS, canonical
 from bitwitness.numerics import unit_roundoff
 
 _SUM = 4.0
@@ -28,7 +28,6 @@ _ROUNDED = 8.0  # of the result's own unit roundoff: extremes of many elements d
 _CARRIED = 8.0
 _CARRIED_GENERIC = 100.0
 _GENERIC = 16.0
-_CONTRACTIONS = ("linear", "matmul", "baddbmm", "addbmm", "addmv", "mv", "dot", "einsum")
 _SUMS = ("sum", "mean")
 _NORMS = ("layer_norm", "batch_norm", "group_norm", "var_mean")
 _TURNED = 4.0  # times the learning rate: what an optimizer that looks at signs may turn over
@@ -70,7 +69,7 @@ def allowed(a: Frame, b: Frame, pair: Pair, out: int, carried: Sequence[float]) 
     wide = max((roundoff(a.text("dtype", row)) for row, _ in pair.inputs), default=own)
     accumulated = min(own or wide, 2.0**-24) or 2.0**-24
     size, change, op = max(rms(a, row_a), rms(b, row_b)), max(carried, default=0.0), canonical(pair.a.op)
-    if pair.a.kind == "op" and (op in _CONTRACTIONS or op == "conv"):
+    if pair.a.kind == "op" and (op in CONTRACTIONS or op == "conv"):
         terms, scale = _contraction(a, pair)
         cancelled = max(1.0, scale / size) if size else 1.0
         return _ROUNDED * own + cancelled * (_SUM * accumulated * math.sqrt(terms) + _CARRIED * sum(carried))
@@ -101,7 +100,7 @@ def _contraction(frame: Frame, pair: Pair) -> tuple[float, float]:
     elements = float(frame.count[x]) * float(frame.count[y])
     out = max(float(frame.count[pair.outputs[0][0]]), 1.0)
     shape = frame.shapes[x]
-    terms = float(shape[-1]) if canonical(pair.a.op) in _CONTRACTIONS and shape else math.sqrt(elements / out)
+    terms = float(shape[-1]) if canonical(pair.a.op) in CONTRACTIONS and shape else math.sqrt(elements / out)
     return max(terms, 1.0), math.sqrt(max(terms, 1.0)) * rms(frame, x) * rms(frame, y)
 
 

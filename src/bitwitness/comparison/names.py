@@ -30,6 +30,8 @@ _SAME = {
     "truediv": "div",
     "rsub": "sub",
 }
+CONTRACTIONS = ("linear", "matmul", "baddbmm", "addbmm", "addmv", "mv", "dot", "einsum")
+"""Common names of what sums products, but for convolutions."""
 _RNG = ("dropout", "bernoulli", "rand", "normal", "uniform", "multinomial", "exponential", "random", "poisson", "rrelu")
 
 

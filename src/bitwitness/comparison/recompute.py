@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from bitwitness.comparison.allowance import arguments
-from bitwitness.comparison.names import canonical
+from bitwitness.comparison.names import CONTRACTIONS, canonical
 from bitwitness.numerics import unit_roundoff
 
-_CONTRACTIONS = ("linear", "matmul", "baddbmm", "conv")
 _BARRED = ("from_file", "empty", "rand", "normal", "bernoulli", "_to_copy", "copy", "resize", "set_", "repeat", "full")
 _LARGEST = 1 << 28  # elements of an input
 _TERMS = 8.0
@@ -132,7 +131,7 @@ def _bound(func: Any, text: str, inputs: Sequence[Tensor], exact: Tensor, result
     accumulated = min(own, 2.0**-24) if result.dtype != torch.float64 else own
     size = exact.abs()
     top = float(size.max()) if size.numel() else 0.0
-    if canonical(func.overloadpacket.__name__) in _CONTRACTIONS:
+    if canonical(func.overloadpacket.__name__) in (*CONTRACTIONS, "conv"):
         magnitudes = _run(func, text, [_double(t).abs() if t.dtype.is_floating_point else t for t in inputs], out).abs()
         terms = max(max(t.shape[-1] if t.dim() else 1, t[0].numel() if t.dim() > 2 else 1) for t in inputs)
         return 2 * own * size + _TERMS * accumulated * math.sqrt(terms) * magnitudes

@@ -21,7 +21,6 @@ from bitwitness.store.source import Source
 
 EQUAL = ErrorMetrics(1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 1.0, 1.0, 0, 0)
 _SURE = 4.0  # times what rounding allows: from here on an error was made here
-_INNOCENT = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,9 +63,9 @@ class Sensors:
         self._tracker = ModuleTracker()
         self._tracker.name_tree(root.root)
         self._regions = root.regions
+        self._root = root
         self.steps_looked_again = 0
         self.not_looked_again: str | None = None
-        self._step = 0
         self._now = root.now
         self._checking_seconds = 0.0
 
@@ -199,7 +199,7 @@ class Sensors:
 
     def _turn_off(self, name: str, error: Exception) -> None:
         self._off[name] = f"{type(error).__name__}: {error}"
-        self._reporter.failure(f"sensor {name} (now off)", error, self._step)
+        self._reporter.failure(f"sensor {name} (now off)", error, self._root.record.step)
 
 
 def _quietly(learn: Callable[[], None]) -> list[Finding]:

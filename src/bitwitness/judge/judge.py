@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,6 @@ class Outcome:
     verdict: Verdict
     experiments: Experiments | None = None
     judgement: Judgement | None = None
-    evidence: dict[str, Any] = field(default_factory=dict)
     apart: bool = False
     """The ranks share no gradients, and hold other weights for that: none can speak for another."""
 
@@ -291,7 +290,7 @@ class Judge:
             evidence=evidence,
             fault_code=FAULT_CODE if hardware else None,
         )
-        return Outcome(verdict, found, judgement, evidence)
+        return Outcome(verdict, found, judgement)
 
     def _numbers(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         """Return the numbers by which messages call these ranks."""
