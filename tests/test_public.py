@@ -185,6 +185,21 @@ def test_a_value_that_was_not_kept_is_said_so(recorded: tuple[Path, Path]) -> No
         run.tensor(row)
 
 
+def test_a_run_folder_is_read_without_torch(recorded: tuple[Path, Path], healed: tuple[Path, bw.Guard, list]) -> None:
+    code = """
+import sys
+sys.modules["torch"] = None  # as where it is not installed
+import bitwitness as bw
+guarded, recorded = map(bw.Run, sys.argv[1:])
+assert [str(verdict.cause) for verdict in guarded.verdicts()] == ["transient_hardware"]
+assert guarded.findings() and guarded.notes() and guarded.description
+assert recorded.rows(step=2).num_rows and recorded.steps() == [0, 1, 2, 3] and recorded.stacks(0)
+"""
+    command = [sys.executable, "-c", code, str(healed[0]), str(recorded[0])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_compare_says_what_the_command_line_says(recorded: tuple[Path, Path], tmp_path: Path) -> None:
     report = bw.compare(*recorded)
     command = [sys.executable, "-m", "bitwitness", "compare", *map(str, recorded), "--json", "-"]

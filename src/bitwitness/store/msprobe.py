@@ -12,15 +12,17 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-import torch
 
 from bitwitness.errors import UsageError
 from bitwitness.store.msprobe_entry import clean
 from bitwitness.store.msprobe_rows import StepReader
 from bitwitness.store.rows import SCHEMA
+
+if TYPE_CHECKING:
+    import torch
 
 _STEP = re.compile(r"step(\d{1,9})", re.ASCII)
 _RANK = re.compile(r"(rank|proc)(\d{0,9})", re.ASCII)
@@ -224,6 +226,8 @@ class MsprobeSource:
 
 def _load_tensor(folder: Path, name: str, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     """Read one tensor, and nothing else: no code that a file brings along is run."""
+    import torch
+
     path = folder / name
     try:
         inside = path.resolve().parent == folder.resolve() and path.is_file()
@@ -259,5 +263,6 @@ def _load_tensor(folder: Path, name: str, dtype: str, shape: tuple[int, ...]) ->
 
 def _read_npy(path: Path) -> torch.Tensor:
     import numpy as np
+    import torch
 
     return torch.from_numpy(np.load(path, allow_pickle=False))

@@ -7,7 +7,6 @@ from itertools import islice
 from pathlib import Path
 
 from bitwitness.errors import UsageError
-from bitwitness.store.ascend.source import AscendSource, is_ascend
 from bitwitness.store.msprobe import MsprobeSource, is_msprobe
 from bitwitness.store.run import RunSource, is_recording
 from bitwitness.store.source import Source
@@ -46,6 +45,8 @@ def _opened(folder: Path) -> Source:
         return RunSource(folder)
     if is_msprobe(folder):
         return MsprobeSource(folder)
+    from bitwitness.store.ascend.source import AscendSource, is_ascend
+
     if is_ascend(folder):
         return AscendSource(folder)
     if not names:

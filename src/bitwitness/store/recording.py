@@ -17,14 +17,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 
 from bitwitness.store.rows import STACKS, Measured, to_table
 from bitwitness.store.tensorfile import ENTRY_BYTES, TensorFile
+
+if TYPE_CHECKING:
+    import torch
 
 _ROWS_KEPT = 50_000
 _SECONDS_KEPT = 10.0

@@ -1,4 +1,4 @@
-"""Reads a recording of ours, step by step: no more of it is in memory than a file or two."""
+"""Reads a recording of ours, step by step: no more of it is in memory than a file or two. Only kept values need torch."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import os
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-import torch
 
 from bitwitness.errors import UsageError
 from bitwitness.store.reader import read_description
 from bitwitness.store.rows import SCHEMA, STACKS
 from bitwitness.store.tensorfile import TensorReader
+
+if TYPE_CHECKING:
+    import torch
 
 _RANK = re.compile(r"rank(\d{5,})")
 _PART = re.compile(r"stats-(\d+)\.parquet")
@@ -149,6 +151,8 @@ def shaped(
     stored: torch.Tensor, dtype: str, shape: tuple[int, ...], layout: str | None, *, sampled: bool, where: str
 ) -> torch.Tensor:
     """Return a stored value as its row says it looked; raise `UsageError` where the two do not fit."""
+    import torch
+
     wanted = getattr(torch, dtype, None)
     if not isinstance(wanted, torch.dtype):
         raise UsageError(f"{where}: unknown dtype {dtype!r}; the row is damaged")

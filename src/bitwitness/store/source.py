@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pyarrow as pa
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Source(Protocol):

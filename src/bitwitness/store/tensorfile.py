@@ -1,4 +1,7 @@
-"""Tensors on disk as safetensors, written as they come: room for the header is left in front, and filled in at the end."""
+"""Tensors on disk as safetensors, written as they come: room for the header is left in front, and filled in at the end.
+
+Torch is imported where a tensor is read, not before.
+"""
 
 from __future__ import annotations
 
@@ -8,32 +11,33 @@ import os
 import struct
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
-import torch
 
 from bitwitness.errors import UsageError
 
+if TYPE_CHECKING:
+    import torch
+
 _NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
 }
-DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-"""torch's dtypes by their names in a safetensors header."""
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 ENTRY_BYTES = 320
 """What an entry of a header may take beside its key, up to eight dimensions."""
@@ -68,9 +72,9 @@ class TensorFile:
 
     def add(self, key: str, tensor: torch.Tensor) -> None:
         """Append a contiguous CPU tensor; one of a dtype that safetensors does not know lies there as bytes."""
-        name = _NAMES.get(tensor.dtype)
+        name = _NAMES.get(str(tensor.dtype).removeprefix("torch."))
         shape = list(tensor.shape)
-        data = tensor.reshape(-1).view(torch.uint8).numpy()
+        data = tensor.reshape(-1).view(_torch().uint8).numpy()
         if name is None:
             name, shape = "U8", [data.nbytes]
         entry = {"dtype": name, "shape": shape, "data_offsets": [self._size, self._size + data.nbytes]}
@@ -152,7 +156,8 @@ class TensorReader:
         entry = self._entries.get(key)
         if not isinstance(entry, dict):
             raise UsageError(f"{self._path} holds no tensor {key!r}; the recording is damaged or incomplete")
-        dtype, shape, offsets = DTYPES.get(str(entry.get("dtype"))), entry.get("shape"), entry.get("data_offsets")
+        known, shape, offsets = _DTYPES.get(str(entry.get("dtype"))), entry.get("shape"), entry.get("data_offsets")
+        dtype: torch.dtype | None = None if known is None else getattr(_torch(), known)
         if dtype is None or not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2:  # type: ignore[arg-type]
             raise self._damaged(f"the entry of {key!r} is {str(entry)[:200]}")
         first, last = offsets  # type: ignore[misc]
@@ -165,11 +170,19 @@ class TensorReader:
         """Return a tensor as it lies there; mapped, not copied."""
         dtype, shape, first, last = self.describe(key)
         if first == last:
-            return torch.empty(shape, dtype=dtype)
+            empty: torch.Tensor = _torch().empty(shape, dtype=dtype)
+            return empty
         data = np.memmap(self._path, dtype=np.uint8, mode="c", offset=first, shape=(last - first,))
         if data.ctypes.data % dtype.itemsize:
             data = data.copy()  # torch reads aligned numbers only
-        return torch.from_numpy(data).view(dtype).view(shape)
+        mapped: torch.Tensor = _torch().from_numpy(data)
+        return mapped.view(dtype).view(shape)
+
+
+def _torch() -> Any:
+    import torch
+
+    return torch
 
 
 def _sizes(value: Any) -> bool:
