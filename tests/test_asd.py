@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bitwitness.asd import ASDBase, watch_gradient
+from bitwitness.ascend import ASDBase, watch_gradient
 from bitwitness.config import FeatureConfig
 from bitwitness.sense.feature import FeatureSensor
 from bitwitness.sense.light import LightStep

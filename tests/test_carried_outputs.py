@@ -8,10 +8,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from bitwitness.guard import Guard
-from bitwitness.inject.device import FaultyDevice
 from bitwitness.inject.faults import load_faults
+from bitwitness.testing import EVERY_STEP, FaultyDevice
 
-ALWAYS = {"act": "protect", "trend": {"z": 1e-9, "warmup": 1}, "replay": {"rest": False}, "self_test": False}
+ALWAYS = {"act": "protect", **EVERY_STEP}
 STEPS = 8
 FAULT = """
 [[fault]]

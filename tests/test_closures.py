@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import bitwitness as bw
-from bitwitness.inject.device import FaultyDevice
 from bitwitness.inject.faults import load_faults
+from bitwitness.testing import EVERY_STEP, FaultyDevice
 
-ALWAYS = {"act": "protect", "trend": {"z": 1e-9, "warmup": 1}, "replay": {"rest": False}, "self_test": False}
+ALWAYS = {"act": "protect", **EVERY_STEP}
 STEPS = 10
 FAULT = '[[fault]]\nkind = "multiply"\nfactor = 64.0\nsite = "0/addmm#0:forward.out0"\nfrom_step = 5\ntimes = 1\n'
 

@@ -17,12 +17,13 @@ from ranks import forked
 from torch import nn
 
 import bitwitness as bw
+from bitwitness.testing import EVERY_STEP
 
 pytest.importorskip("torch._dynamo", reason="this torch has no compiler")
 from torch._dynamo.utils import counters
 
 JOBS = Path(__file__).parent / "jobs"
-ALWAYS = {"trend": {"z": 1e-9, "warmup": 1}, "replay": {"rest": False}}
+ALWAYS = {**EVERY_STEP, "self_test": True}
 KERNELS_UNSEEN = (
     "compiled kernels themselves are not checked on deep steps; their matrix products were checked in an eager"
 )

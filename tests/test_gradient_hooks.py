@@ -11,8 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import bitwitness as bw
+from bitwitness.testing import EVERY_STEP
 
-ALWAYS = {"trend": {"z": 1e-9, "warmup": 1}, "replay": {"rest": False}, "self_test": False}
+ALWAYS = EVERY_STEP
 STEPS, LATE = 12, (6, 9)
 
 

@@ -11,9 +11,8 @@ from scenarios import Scenario, train
 from torch import nn
 
 import bitwitness as bw
-from bitwitness.inject.device import FaultyDevice
-from bitwitness.inject.faults import from_mapping
 from bitwitness.sense.trend import TrendSensor
+from bitwitness.testing import FaultyDevice, from_mapping
 
 
 def model() -> nn.Module:

@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import bitwitness as bw
+from bitwitness.testing import EVERY_STEP
 
-ALWAYS = {"act": "protect", "trend": {"z": 1e-9, "warmup": 1}, "replay": {"rest": False}, "self_test": False}
+ALWAYS = {"act": "protect", **EVERY_STEP}
 STEPS, NEW_EVERY = 16, 5
 SEEN: set[int] = set()
 

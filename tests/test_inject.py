@@ -13,11 +13,11 @@ from torch import nn
 
 from bitwitness.errors import ConfigError, UsageError
 from bitwitness.inject import patterns
-from bitwitness.inject.device import FaultyDevice
 from bitwitness.inject.eod_mask import eod_mask_v2
 from bitwitness.inject.faults import DEFAULT_PATTERN, Fault, from_mapping, load_faults
 from bitwitness.tap.clock import StepClock
 from bitwitness.tap.modules import own_work
+from bitwitness.testing import FaultyDevice
 
 DTYPES = list(patterns.FORMATS)
 SHAPES = [(), (1,), (5,), (3, 40), (2, 17, 33)]

@@ -24,10 +24,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bitwitness as bw
-from bitwitness.inject.device import FaultyDevice
 from bitwitness.inject.faults import load_faults
+from bitwitness.testing import EVERY_STEP, FaultyDevice
 
-ALWAYS = {"act": "protect", "trend": {"z": 1e-9, "warmup": 1}, "replay": {"rest": False}, "self_test": False}
+ALWAYS = {"act": "protect", **EVERY_STEP}
 STEPS, LATE = 10, 5
 COUNT = {"n": 0}
 VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("count", default=0)

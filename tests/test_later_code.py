@@ -15,8 +15,9 @@ from torch.func import functional_call, grad, jacrev, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bitwitness as bw
+from bitwitness.testing import EVERY_STEP
 
-ALWAYS = {"act": "protect", "trend": {"z": 1e-9, "warmup": 1}, "replay": {"rest": False}, "self_test": False}
+ALWAYS = {"act": "protect", **EVERY_STEP}
 STEPS, LATE = 10, 4
 
 

@@ -24,7 +24,7 @@ LAYERS = {
     "storage": ("store",),
     "instruments": ("sense", "nonfinite", "record", "comparison", "inject"),
     "decision": ("judge", "respond"),
-    "face": ("guard", "asd", "demo", "cli"),
+    "face": ("guard", "ascend", "testing", "demo", "cli"),
 }
 FLOOR = {part: number for number, parts in enumerate(LAYERS.values()) for part in parts}
 

@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 
 import bitwitness as bw
-from bitwitness.inject.device import FaultyDevice
-from bitwitness.inject.faults import from_mapping
+from bitwitness.testing import EVERY_STEP, FaultyDevice, from_mapping
 
 sys.path.insert(0, str(Path(__file__).parent / "jobs"))
 
 import loops
 
-ALWAYS = {"trend": {"z": 1e-9, "warmup": 1}, "replay": {"rest": False}, "self_test": False}
+ALWAYS = EVERY_STEP
 EDITED = "the script changes gradients between its backward and their use"
 IN_BACKWARD = "an optimizer runs inside the backward"
 CREATE_GRAPH = "backward ran with create_graph: second derivatives are not replayed"

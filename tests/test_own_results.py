@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import bitwitness as bw
-from bitwitness.inject.device import FaultyDevice
 from bitwitness.inject.faults import load_faults
+from bitwitness.testing import FaultyDevice
 
 ALWAYS = {
     "act": "protect",

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 import bitwitness as bw
-from bitwitness.inject.device import FaultyDevice
-from bitwitness.inject.faults import from_mapping
+from bitwitness.testing import FaultyDevice, from_mapping
 
 WIDE = {"trend": {"warmup": 4}, "self_test": False, "deep_every": 2}
 TRANSIENT = {"site": "2/mm:backward", "steps": [12], "times": 1, "kind": "multiply", "factor": 1e6, "pattern": "row"}
@@ -39,7 +38,7 @@ def test_public_names_are_sorted_and_there() -> None:
     assert dir(bw) == bw.__all__
     for name in bw.__all__:
         thing = getattr(bw, name)
-        assert name == "__version__" or (thing.__name__ == name and thing.__doc__)
+        assert name == "__version__" or (thing.__name__.removeprefix("bitwitness.") == name and thing.__doc__)
 
 
 def test_the_documentation_names_them_all() -> None:
@@ -209,3 +208,38 @@ def test_compare_says_what_the_command_line_says(recorded: tuple[Path, Path], tm
     assert report.first is not None
     assert report.first.step == 2
     assert bw.compare(bw.Run(recorded[0]), recorded[0]).first is None
+
+
+# -- testing -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_training_that_a_guard_leaves_alone_is_said_to_be_untouched() -> None:
+    found = bw.testing.run_twice(lambda watch: train(8, watch), act="protect")
+    assert found.untouched
+    assert found.coverage["verdicts"] == []
+
+
+def test_a_training_that_differs_from_itself_is_named() -> None:
+    runs = []
+
+    def differs(watch) -> nn.Module:
+        net = train(4, watch)
+        with torch.no_grad():
+            net[2].bias[0] += len(runs)
+        runs.append(torch.rand(1 + len(runs)))
+        return net
+
+    found = bw.testing.run_twice(differs)
+    assert (found.differing, found.verdicts, found.untouched) == (("2.bias", "random states"), (), False)
+
+
+@pytest.mark.parametrize(
+    ("training", "message"),
+    [
+        (lambda _watch: nn.Linear(2, 2), r"entered watch\(model, optimizer\) 0 times; expected once"),
+        (lambda _watch: 7, "returned int; expected the trained module"),
+    ],
+)
+def test_a_training_that_is_none_is_named(training, message: str) -> None:
+    with pytest.raises(bw.UsageError, match=message):
+        bw.testing.run_twice(training)

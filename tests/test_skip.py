@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 import bitwitness as bw
-from bitwitness.inject.device import FaultyDevice
-from bitwitness.inject.faults import from_mapping
 from bitwitness.stats import bit_hash
+from bitwitness.testing import FaultyDevice, from_mapping
 
 STEPS, STRUCK = 10, 7
 FAULT = {

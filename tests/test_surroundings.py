@@ -13,12 +13,13 @@ import pytest
 import torch
 
 import bitwitness as bw
+from bitwitness.testing import EVERY_STEP
 
 sys.path.insert(0, str(Path(__file__).parent / "jobs"))
 
 import switches
 
-ALWAYS = {"trend": {"z": 1e-9, "warmup": 1}, "replay": {"rest": False}, "self_test": False}
+ALWAYS = EVERY_STEP
 WAYS = {
     "scoped": switches.SCOPED,
     "consumed": switches.CONSUMED,

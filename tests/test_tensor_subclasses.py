@@ -11,8 +11,9 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import bitwitness as bw
+from bitwitness.testing import EVERY_STEP
 
-ALWAYS = {"act": "protect", "trend": {"z": 1e-9, "warmup": 1}, "replay": {"rest": False}, "self_test": False}
+ALWAYS = {"act": "protect", **EVERY_STEP}
 STEPS = 12
 
 

@@ -15,26 +15,27 @@ from typing import TYPE_CHECKING, Any
 from bitwitness.version import __version__
 
 if TYPE_CHECKING:
-    from bitwitness.asd import ASDBase, watch_gradient
+    from bitwitness import ascend, testing
     from bitwitness.comparison.recordings import compare
     from bitwitness.config import Config
     from bitwitness.errors import BitwitnessError, ConfigError, TrainingStopped, UsageError
-    from bitwitness.finding import Cause, Finding, Verdict
+    from bitwitness.finding import Cause, Finding, Note, Verdict
     from bitwitness.guard.guard import Guard
-    from bitwitness.guard.nonfinite import trace_nonfinite
+    from bitwitness.guard.nonfinite import NonfiniteTracer, trace_nonfinite
     from bitwitness.record.recorder import Recorder
     from bitwitness.record.saved import save
     from bitwitness.site import Site
     from bitwitness.store.folder import Run
 
 __all__ = [
-    "ASDBase",
     "BitwitnessError",
     "Cause",
     "Config",
     "ConfigError",
     "Finding",
     "Guard",
+    "NonfiniteTracer",
+    "Note",
     "Recorder",
     "Run",
     "Site",
@@ -42,20 +43,23 @@ __all__ = [
     "UsageError",
     "Verdict",
     "__version__",
+    "ascend",
     "compare",
     "save",
+    "testing",
     "trace_nonfinite",
-    "watch_gradient",
 ]
 
+_MODULES = ("ascend", "testing")
 _HOMES = {
-    "ASDBase": "asd",
     "BitwitnessError": "errors",
     "Cause": "finding",
     "Config": "config",
     "ConfigError": "errors",
     "Finding": "finding",
     "Guard": "guard.guard",
+    "NonfiniteTracer": "guard.nonfinite",
+    "Note": "finding",
     "Recorder": "record.recorder",
     "Run": "store.folder",
     "Site": "site",
@@ -65,11 +69,12 @@ _HOMES = {
     "compare": "comparison.recordings",
     "save": "record.saved",
     "trace_nonfinite": "guard.nonfinite",
-    "watch_gradient": "asd",
 }
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"bitwitness.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'bitwitness' has no attribute {name!r}; it has {', '.join(__all__)}")
     return getattr(import_module(f"bitwitness.{_HOMES[name]}"), name)

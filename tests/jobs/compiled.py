@@ -18,9 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from bitwitness.errors import TrainingStopped
 from bitwitness.guard import Guard
 from bitwitness.respond.final import PROCESS
+from bitwitness.testing import EVERY_STEP
 
 STEPS = 7
-ALWAYS = {"trend": {"z": 1e-9, "warmup": 1}, "replay": {"rest": False}}
+ALWAYS = {**EVERY_STEP, "self_test": True}
 
 
 class Net(nn.Module):

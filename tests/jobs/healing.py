@@ -10,8 +10,7 @@ import torch.distributed as dist
 from scenarios import Scenario, train
 
 from bitwitness.guard import Guard
-from bitwitness.inject.device import FaultyDevice
-from bitwitness.inject.faults import from_mapping
+from bitwitness.testing import FaultyDevice, from_mapping
 
 ONCE = {"rank": 1, "steps": [5], "times": 1}
 FLIP = {**ONCE, "kind": "exponent_msb"}

@@ -16,13 +16,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from bitwitness.errors import TrainingStopped
 from bitwitness.guard import Guard
-from bitwitness.inject.device import FaultyDevice
-from bitwitness.inject.faults import from_mapping
 from bitwitness.respond.final import PROCESS
 from bitwitness.stats import bit_hash
+from bitwitness.testing import EVERY_STEP, FaultyDevice, from_mapping
 
 STEPS = 8
-ALWAYS = {"trend": {"z": 1e-9, "warmup": 1}, "replay": {"rest": False}}
+ALWAYS = {**EVERY_STEP, "self_test": True}
 
 
 class Block(nn.Module):

@@ -21,10 +21,9 @@ from torch import nn
 
 from bitwitness.errors import TrainingStopped
 from bitwitness.guard import Guard
-from bitwitness.inject.device import FaultyDevice
-from bitwitness.inject.faults import from_mapping
 from bitwitness.respond.final import PROCESS
 from bitwitness.stats import bit_hash
+from bitwitness.testing import FaultyDevice, from_mapping
 
 ALWAYS = {"trend": {"z": 1e-9, "warmup": 1}, "replay": {"rest": False}, "ranks": {"deadline_s": 60}}
 ALWAYS |= {"act": "protect", "deep_every": 0, "self_test": False}

@@ -12,9 +12,8 @@ from scenarios import Scenario, train
 
 from bitwitness.errors import TrainingStopped
 from bitwitness.guard import Guard
-from bitwitness.inject.device import FaultyDevice
-from bitwitness.inject.faults import from_mapping
 from bitwitness.respond.final import PROCESS
+from bitwitness.testing import FaultyDevice, from_mapping
 
 FAR = {"kind": "multiply", "factor": 1e4}
 

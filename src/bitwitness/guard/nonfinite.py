@@ -1,4 +1,4 @@
-"""``bw.trace_nonfinite``: who made the first NaN, for users without the guard.
+"""``bw.trace_nonfinite``, ``bw.NonfiniteTracer``: who made the first NaN, for users without the guard.
 
 with bw.trace_nonfinite(model, optimizer) as trace:
     train()
@@ -20,7 +20,7 @@ from bitwitness.finding import Finding
 from bitwitness.guard.guard import Guard
 
 
-class trace_nonfinite:  # noqa: N801 - used as a function, like torch.no_grad
+class NonfiniteTracer:
     """Watches a training for NaN and Inf and names who made the first ones.
 
     Each step's loss, gradients and buffers are looked at when they are complete, at the price of one wait; a step
@@ -77,3 +77,10 @@ class trace_nonfinite:  # noqa: N801 - used as a function, like torch.no_grad
         """What was found so far, in order; of each step the earliest origin first. Empty for a healthy training."""
         watch = self._guard.watch
         return [] if watch is None else list(watch.proceedings.tracing.findings)
+
+
+def trace_nonfinite(
+    model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None = None, **settings: Any
+) -> NonfiniteTracer:
+    """Return a `NonfiniteTracer`, to be entered: ``with bw.trace_nonfinite(model) as trace:``."""
+    return NonfiniteTracer(model, optimizer, **settings)

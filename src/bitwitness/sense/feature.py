@@ -119,7 +119,7 @@ class FeatureSensor:
 
     @property
     def taps(self) -> bool:
-        """Whether V1 is on, and so needs `tap.norms.NormTap` and the values of `asd.watch_gradient`."""
+        """Whether V1 is on, and so needs `tap.norms.NormTap` and the values of `ascend.watch_gradient`."""
         return "v1" in self._config.schemes
 
     def look(self, light: LightStep, sites: Sequence[Site] = (), values: Vector | None = None) -> list[Finding]:

@@ -1,6 +1,6 @@
-"""Feature values at places of your own choice.
+"""``bw.ascend``: what MindSpore's users have, in the same words: feature values at places of your own choice.
 
-    hidden = bw.watch_gradient(hidden, "after attention")
+    hidden = bw.ascend.watch_gradient(hidden, "after attention")
 
 checks the gradient of ``hidden`` at every step, by the rule of the V1 scheme (`sense.feature`). Without a
 guard that has the scheme on, the line does nothing. `ASDBase` is the same for an operator, with the interface
