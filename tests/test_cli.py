@@ -167,12 +167,17 @@ def test_a_fault_declared_in_the_environment_is_found(script: Path, tmp_path: Pa
         factor = 1e6
         pattern = "row"
         element = 0
+        [[fault]]
+        site = "7/mm:backward"
+        kind = "nullify"
         """)
     )
     done = call("run", "--act", "protect", str(script), "40", BITWITNESS_INJECT=str(faults))
     assert done.returncode == 17, done.stderr
     assert "persistent_hardware" in done.stderr
     assert "2/mm#" in done.stderr
+    assert done.stderr.count("never struck") == 1
+    assert "fault 1 never struck on rank 0: nothing of the site '7/mm:backward' was computed" in done.stderr
 
 
 def test_doctor_proves_every_sensor() -> None:

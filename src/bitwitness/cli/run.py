@@ -71,15 +71,22 @@ def guard(args: argparse.Namespace, overrides: dict[str, Any]) -> int:
         sys.stderr.write(f"bitwitness: {unusable(error)}. SCRIPT RUNS UNGUARDED\n")
         return unguarded(script)
 
+    rank = int(os.environ.get("RANK", "0"))
+    faulty = FaultyDevice.from_environment(rank)
     try:
         with ExitStack() as stack:
-            faulty = FaultyDevice.from_environment(int(os.environ.get("RANK", "0")))
             if faulty is not None:
                 stack.enter_context(faulty)
             stack.enter_context(AutoGuard(loaded.config, loaded.warnings))
             script.run()
     except ScriptError as error:  # shown last, after what the guard has to say
         return PROCESS.exit_code(error.show())
+    finally:
+        for number, fault in faulty.idle if faulty is not None else ():
+            sys.stderr.write(
+                f"bitwitness: fault {number} never struck on rank {rank}: nothing of the site {fault.site!r} was computed in a "
+                "step in which it is due; bitwitness record shows what sites there are\n"
+            )
     return PROCESS.exit_code(0)
 
 

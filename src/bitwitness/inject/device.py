@@ -116,6 +116,11 @@ class FaultyDevice:
     ) -> None:
         self._stack.close()
 
+    @property
+    def idle(self) -> list[tuple[int, Fault]]:
+        """The faults of this device that have not struck, with their numbers: misspelt sites, perhaps."""
+        return [(trigger.index, trigger.fault) for trigger in self._triggers if not trigger.fired]
+
     # -- operators ---------------------------------------------------------------------------------------
 
     def _select(self, func: OpOverload) -> bool:
