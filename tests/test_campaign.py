@@ -56,6 +56,8 @@ def test_light_sensors_see_most_harmful_faults_and_the_checksum_all_in_products(
     assert seen >= 80.0, told
     products = rows(told.split("## Deep steps")[1].split("## Persistent")[0])
     assert all(row["checksum (deep step)"].startswith(("100.0", "\u2013")) for row in products), told
+    persistent = {row["training"].strip("*"): row for row in rows(told.split("## Persistent")[1].split("## Alarms")[0])}
+    assert float(persistent["all"]["within 100"].split(" %")[0]) > 0.0, told
     assert (tmp_path / "detection.svg").read_text().startswith("<svg")
 
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from bitwitness.demo.model import batch
 from bitwitness.guard import Guard
+from bitwitness.guard.forked import lent_to_children
 from bitwitness.inject.device import FaultyDevice
 from bitwitness.inject.faults import from_mapping
 from detection.faults import SORTS, draw, survey
@@ -88,7 +89,8 @@ def trial(loop: Loop, drawn: dict[str, Any], seed: int) -> dict[str, Any]:
 def forked(loop: Loop, drawn: dict[str, Any], seed: int) -> dict[str, Any]:
     """Run a trial in a fork of this process."""
     read, write = os.pipe()
-    child = os.fork()
+    with lent_to_children(loop.guard):
+        child = os.fork()
     if child == 0:
         try:
             os.write(write, json.dumps(trial(loop, drawn, seed)).encode())

@@ -40,6 +40,16 @@ def inert_in_children(owner: Inherited) -> None:
     _register()
 
 
+@contextmanager
+def lent_to_children(owner: Inherited) -> Iterator[None]:
+    """Have ``owner`` go on in what is forked meanwhile, and rest here until that ends: for trials that are thrown away."""
+    _inherited.discard(owner)
+    try:
+        yield
+    finally:
+        _inherited.add(owner)
+
+
 def still_while_forking(owner: Listener) -> None:
     """Have the thread of ``owner`` ended before every fork of this process, and begun again behind it."""
     _listeners.add(owner)
