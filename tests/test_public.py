@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from importlib.metadata import version
@@ -208,6 +209,36 @@ def test_compare_says_what_the_command_line_says(recorded: tuple[Path, Path], tm
     assert report.first is not None
     assert report.first.step == 2
     assert bw.compare(bw.Run(recorded[0]), recorded[0]).first is None
+    assert [bw.compare(*recorded, steps=some).steps for some in (1, [0, 1], "0-1,3")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"steps": [1.5]}, r"steps = \[1.5\]; expected a number"),
+        ({"ranks": object()}, "ranks = .*; expected a number"),
+        ({"steps": "one"}, "steps = 'one': expected numbers and ranges"),
+        ({"b": None}, "b is NoneType; expected a path or a Run"),
+    ],
+)
+def test_what_cannot_be_compared_is_named(recorded: tuple[Path, Path], arguments: dict, message: str) -> None:
+    with pytest.raises(bw.UsageError, match=message):
+        bw.compare(**{"a": recorded[0], "b": recorded[1], **arguments})
+
+
+def test_folders_that_are_no_runs_are_refused_and_damage_is_named(recorded: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "run.json").write_text("[1, 2]")
+    for name in ("empty", "foreign"):
+        with pytest.raises(bw.UsageError, match="expected"):
+            bw.Run(tmp_path / name)
+    shutil.copytree(recorded[0], tmp_path / "damaged")
+    for file in (tmp_path / "damaged" / "rank00000").glob("stats-*"):
+        file.write_bytes(b"no parquet")
+    damaged = bw.Run(tmp_path / "damaged")
+    assert damaged.steps() == []
+    assert any("stats-000001.parquet was left out" in problem for problem in damaged.problems)
 
 
 # -- testing -------------------------------------------------------------------------------------------------------------
@@ -231,11 +262,25 @@ def test_a_training_that_differs_from_itself_is_named() -> None:
 
     found = bw.testing.run_twice(differs)
     assert (found.differing, found.verdicts, found.untouched) == (("2.bias", "random states"), (), False)
+    assert not found.repeats
+
+
+def test_a_training_that_is_stopped_stops_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        with FaultyDevice(from_mapping({"fault": [{**TRANSIENT, "steps": None, "times": None, "from_step": 30}]})):
+            found = bw.testing.run_twice(lambda watch: train(24, watch), act="protect", trend={"warmup": 4})
+        assert [verdict.cause for verdict in found.verdicts] == ["persistent_hardware"]
+        assert found.stopped is not None
+        assert "computes step 6 wrongly every time" in found.stopped
+    assert "suspicion" not in capsys.readouterr().err
+    with bw.testing.contained(), pytest.raises(bw.TrainingStopped):
+        raise bw.TrainingStopped(17, "mine")
 
 
 @pytest.mark.parametrize(
     ("training", "message"),
     [
+        (lambda watch: train(0, watch), "the guard saw no step"),
         (lambda _watch: nn.Linear(2, 2), r"entered watch\(model, optimizer\) 0 times; expected once"),
         (lambda _watch: 7, "returned int; expected the trained module"),
     ],

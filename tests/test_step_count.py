@@ -78,6 +78,9 @@ def test_paused_steps_count(training: Training, both: tuple[bw.Guard, bw.Recorde
         training.step()
     assert steps_of(guard, recorder) == (9, 9)
     assert guard.watch.steps_held == 5
+    table = guard.coverage()
+    assert table["steps"]["paused"] == 5
+    assert "5 steps went by while the guard was paused" in table["not_covered"]
     recorder.__exit__(None, None, None)
     assert recorded_steps(recorder) == [0, 1, 2, 8, 9]
 
@@ -164,3 +167,23 @@ def test_pausing_changes_no_bit_and_leaves_nothing(tmp_path: Path) -> None:
     guard.resume()  # after its end it stays off
     watched.step()
     assert torch.amp.GradScaler.update is update
+
+
+@pytest.mark.parametrize("until", ["backward", "step"])
+def test_a_step_that_a_pause_cuts_through_says_so(training: Training, until: str) -> None:
+    with bw.Guard(training.net, training.optimizer, **EVERY) as guard:
+        training.step()
+        training.optimizer.zero_grad()
+        loss = training.loss()
+        guard.pause()
+        loss.backward()
+        if until == "step":
+            training.optimizer.step()
+        guard.resume()
+        if until == "backward":
+            training.optimizer.step()
+        training.step()
+        gaps = guard.coverage()["not_covered"]
+    expected = "1 of 3 steps are sensed but cannot be run again: the guard was paused in them"
+    assert (expected if until == "backward" else "1 steps went by while the guard was paused") in gaps
+    assert not any("did not come from a backward" in gap for gap in gaps)

@@ -205,3 +205,14 @@ def test_a_row_that_was_never_read_is_not_said_to_have_been_fine() -> None:
             optimizer.step()
     (finding,) = trace.findings
     assert "it went bad later, or was not read there" in finding.message
+
+
+def test_a_loss_times_infinity_is_traced_on_an_emulated_device_too() -> None:
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    idle = bw.testing.Fault(kind="nullify", site="2/addmm*:forward*", steps=(90,))
+    with bw.testing.FaultyDevice([idle]), bw.trace_nonfinite(net, optimizer) as trace:
+        (F.cross_entropy(net(torch.ones(6, 4)), LABELS) * INF).backward()
+        optimizer.step()
+    assert [finding.site.op for finding in trace.findings] == ["mul"]
+    assert trace._guard.coverage()["failures"] == {}

@@ -13,8 +13,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -23,14 +23,15 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from bitwitness.errors import UsageError
+from bitwitness.errors import TrainingStopped, UsageError
 from bitwitness.finding import Verdict
 from bitwitness.guard.guard import Guard
 from bitwitness.inject.device import FaultyDevice
 from bitwitness.inject.faults import Fault, from_mapping, load_faults
+from bitwitness.respond.final import PROCESS
 from bitwitness.tap.randomness import RandomState
 
-__all__ = ["EVERY_STEP", "CleanRun", "Fault", "FaultyDevice", "from_mapping", "load_faults", "run_twice"]
+__all__ = ["EVERY_STEP", "CleanRun", "Fault", "FaultyDevice", "contained", "from_mapping", "load_faults", "run_twice"]
 
 EVERY_STEP: Mapping[str, Any] = MappingProxyType(
     {"trend": {"z": 1e-9, "warmup": 1}, "replay": {"rest": False}, "self_test": False}
@@ -50,6 +51,11 @@ class CleanRun:
         Names of what has other bits after the guarded run: entries of the model's ``state_dict``, ``random states``.
     verdicts
         What the guard concluded; nothing is right on a healthy device.
+    repeats
+        Whether plain trainings have equal bits among themselves: where not, the guard is not to blame. Found out only where
+        something differs.
+    stopped
+        Why the guard stopped the training; None where it did not.
     coverage
         What the guard looked at, and what not (`Guard.coverage`).
 
@@ -57,11 +63,13 @@ class CleanRun:
 
     differing: tuple[str, ...]
     verdicts: tuple[Verdict, ...]
-    coverage: Mapping[str, Any] = field(repr=False)
+    repeats: bool = True
+    stopped: str | None = None
+    coverage: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def untouched(self) -> bool:
-        """Whether the guard changed nothing and accused nobody."""
+        """Whether the guard changed nothing and concluded nothing."""
         return not self.differing and not self.verdicts
 
 
@@ -79,16 +87,24 @@ def run_twice(train: Callable[[Watch], nn.Module], **settings: Any) -> CleanRun:
     Raises
     ------
     UsageError
-        If ``train`` did not use ``watch`` exactly once, or returned no module.
+        If ``train`` did not use ``watch`` exactly once, took no step in it, or returned no module.
 
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = accelerator or torch.device("cpu")
     guards: list[Guard] = []
 
-    def guarded(model: nn.Module, optimizer: Optimizer | None = None) -> Guard:
-        guards.append(Guard(model, optimizer, **{**EVERY_STEP, **settings}))
-        return guards[-1]
+    @contextmanager
+    def quiet(guard: Guard) -> Iterator[Guard]:
+        with guard:  # every step is suspected, on purpose: nobody wants to read that
+            assert guard.reporter is not None  # noqa: S101 - it is on
+            guard.reporter.say = lambda text: None  # type: ignore[method-assign] # noqa: ARG005
+            yield guard
+
+    def guarded(model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[Guard]:
+        guard = Guard(model, optimizer, **{**EVERY_STEP, **settings})
+        guards.append(guard)
+        return quiet(guard)
 
     def unguarded(_model: nn.Module, _optimizer: Optimizer | None = None) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -96,13 +112,42 @@ def run_twice(train: Callable[[Watch], nn.Module], **settings: Any) -> CleanRun:
     before = RandomState.read(device)
     plain, end = _state(train(unguarded)), RandomState.read(device)
     before.restore(device)
-    watched = _state(train(guarded))
+    stopped: str | None = None
+    watched: dict[str, torch.Tensor] = {}
+    with contained():
+        try:
+            watched = _state(train(guarded))
+        except TrainingStopped as stop:
+            stopped = stop.reason
     if len(guards) != 1:
         raise UsageError(f"train(watch) entered watch(model, optimizer) {len(guards)} times; expected once")
-    differing = [name for name in {**plain, **watched} if not _same(plain.get(name), watched.get(name))]
-    if not end.equals(RandomState.read(device)):
-        differing.append("random states")
-    return CleanRun(tuple(differing), tuple(guards[0].verdicts), guards[0].coverage())
+    coverage = guards[0].coverage()
+    if not coverage["steps"]["held"]:
+        raise UsageError("the guard saw no step: train(watch) has to train inside `with watch(model, optimizer):`")
+    differing = _differing(plain, watched, end.equals(RandomState.read(device)))
+    repeats = True
+    if differing and stopped is None:
+        before.restore(device)
+        repeats = not _differing(plain, _state(train(unguarded)), end.equals(RandomState.read(device)))
+    return CleanRun(differing, tuple(guards[0].verdicts), repeats, stopped, coverage)
+
+
+@contextmanager
+def contained() -> Iterator[None]:
+    """Let a guard's stop be an ordinary `TrainingStopped` inside, for those who run many trainings in one process, as tests do.
+
+    Otherwise a stop is final: whoever catches it gets it again from the next training of the process, and the process ends
+    with its exit code.
+    """
+    with PROCESS.contained():
+        yield
+
+
+def _differing(
+    one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], same_random: bool
+) -> tuple[str, ...]:
+    names = [name for name in {**one, **other} if not _same(one.get(name), other.get(name))]
+    return (*names, *(() if same_random else ("random states",)))
 
 
 def _state(model: nn.Module) -> dict[str, torch.Tensor]:

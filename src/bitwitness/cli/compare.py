@@ -54,11 +54,12 @@ def main(args: argparse.Namespace) -> int:
     if args.propose_map:
         return _propose(proposed(open_source(args.a), open_source(args.b)), Path(args.propose_map))
     modules = read_map(Path(args.map)) if args.map else None
-    ranks, steps = _numbers(args.ranks, "--ranks"), _numbers(args.steps, "--steps")
     papers = _papers(args)
     with progress_bar("steps") as progress:
         sinks = [papers.sink] if papers.papers else []
-        report = compare(args.a, args.b, modules=modules, ranks=ranks, steps=steps, sinks=sinks, progress=progress)
+        report = compare(
+            args.a, args.b, modules=modules, ranks=args.ranks, steps=args.steps, sinks=sinks, progress=progress
+        )
     papers.finish(report.to_dict())
     if args.json == "-":
         print(json.dumps(report.to_dict(), indent=1, allow_nan=False))
@@ -100,17 +101,6 @@ def _papers(args: argparse.Namespace) -> _Papers:
     kinds: dict[str, Callable[[Path], Any]] = {"json": JsonPaper, "csv": CsvPaper, "xlsx": XlsxPaper}
     wanted = {name: getattr(args, name) for name in kinds if getattr(args, name) and getattr(args, name) != "-"}
     return _Papers([kinds[name](Path(path)) for name, path in wanted.items()])
-
-
-def _numbers(text: str | None, name: str) -> list[int] | None:
-    from bitwitness.config.recording import ranges
-
-    found = ranges(text, name)
-    return (
-        None
-        if found is None
-        else [number for first, last in found for number in range(first, min(last, first + 10**6) + 1)]
-    )
 
 
 def _propose(modules: dict[str, str], path: Path) -> int:

@@ -79,11 +79,12 @@ class Report:
             return f"the runs part at {self.first.site} (rank {self.first.rank}, step {self.first.step}): {self.first.text}"
         if not self.rows:
             return "nothing could be compared"
+        unread = f"; {len(self.problems)} things could not be read or compared" if self.problems else ""
         if not self.differing:
-            return "no difference: everything that was compared is equal"
+            return f"no difference: everything that was compared is equal{unread}"
         return (
             "reordering-level differences only: no operator differs by more than rounding explains "
-            f"(largest {self.noise:.2g})"
+            f"(largest {self.noise:.2g}){unread}"
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from bitwitness.tap.compat import compiles_backward
 from bitwitness.tap.traffic import world_size
 
 
-def coverage_table(watch: Watch, reporter: Reporter) -> dict[str, Any]:
+def coverage_table(watch: Watch, reporter: Reporter, *, paused: int) -> dict[str, Any]:
     """Return the table, ready for JSON."""
     root, sensors, proceedings = watch.root, watch.sensors, watch.proceedings
     everything = {id(p) for p in (*root.root.parameters(), *root.parameters.values())}  # pruning exchanges some
@@ -23,6 +23,7 @@ def coverage_table(watch: Watch, reporter: Reporter) -> dict[str, Any]:
             "training_forwards": root.forwards_seen,
             "held": watch.steps_held,
             "deep": watch.deep.taken,
+            "paused": paused,
         },
         "outputs": {"outputs_seen": root.outputs_seen},
         "sensors": {"off": sensors.off},
@@ -39,7 +40,7 @@ def coverage_table(watch: Watch, reporter: Reporter) -> dict[str, Any]:
         "price": watch.deep.report(),
         "own_seconds": round(watch.own_seconds, 3),
         "failures": dict(reporter.failures),
-        "not_covered": _gaps(watch),
+        "not_covered": [*_paused(paused), *_gaps(watch)],
     }
     tracing = proceedings.tracing
     table["nonfinite"] = {"hits": tracing.hits, "findings": len(tracing.findings)}
@@ -50,6 +51,10 @@ def coverage_table(watch: Watch, reporter: Reporter) -> dict[str, Any]:
     if sensors.checksum is not None:
         table["operators"] = sensors.checksum.coverage()
     return table
+
+
+def _paused(steps: int) -> list[str]:
+    return [f"{steps} steps went by while the guard was paused"] if steps else []
 
 
 def _gaps(watch: Watch) -> list[str]:

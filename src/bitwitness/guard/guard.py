@@ -21,6 +21,7 @@ from bitwitness.errors import UsageError
 from bitwitness.finding import Event, Finding, Note, Severity, Verdict
 from bitwitness.guard.coverage import coverage_lines, coverage_table, nonfinite_lines
 from bitwitness.guard.forked import inert_in_children
+from bitwitness.guard.limits import PAUSED
 from bitwitness.guard.memory import learned, relearn
 from bitwitness.guard.roots import add_root, discard_root, guarded_roots
 from bitwitness.guard.selftest import prove
@@ -140,8 +141,8 @@ class Guard:
         points = SkipPoints(self.watch, skip, lambda: clock.step)
         listener = PROCESS.over(self.watch.root.entry, points, self.close)
         self._looking = HoldPoints(self._stack.enter_context(listener))
-        counter = StepCounter(clock, Owners(root.parameters(), self.optimizers or None).ours)
-        self._counting = HoldPoints(counter, counting=True)
+        self._passed = StepCounter(clock, Owners(root.parameters(), self.optimizers or None).ours)
+        self._counting = HoldPoints(self._passed, counting=True)
         self._stack.callback(self._leave)
         self._enter(self._looking, away=False)
         if writer is not None:
@@ -220,7 +221,10 @@ class Guard:
     def _enter(self, points: HoldPoints, *, away: bool) -> None:
         if points is not self._points:
             self._leave()
-            self._on().root.paused = self._on().root.away = away
+            watch = self._on()
+            watch.root.paused = watch.root.away = away
+            if watch.clock.begun:
+                watch.root.record.give_up(PAUSED)
             self._points = points.__enter__()
 
     def _leave(self) -> None:
@@ -276,7 +280,7 @@ class Guard:
         """Return what was seen so far of what there was: parameters, steps, operators, and what is not covered and why."""
         if self.watch is None or self.reporter is None:
             return {}
-        return coverage_table(self.watch, self.reporter)
+        return coverage_table(self.watch, self.reporter, paused=self._passed.steps)
 
     def _report(self) -> None:
         watch, reporter = self.watch, self.reporter

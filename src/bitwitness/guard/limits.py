@@ -8,6 +8,7 @@ UNSEEN = (
 )
 IN_BACKWARD = "an optimizer runs inside the backward"
 BY_HAND = "the gradients did not come from a backward that adds to them"
+PAUSED = "the guard was paused in them"
 FEWER = "fewer backwards than in the step before: it is not known whether the script changed gradients after the last"
 EDITED = "the script changes gradients between its backward and their use"
 INSIDE_JOIN = (

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from bitwitness.tap.compat import without_dispatch_modes
+
 _KEPT = 4  # origins whose inputs and outputs are kept
 _LARGEST = 64 << 20  # bytes, of all of them together
 
@@ -35,8 +37,10 @@ class KeptTensors:
         if self._bytes + size > _LARGEST:
             return
         self._bytes += size
-        for slot, tensor in tensors:
-            self.tensors[f"origin{number}.{slot}"] = tensor.detach().clone().contiguous()
+        # a number that autograd saved as a tensor reaches other dispatch modes as the bare number, which has no copy
+        with without_dispatch_modes():
+            for slot, tensor in tensors:
+                self.tensors[f"origin{number}.{slot}"] = tensor.detach().clone().contiguous()
 
 
 def saved_by(node: Any) -> Named:

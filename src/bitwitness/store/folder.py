@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from bitwitness.store.source import Source
 
 _SHARED = "events.jsonl"
+_EXPECTED = "expected a run folder (what --out or out= names), a dump of msprobe or a folder of Ascend dump files"
 
 
 class Run:
@@ -47,7 +48,7 @@ class Run:
     Raises
     ------
     UsageError
-        If there is no such folder.
+        If there is no such folder, or nothing in it that bitwitness reads.
 
     """
 
@@ -55,8 +56,15 @@ class Run:
         self.path = Path(path)
         if not self.path.is_dir():
             seen = "is a file" if self.path.exists() else f"does not exist (seen from {Path.cwd()})"
-            raise UsageError(f"{self.path} {seen}; expected a run folder (what --out or out= names)")
+            raise UsageError(f"{self.path} {seen}; {_EXPECTED}")
         self._problems: list[str] = []
+        try:
+            read_description(self.path)
+        except UsageError as error:
+            if not any(self.path.glob("rank*/events.jsonl")):
+                self._source  # noqa: B018 - raises where there is nothing else either
+            elif (self.path / "run.json").exists():
+                self._note([str(error)])
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"
@@ -64,6 +72,7 @@ class Run:
     @property
     def problems(self) -> list[str]:
         """What could not be read so far."""
+        _ = self._records  # damaged rows are noticed as soon as they are looked for
         return [*self._problems, *(self._source.problems if "_source" in vars(self) else ())]
 
     @cached_property
@@ -174,7 +183,9 @@ class Run:
     def _records(self) -> bool:
         try:
             return bool(self._source.ranks())
-        except UsageError:
+        except UsageError as error:
+            if any(self.path.glob("rank*/stats-*")):
+                self._note([str(error)])
             return False
 
     def _recorded_ranks(self) -> list[int]:

@@ -20,17 +20,29 @@ class StepCounter(StepListener):
     ours
         Tells whether an optimizer's steps count.
 
+    Attributes
+    ----------
+    steps
+        How many steps ended meanwhile.
+
     """
 
     def __init__(self, clock: StepClock, ours: Callable[[Optimizer], bool]) -> None:
         self._clock = clock
         self._ours = ours
+        self._latest = -1
+        self.steps = 0
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """Parameters changed."""
         if self._ours(optimizer):
-            self._clock.end_step()
+            self._end()
 
     def scaler_updated(self) -> None:
         """A scaler ended the step; its optimizers may have been skipped."""
+        self._end()
+
+    def _end(self) -> None:
+        self.steps += self._clock.step != self._latest  # two optimizers may end one step
+        self._latest = self._clock.step
         self._clock.end_step()
