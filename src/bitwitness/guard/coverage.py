@@ -102,7 +102,7 @@ def _compiled_gaps(watch: Watch) -> list[str]:
     if sensors.steps_looked_again:
         gaps.append(
             "compiled kernels themselves are not checked on deep steps; their matrix products were checked in an eager "
-            f"re-execution ({sensors.steps_looked_again} of {watch.deep.taken} deep steps)"
+            f"re-execution ({sensors.steps_looked_again} times)"
         )
     if sensors.not_looked_again is not None:
         gaps.append(f"deep steps with compiled code that could not be re-executed eagerly: {sensors.not_looked_again}")
