@@ -18,7 +18,8 @@ test-torch:
 	.venv-torch-$(VERSION)/bin/python -m pip install --quiet torch==$(VERSION)
 	.venv-torch-$(VERSION)/bin/python -m pip install --quiet --constraint .venv-torch-$(VERSION)/constraints.txt \
 		torch==$(VERSION) --requirement requirements-dev.txt
-	.venv-torch-$(VERSION)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	.venv-torch-$(VERSION)/bin/python -m pip install --quiet --constraint .venv-torch-$(VERSION)/constraints.txt \
+		torch==$(VERSION) --no-build-isolation --editable .
 	.venv-torch-$(VERSION)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 check: .stamp-venv

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 import re
+import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from io import BytesIO
@@ -60,7 +61,10 @@ def _load(source: Path | BytesIO, size: int, where: str, *, mmap: bool = False) 
     if isinstance(source, BytesIO):
         source.seek(0)
     try:
-        return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
+        with warnings.catch_warnings():
+            # torch 2.15 says how long it may take to look at a sparse tensor's indices; it has to
+            warnings.filterwarnings("ignore", message="Validating sparse tensor invariants")
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
         raise UsageError(
             f"{where} holds more than tensors and plain values ({_reason(error)}); unpickling that could run code, so it was "
