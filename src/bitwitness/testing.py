@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from bitwitness.comparison.tensors import same_bits
 from bitwitness.errors import TrainingStopped, UsageError
 from bitwitness.finding import Verdict
 from bitwitness.guard.guard import Guard
@@ -146,7 +147,8 @@ def contained() -> Iterator[None]:
 def _differing(
     one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], same_random: bool
 ) -> tuple[str, ...]:
-    names = [name for name in {**one, **other} if not _same(one.get(name), other.get(name))]
+    both = one.keys() & other.keys()
+    names = [name for name in {**one, **other} if name not in both or not same_bits(one[name], other[name])]
     return (*names, *(() if same_random else ("random states",)))
 
 
@@ -155,10 +157,3 @@ def _state(model: nn.Module) -> dict[str, torch.Tensor]:
         raise UsageError(f"train(watch) returned {type(model).__name__}; expected the trained module")
     values = model.state_dict()
     return {name: value.detach().clone() for name, value in values.items() if isinstance(value, torch.Tensor)}
-
-
-def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    """Compare bits: NaN equals the same NaN, and 0.0 is not -0.0."""
-    if a is None or b is None or a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    return torch.equal(*(value.cpu().contiguous().reshape(-1).view(torch.uint8) for value in (a, b)))

@@ -59,7 +59,7 @@ class Run:
             raise UsageError(f"{self.path} {seen}; {_EXPECTED}")
         self._problems: list[str] = []
         try:
-            read_description(self.path)
+            _ = self.description  # kept, so that it is read once
         except UsageError as error:
             if not any(self.path.glob("rank*/events.jsonl")):
                 self._source  # noqa: B018 - raises where there is nothing else either
