@@ -5,9 +5,14 @@ export OMP_NUM_THREADS := 1
 
 .PHONY: test test-torch check demo demo-seed bench bench-record bench-compare detect campaign innocent clean
 
-# three files of tests at a time on two cores: most wait for the processes that they start
-test: .stamp-venv check
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+# three files of tests at a time on two cores: most wait for the processes that they start; types are checked beside them
+test: .stamp-venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@mkdir -p .mypy_cache; $(BIN)/mypy > .mypy_cache/told 2>&1 & types=$$!; \
+	echo '$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder'; \
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder; tests=$$?; \
+	wait $$types; typed=$$?; echo '$(BIN)/mypy'; cat .mypy_cache/told; exit $$((tests ? tests : typed))
 
 # the same on another release of torch, in an environment of its own: make test-torch VERSION=2.14.1
 # (PyPI's builds for Linux bring some five gigabytes of CUDA libraries)
@@ -37,6 +42,7 @@ bench: .stamp-venv
 	$(BIN)/python bench/overhead.py
 	$(BIN)/python bench/price.py
 	$(BIN)/python bench/nonfinite.py
+	$(BIN)/python bench/together.py
 
 # set BITWITNESS_PEER_PYTHON to a Python with mindstudio-probe to have it measured beside
 bench-record: .stamp-venv
@@ -64,9 +70,11 @@ innocent: .stamp-venv
 .stamp-venv: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "bitwitness needs Python 3.11 or newer; set PYTHON=… (seen: " + sys.version.split()[0] + ")")'
 	$(PYTHON) -m venv .venv
-	# torch first, alone and pinned: any other resolution may pull a build with gigabytes of CUDA libraries
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --requirement requirements-dev.txt
+	# torch pinned, in one resolution with the rest: any other may pull a build with gigabytes of CUDA libraries
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt \
+		torch==2.13.0 --requirement requirements-dev.txt
+	# compiled on all cores, without what is hardly ever imported; what does not compile is nobody's concern here
+	@$(BIN)/python -m compileall -q -j 0 -x '/tests?/|/transformers/models/|/torch/testing/_internal/' .venv/lib >/dev/null || true
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable .
 	@touch $@
 

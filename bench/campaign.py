@@ -12,19 +12,21 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
 import sys
 import tempfile
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from forking import together
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bitwitness.demo.launch import torchrun
 from bitwitness.demo.model import ByteGPT
 from bitwitness.errors import TrainingStopped
 from bitwitness.guard import Guard
@@ -190,7 +192,7 @@ def run_trial(trial: dict[str, Any]) -> dict[str, Any]:
     dist.all_gather_object(told, changed)
     assert guard is not None
     assert guard.watch is not None
-    verdicts = guard.watch.proceedings.verdicts
+    verdicts = guard.verdicts
     sensors = sorted(
         {s["sensor"] for v in verdicts for items in v.evidence.get("suspicions", {}).values() for s in items}
     )
@@ -198,7 +200,7 @@ def run_trial(trial: dict[str, Any]) -> dict[str, Any]:
         **trial,
         "harm": error,
         "strikes": sum(map(len, told)),
-        "suspicions": guard.watch.proceedings.suspicions,
+        "suspicions": guard.coverage()["suspicions"],
         "verdicts": [
             {"step": v.step, "cause": str(v.cause), "ranks": list(v.ranks), "action": str(v.action), "why": v.message}
             for v in verdicts
@@ -231,7 +233,7 @@ def judge(trial: dict[str, Any]) -> str:
     return next(result for result in ("wrong", "right", "inconclusive") if result in results)
 
 
-def worker(args: argparse.Namespace) -> None:
+def worker(args: argparse.Namespace, lines: Path) -> None:
     """Run all trials on this rank; rank 0 writes a line a trial."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -240,7 +242,7 @@ def worker(args: argparse.Namespace) -> None:
     for number, varying in numbers:
         result = run_trial(draw(number, args.seed, known, varying=varying))
         if dist.get_rank() == 0:
-            with args.worker.open("a") as file:
+            with lines.open("a") as file:
                 file.write(json.dumps({**result, "result": judge(result)}, default=str) + "\n")
     time.sleep(0.2)  # gloo's threads let go of the last exchange before the interpreter ends
     dist.destroy_process_group()
@@ -297,13 +299,10 @@ def main() -> int:
     parser.add_argument("--nondeterministic", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.worker is not None:
-        worker(args)
-        return 0
-    with tempfile.TemporaryDirectory() as scratch:
-        lines = Path(scratch) / "trials.jsonl"
+    scratch = Path(tempfile.mkdtemp(prefix="campaign-"))  # no TemporaryDirectory: a fork's exit would remove it
+    try:
+        lines = scratch / "trials.jsonl"
         counts = [
             "--trials",
             str(args.trials),
@@ -312,11 +311,12 @@ def main() -> int:
             "--seed",
             str(args.seed),
         ]
-        launched = torchrun(RANKS, [__file__, "--worker", str(lines), *counts], Path(scratch) / "logs", echo=False)
-        if launched.code:
-            sys.stderr.write("\n".join(log.read_text()[-3000:] for log in launched.logs))
+        if not together(RANKS, partial(worker, args, lines), scratch):
+            sys.stderr.write("\n".join(log.read_text()[-3000:] for log in sorted(scratch.glob("rank*.log"))))
             return 1
         trials = [json.loads(line) for line in lines.read_text().splitlines()]
+    finally:
+        shutil.rmtree(scratch)
     told = summary(trials)
     print(told)
     args.out.mkdir(parents=True, exist_ok=True)

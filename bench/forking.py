@@ -7,8 +7,10 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +58,29 @@ class Forked:
         if self.returncode is None and (status := os.waitpid(self.pid, how))[0]:
             self.returncode = os.waitstatus_to_exitcode(status[1])
         return self.returncode
+
+
+def together(count: int, call: Callable[[], object], logs: Path) -> bool:
+    """Run so many ranks, each a fork of this process with torchrun's variables; return whether all ended well.
+
+    Where one fails, the others are ended. Each one's output goes to ``rankN.log``.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": str(count)}
+    common |= {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "LOCAL_WORLD_SIZE": str(count)}
+    ranks = [
+        Forked(call, logs / f"rank{rank}.log", {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(count)
+    ]
+    try:
+        while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
+            time.sleep(0.05)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return not any(codes)
 
 
 def become(call: Callable[[], object], out: Path, err: Path) -> NoReturn:

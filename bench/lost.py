@@ -41,7 +41,7 @@ from bitwitness.errors import EXIT_CONVICTED, EXIT_RANK_LOST
 
 Process = Forked | subprocess.Popen[bytes]
 DEADLINE_S = 6.0
-GRACE_S = 12.0  # the roll call, the end of the interpreter, and a machine that others use, too
+GRACE_S = 12.0  # the liveness check, the end of the interpreter, and a machine that others use, too
 LONGEST_S = 20.0
 AGENT_S = 32.0  # torchrun gives a stopped rank 30 seconds before it kills it
 LIMIT_S = 90.0

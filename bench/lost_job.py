@@ -23,11 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bitwitness.demo.model import ByteGPT
 from bitwitness.guard import Guard
-from bitwitness.guard.proceedings import Proceedings
+from bitwitness.guard.investigation import Investigation
 from bitwitness.inject.device import FaultyDevice
 from bitwitness.inject.faults import from_mapping
-from bitwitness.judge import judge, proof
-from bitwitness.judge.experiments import Laboratory
+from bitwitness.judge import proof, verdict
+from bitwitness.judge.experiments import ReplayExperiments
 from bitwitness.ranks import SideChannel
 from bitwitness.replay.run import Replayer
 from bitwitness.respond import act
@@ -44,13 +44,13 @@ FAULTS: dict[str, list[dict[str, Any]]] = {
 STAGES: dict[str, tuple[Any, str, str]] = {
     "exchange": (SideChannel, "_guarded", "none"),
     "replay": (Replayer, "run", "none"),
-    "elsewhere": (Laboratory, "_elsewhere", "none"),
-    "calibrate": (Laboratory, "calibrate", "none"),
+    "elsewhere": (ReplayExperiments, "_elsewhere", "none"),
+    "calibrate": (ReplayExperiments, "calibrate", "none"),
     "locate": (proof, "locate", "persistent"),
-    "evidence": (judge.Judge, "_evidence", "persistent"),
+    "evidence": (verdict.VerdictBuilder, "evidence", "persistent"),
     "stop barrier": (SideChannel, "barrier", "persistent"),
     "heal": (act, "heal_together", "transient"),
-    "telling": (Proceedings, "_attach", "transient"),
+    "telling": (Investigation, "_attach", "transient"),
 }
 
 
@@ -136,7 +136,7 @@ def train(trial: dict[str, Any], folder: Path) -> None:
     guard = Guard(model, optimizer, act="protect", deep_every=0, out=folder / "run", **settings)
     with FaultyDevice(from_mapping({"fault": FAULTS[fault]}), rank=rank), guard:
         if rank == trial["victim"]:
-            arm(trial, folder, lambda: guard.watch.clock.step if guard.watch else 0)
+            arm(trial, folder, lambda: guard.session.step if guard.watch else 0)
         for _ in range(STEPS):
             text = torch.randint(0, 256, (3, 17), generator=generator)
             model(text[:, :-1], text[:, 1:]).backward()

@@ -302,7 +302,7 @@ def ranges(steps: int) -> str:
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad()
-            table = trace._guard.coverage()["ranges"]
+            table = trace.coverage()["ranges"]
         top = table[0]
         found.append(f"{name}: {top['share_of_maximum']:.2%} ({top['op']}), {len(trace.findings)} findings")
     return f"ranges of {steps} clean float16 steps, as a share of 65504: " + "; ".join(found)

@@ -1,6 +1,7 @@
 """Ranks as ``torchrun`` starts them, and scripts as ``python`` does, forked from one process that has imported torch.
 
-Half of a short job is its imports.
+Half of a short job is its imports. A script's fork leaves the server's loop and ends as Python ends: its threads awaited, what
+is registered "at exit" called, files closed.
 
 What torchrun itself does (logs told apart, restarts, signals) is tested with torchrun. Each call of `forked` gives its ranks
 the variables that torchrun gives, a store that an agent keeps, and ends the others where one fails.
@@ -8,6 +9,7 @@ the variables that torchrun gives, a store that an agent keeps, and ends the oth
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import socket
@@ -16,38 +18,80 @@ import sys
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import NoReturn
 
 from bitwitness.demo.launch import Launched
 
 
 @cache
 def _server() -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    server = subprocess.Popen(
         [sys.executable, "-u", __file__],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
     )
+    atexit.register(_end, server, os.getpid())
+    return server
 
 
-def forked(ranks: int, arguments: list[str], logs: Path, *, environment: dict[str, str] | None = None) -> Launched:
-    """Run a script, or ``-m module``, and its arguments on so many ranks; as `bitwitness.demo.launch.torchrun`."""
+def _end(server: subprocess.Popen[str], pid: int) -> None:
+    """Have the server end with the process that started it, and not with forks of that: it serves until its input ends."""
+    if os.getpid() == pid:
+        server.communicate()
+
+
+def forked(
+    ranks: int,
+    arguments: list[str],
+    logs: Path,
+    *,
+    environment: dict[str, str] | None = None,
+    imported: tuple[str, ...] = (),
+) -> Launched:
+    """Run a script, or ``-m module``, and its arguments on so many ranks; as `bitwitness.demo.launch.torchrun`.
+
+    ``imported``: modules that the ranks need and find imported, too.
+    """
     for rank in range(ranks):
         (logs / f"{rank}").mkdir(parents=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    asked = {"ranks": ranks, "arguments": list(map(str, arguments)), "logs": str(logs), "port": port}
+    asked = {"ranks": ranks, "arguments": list(map(str, arguments)), "logs": str(logs), "port": _free_port()}
+    asked["imported"] = imported
     code = _ask({**asked, "environment": environment or {}})
     return Launched(code, sorted(logs.rglob("std*.log")))
 
 
-def script(arguments: list[str], where: Path, *, timeout: float = 200.0) -> subprocess.CompletedProcess[str]:
-    """Run ``python ARGUMENTS`` (a script or ``-m module``, and its arguments) in a folder; as `subprocess.run`.
+def without_torchrun(ranks: int, arguments: list[str], logs: Path, *, missing: int) -> dict[int, tuple[int, str]]:
+    """Run a script on ranks that nobody launches together: nobody keeps their store, or ends the others where one fails.
 
-    What Python itself does at its start and end (the order of "at exit", excepthooks) is tested in interpreters of their own.
+    Return the exit code and stderr of each but ``missing``, which does not end by itself; it is killed when the others have.
+    """
+    for rank in range(ranks):
+        (logs / f"{rank}").mkdir(parents=True)
+    asked = {"ranks": ranks, "arguments": list(map(str, arguments)), "logs": str(logs), "port": _free_port()}
+    code = _ask({**asked, "environment": {}, "missing": missing, "timeout": 400.0})
+    assert code == 0, f"the others did not end: {[log.read_text()[-2000:] for log in logs.rglob('stderr.log')]}"
+    codes = json.loads((logs / "codes.json").read_text())
+    return {int(rank): (code, (logs / rank / "stderr.log").read_text()) for rank, code in codes.items()}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def script(
+    arguments: list[str],
+    where: Path,
+    *,
+    timeout: float = 800.0,
+    environment: dict[str, str] | None = None,
+    warn: tuple[str, ...] = (),
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python -W WARN… ARGUMENTS`` (a script or ``-m module``, and its arguments) in a folder; as `subprocess.run`.
+
+    What depends on torch or the package not being imported yet (the order of "at exit") is tested in interpreters of their own.
 
     Raises
     ------
@@ -62,8 +106,9 @@ def script(arguments: list[str], where: Path, *, timeout: float = 200.0) -> subp
             "logs": logs,
             "where": str(where),
             "timeout": timeout,
+            "warn": warn,
         }
-        code = _ask({**asked, "environment": {}})
+        code = _ask({**asked, "environment": environment or {}})
         out, err = ((Path(logs) / name).read_text() for name in ("stdout.log", "stderr.log"))
     if code is None:
         raise subprocess.TimeoutExpired(arguments, timeout, out, err)
@@ -73,7 +118,8 @@ def script(arguments: list[str], where: Path, *, timeout: float = 200.0) -> subp
 def _ask(asked: dict) -> int | None:
     """Have the server run something; return its exit code."""
     server = _server()
-    asked["environment"] = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **asked["environment"]}
+    unbuffered = {"PYTHONUNBUFFERED": "1"} if asked["ranks"] else {}
+    asked["environment"] = {**os.environ, "OMP_NUM_THREADS": "1", **unbuffered, **asked["environment"]}
     try:
         server.stdin.write(json.dumps(asked) + "\n")
         server.stdin.flush()
@@ -88,25 +134,36 @@ def _ask(asked: dict) -> int | None:
 # -- the server --------------------------------------------------------------------------------------------------------------
 
 
-def _serve() -> None:
+def _serve() -> dict | None:
+    """Serve; return, in a fork that is to be a script, what was asked of it."""
+    import gc
     import importlib
 
     sys.path.append(str(Path(__file__).parents[1] / "bench"))
     for name in (
         "forking",
         "torch.distributed.fsdp",
+        "torch.distributed.optim",
+        "numpy.ma",
         "torch._dynamo",
         "bitwitness.guard",
         "bitwitness.inject",
         "bitwitness.cli",
     ):
         importlib.import_module(name)
+    gc.collect()
     for line in sys.stdin:
         asked = json.loads(line)
+        for name in asked.get("imported", ()):
+            importlib.import_module(name)
+        gc.freeze()
         pid = os.fork()
         if not pid:
-            os._exit(_lead(asked)) if asked["ranks"] else _alone(asked)
+            if not asked["ranks"]:
+                return asked
+            os._exit(_lead(asked) if asked.get("missing") is None else _watch(asked))
         os.write(1, f"{json.dumps(_await(pid, asked.get('timeout')))}\n".encode())
+    return None
 
 
 def _await(pid: int, timeout: float | None) -> int | None:
@@ -127,13 +184,20 @@ def _await(pid: int, timeout: float | None) -> int | None:
     return os.waitstatus_to_exitcode(status)
 
 
-def _alone(asked: dict) -> NoReturn:
-    """Be a script."""
-    from forking import become
+def _alone(asked: dict) -> None:
+    """Be a script, with streams as those of a ``python`` whose output is kept."""
+    import warnings
 
-    folder = Path(asked["logs"])
     os.chdir(asked["where"])
-    become(lambda: _run(asked, {}), folder / "stdout.log", folder / "stderr.log")
+    for target, name in enumerate(
+        (os.devnull, *(Path(asked["logs"]) / f"{name}.log" for name in ("stdout", "stderr")))
+    ):
+        os.dup2(os.open(name, (os.O_WRONLY | os.O_CREAT | os.O_APPEND) if target else os.O_RDONLY), target)
+    sys.stdin = sys.__stdin__ = os.fdopen(0, closefd=False)
+    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", closefd=False)
+    sys.warnoptions += asked["warn"]
+    warnings._processoptions(asked["warn"])
+    _run(asked, {})
 
 
 def _lead(asked: dict) -> int:
@@ -162,6 +226,20 @@ def _lead(asked: dict) -> int:
     return int(failed)
 
 
+def _watch(asked: dict) -> int:
+    """Fork the ranks, wait for all but one, and kill that."""
+    import signal
+
+    _die_with_parent()
+    ranks = {number: _rank(asked, number) for number in range(asked["ranks"])}
+    last = ranks.pop(asked["missing"])
+    codes = {number: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for number, pid in ranks.items()}
+    os.kill(last, signal.SIGKILL)
+    os.waitpid(last, 0)
+    (Path(asked["logs"]) / "codes.json").write_text(json.dumps(codes))
+    return 0
+
+
 def _rank(asked: dict, number: int) -> int:
     from forking import become
 
@@ -183,6 +261,8 @@ def _variables(asked: dict, number: int) -> dict[str, str]:
         "GROUP_RANK": "0",
     }
     own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ROLE_RANK": str(number), "ROLE_WORLD_SIZE": size}
+    if "missing" in asked:
+        return own
     return own | {
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RUN_ID": port,
@@ -219,5 +299,5 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-if __name__ == "__main__":
-    _serve()
+if __name__ == "__main__" and (_asked := _serve()) is not None:
+    _alone(_asked)

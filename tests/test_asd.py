@@ -13,11 +13,12 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bitwitness.ascend import ASDBase, watch_gradient
+from bitwitness.capture.light import LightStep
+from bitwitness.capture.norms import NormTap, first_weight
 from bitwitness.config import FeatureConfig
 from bitwitness.sense.feature import FeatureSensor
-from bitwitness.sense.light import LightStep
 from bitwitness.tap.collector import GradientCollector, collecting
-from bitwitness.tap.norms import NormTap, first_weight
+from bitwitness.tap.ownwork import replaying
 
 
 class RootNorm(nn.Module):
@@ -208,9 +209,8 @@ def test_micro_batches_give_a_value_each_and_a_replay_none():
     with NormTap(model) as tap:
         for _ in range(3):
             model(tokens).sum().backward()
-        tap.collector.paused = True
-        model(tokens).sum().backward()
-        tap.collector.paused = False
+        with replaying():
+            model(tokens).sum().backward()
         sites, values = tap.drain()
     assert len(values) == 18
     assert [site.module for site in sites].count("embed") == 3

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import ranks
 
 BENCH = Path(__file__).parents[1] / "bench"
 
 
 def call(script: str, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, str(BENCH / script), *arguments], capture_output=True, text=True, check=False, timeout=250
-    )
+    done = ranks.script([str(BENCH / script), *arguments], BENCH)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     return done.stdout
 

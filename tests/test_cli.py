@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import ranks
 
 from bitwitness.demo.launch import torchrun
 
@@ -36,6 +37,11 @@ def call(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     )
 
 
+def quick(where: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """Call from a process that has imported torch and the package already."""
+    return ranks.script(["-m", "bitwitness", *arguments], where, environment=environment)
+
+
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
     path = tmp_path / "train.py"
@@ -45,13 +51,15 @@ def script(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("verb", [[], ["run"], ["trace"], ["demo"], ["doctor"]])
 def test_help_answers_at_once(verb: list[str]) -> None:
-    before = os.times()
-    done = call(*verb, "--help")
-    spent = os.times()
-    assert done.returncode == 0
-    assert "usage: bitwitness" in done.stdout
-    cpu = spent.children_user + spent.children_system - before.children_user - before.children_system
-    assert cpu < 0.3
+    cpu = []
+    for _ in range(3):  # the least counts: a busy machine makes any of them dearer
+        before = os.times()
+        done = call(*verb, "--help")
+        spent = os.times()
+        cpu.append(spent.children_user + spent.children_system - before.children_user - before.children_system)
+        assert done.returncode == 0
+        assert "usage: bitwitness" in done.stdout
+    assert min(cpu) < 0.3
 
 
 def test_run_leaves_the_script_as_it_is_and_passes_its_output_on(script: Path, tmp_path: Path) -> None:
@@ -115,8 +123,8 @@ def test_an_unknown_key_names_the_nearest(script: Path, tmp_path: Path) -> None:
     assert "warmup" in done.stderr
 
 
-def test_a_reference_variable_with_a_bad_value_is_a_warning_and_the_job_starts(script: Path) -> None:
-    done = call("run", str(script), "2", MS_NPU_ASD_CONFIG="enable:true,cooldwn:1,strikes_num:0")
+def test_a_reference_variable_with_a_bad_value_is_a_warning_and_the_job_starts(script: Path, tmp_path: Path) -> None:
+    done = quick(tmp_path, "run", str(script), "2", MS_NPU_ASD_CONFIG="enable:true,cooldwn:1,strikes_num:0")
     assert done.returncode == 0, done.stderr
     assert "cooldwn" in done.stderr
     assert "cooldown" in done.stderr
@@ -127,7 +135,7 @@ def test_a_reference_variable_with_a_bad_value_is_a_warning_and_the_job_starts(s
 def test_a_folder_that_cannot_be_written_does_not_end_the_training(script: Path, tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
-    done = call("run", "--out", str(blocked / "run"), str(script), "3")
+    done = quick(tmp_path, "run", "--out", str(blocked / "run"), str(script), "3")
     assert done.returncode == 0, done.stderr
     assert "cannot write to the run folder" in done.stderr
     assert "The training goes on" in done.stderr
@@ -136,7 +144,7 @@ def test_a_folder_that_cannot_be_written_does_not_end_the_training(script: Path,
 
 def test_an_earlier_run_is_kept(script: Path, tmp_path: Path) -> None:
     for _ in range(2):
-        assert call("run", "--out", str(tmp_path / "run"), str(script), "2").returncode == 0
+        assert quick(tmp_path, "run", "--out", str(tmp_path / "run"), str(script), "2").returncode == 0
     assert (tmp_path / "run" / "run.json").exists()
     assert (tmp_path / "run-2" / "run.json").exists()
 
@@ -172,7 +180,7 @@ def test_a_fault_declared_in_the_environment_is_found(script: Path, tmp_path: Pa
         kind = "nullify"
         """)
     )
-    done = call("run", "--act", "protect", str(script), "40", BITWITNESS_INJECT=str(faults))
+    done = quick(tmp_path, "run", "--act", "protect", str(script), "40", BITWITNESS_INJECT=str(faults))
     assert done.returncode == 17, done.stderr
     assert "persistent_hardware" in done.stderr
     assert "2/mm#" in done.stderr

@@ -142,8 +142,6 @@ def test_one_row_of_a_weight(tmp_path: Path, mode: tuple[str, str], threads: int
     b = planted(tmp_path / "b", "vit", larger_row, level=level, content=content, threads=threads)
     report = bw.compare(a, b)
     assert report.first is not None
-    if content == "hash" and threads == 2:
-        return  # the bits differ from the first reordered sum on, and hashes do not tell by how much
     assert report.first.site == f"blocks.2.fc1/{'Linear' if level == 'modules' else 'addmm'}#0:forward.out0"
     assert "its blocks.2.fc1.weight differs" in report.first.text
 

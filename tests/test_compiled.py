@@ -6,14 +6,12 @@ import copy
 import json
 import os
 import shutil
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 import torch
-from ranks import forked
+from ranks import forked, script
 from torch import nn
 
 import bitwitness as bw
@@ -139,7 +137,7 @@ def test_the_hooks_go_and_a_copy_is_free_of_them() -> None:
         with bw.Guard(model, optimizer) as guard:
             twin = copy.deepcopy(inner)
             twin(torch.randn(4, 8)).backward()
-            assert guard.watch.root.forwards_seen == 0
+            assert guard.coverage()["steps"]["training_forwards"] == 0
             assert not inner._forward_hooks
         assert inner._compiled_call_impl is call
         assert not model._forward_hooks
@@ -190,14 +188,14 @@ def test_compiled_code_that_contradicts_its_operators_convicts_nobody_alone(monk
     """One device, the same wrong result every time: neither dismissed nor convicted, and said what contradicts what."""
     monkeypatch.setattr(Block, "forward", lambda self, x: x + self.down(torch.tanh(self.up(x))))
     _, guard = train("wrapped", faulty_backend, bw.Guard, steps=3, **ALWAYS)
-    verdicts = guard.watch.proceedings.verdicts
+    verdicts = guard.verdicts
     assert {str(verdict.cause) for verdict in verdicts} == {"inconclusive"}
     assert "this device or the compiler is wrong" in verdicts[0].message
 
 
 def test_a_script_whose_model_is_compiled(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
+    path = tmp_path / "train.py"
+    path.write_text(
         textwrap.dedent("""
         import sys, torch
         from torch import nn
@@ -223,9 +221,9 @@ def test_a_script_whose_model_is_compiled(tmp_path: Path) -> None:
     """)
     )
     for form in ("wrapped", "in place"):
-        plain = subprocess.run([sys.executable, script, form], capture_output=True, text=True, check=True)
-        command = [sys.executable, "-W", "error::UserWarning", "-m", "bitwitness", "run", script, form]
-        watched = subprocess.run(command, capture_output=True, text=True, check=False)
+        plain = script([path, form], tmp_path)
+        assert plain.returncode == 0, plain.stderr
+        watched = script(["-m", "bitwitness", "run", path, form], tmp_path, warn=("error::UserWarning",))
         assert watched.returncode == 0, watched.stderr
         assert watched.stdout == plain.stdout
         assert "4 of 4 parameters, 4 steps" in watched.stderr

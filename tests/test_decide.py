@@ -7,10 +7,13 @@ from itertools import combinations
 import pytest
 
 from bitwitness.finding import Cause
-from bitwitness.judge.decide import PAIRS, Judgement, Match, Row, decide, device_of
+from bitwitness.judge.agreement import PAIRS, Agreement, Match, device_of
+from bitwitness.judge.decide import Judgement, decide
 
 
-def table(results: list[list[str]], *, checksum: tuple[int, ...] = (), changed: tuple[int, ...] = ()) -> list[Row]:
+def table(
+    results: list[list[str]], *, checksum: tuple[int, ...] = (), changed: tuple[int, ...] = ()
+) -> list[Agreement]:
     """Build rows from each rank's five results: equal text is equal bits, a trailing ``~`` is a rounding apart."""
 
     def match(a: str, b: str) -> Match:
@@ -21,7 +24,7 @@ def table(results: list[list[str]], *, checksum: tuple[int, ...] = (), changed: 
         return Match.NEAR if a.rstrip("~") == b.rstrip("~") else Match.FAR
 
     return [
-        Row(
+        Agreement(
             tuple(match(row[a], row[b]) for a, b in PAIRS),
             proven_by_checksum=rank in checksum,
             outputs_changed=rank in changed,
@@ -118,7 +121,7 @@ def test_a_step_is_skipped_where_another_ranks_executions_do_not_agree() -> None
 
 
 def test_a_step_that_cannot_be_replayed_is_inconclusive() -> None:
-    rows = [Row((Match.MISSING,) * len(PAIRS), failed=True)]
+    rows = [Agreement((Match.MISSING,) * len(PAIRS), failed=True)]
     assert decide(rows, reproducible=True).cause is Cause.INCONCLUSIVE
 
 

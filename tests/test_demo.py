@@ -18,7 +18,7 @@ def demo(out: Path, *arguments: str) -> subprocess.CompletedProcess:
         capture_output=True,
         text=True,
         check=False,
-        timeout=280,
+        timeout=1000,
     )
 
 

@@ -13,10 +13,11 @@ from ranks import forked
 from torch import nn
 
 import bitwitness as bw
+from bitwitness.capture.losstape import LossTape
 from bitwitness.config import load_config
 from bitwitness.guard.auto import AutoGuard
-from bitwitness.guard.discovery import Blocks
-from bitwitness.tap.losstape import LossTape
+from bitwitness.session import roots
+from bitwitness.session.roots import Blocks
 
 JOBS = Path(__file__).parent / "jobs"
 
@@ -59,7 +60,7 @@ def steps(call, parameters, count: int = 4, **how) -> None:
 
 
 def models(found: AutoGuard) -> list[nn.Module]:
-    return [guard.model for guard in found.guards]
+    return [guard.model for guard in found.entered]
 
 
 def test_a_model_whose_methods_are_called_is_one_root() -> None:
@@ -68,9 +69,9 @@ def test_a_model_whose_methods_are_called_is_one_root() -> None:
         with auto() as found:
             steps(getattr(net, call), net.parameters())
             assert models(found) == [net], call
-        held = found.guards[0].watch
+        held = found.entered[0].watch
         assert held is not None
-        assert len(held.root.parameters) == 12
+        assert len(held.reader.root.parameters) == 12
 
 
 def test_the_part_that_is_called_is_the_root_where_it_holds_all_that_is_trained() -> None:
@@ -86,7 +87,7 @@ def test_the_part_that_is_called_is_the_root_where_it_holds_all_that_is_trained(
     with auto() as found:
         steps(module.training_step, module.parameters())
         assert models(found) == [module.net]
-    assert found.guards[0].coverage()["steps"]["training_forwards"] == 4
+    assert found.entered[0].coverage()["steps"]["training_forwards"] == 4
 
 
 def test_blocks_without_a_module_around_are_guarded_together_by_their_optimizer(tmp_path: Path) -> None:
@@ -115,7 +116,7 @@ def test_an_ensemble_with_an_optimizer_each_is_guarded_one_by_one() -> None:
             for optimizer in optimizers:
                 optimizer.step()
         assert models(found) == nets
-    assert all(guard.coverage()["steps"]["held"] >= 2 for guard in found.guards)
+    assert all(guard.coverage()["steps"]["held"] >= 2 for guard in found.entered)
 
 
 def test_two_models_of_one_training_keep_a_guard_each() -> None:
@@ -149,7 +150,7 @@ def test_copies_that_are_trained_for_a_few_steps_are_let_go_with_their_optimizer
         for _ in range(12):
             inner = copy.deepcopy(net)
             steps(inner, inner.parameters(), 3)
-            most = max(most, len(found.guards))
+            most = max(most, len(found.entered))
     assert 1 <= most <= 2
 
 
@@ -195,7 +196,7 @@ def test_a_module_that_runs_only_inside_a_backward_is_named_by_its_parameters(ca
 
     with auto() as found:
         steps(lambda x: Adjoint.apply(x, *field.parameters()), field.parameters())
-        assert found.guards == []
+        assert found.entered == []
     assert "trained unguarded: 2 parameters that SGD steps: Linear.weight; Linear.bias" in capsys.readouterr().err
 
 
@@ -242,7 +243,7 @@ def test_a_dry_run_in_a_constructor_finds_no_half_made_model() -> None:
         assert models(found) == []
         steps(net, net.parameters())
         assert models(found) == [net]
-    assert found.guards[0].coverage()["steps"]["held"] == 4
+    assert found.entered[0].coverage()["steps"]["held"] == 4
 
 
 def test_lazy_layers_are_guarded_once_they_are_made() -> None:
@@ -252,7 +253,7 @@ def test_lazy_layers_are_guarded_once_they_are_made() -> None:
         assert models(found) == []
         steps(net, net.parameters())
         assert models(found) == [net]
-    assert found.guards[0].coverage()["steps"]["held"] == 4
+    assert found.entered[0].coverage()["steps"]["held"] == 4
 
 
 def rebuilt_by_layer(net):
@@ -290,10 +291,10 @@ def test_a_model_that_is_rebuilt_after_a_dry_run_is_guarded_as_it_is_then(change
         changed = change(net)
         steps(changed, [p for p in changed.parameters() if p.requires_grad])
         assert models(found) == [changed]
-    (guard,) = found.guards
+    (guard,) = found.entered
     assert guard.watch is not None
     now = {id(p) for p in net.parameters() if p.requires_grad}
-    assert {id(p) for p in guard.watch.root.parameters.values()} == now
+    assert {id(p) for p in guard.watch.reader.root.parameters.values()} == now
     # What is compiled in place is found inside its first call, which goes by.
     assert guard.coverage()["steps"]["held"] >= (3 if change is compiled_in_place else 4)
     assert [folder.name for folder in tmp_path.iterdir()] == ["run"]
@@ -318,10 +319,10 @@ def test_a_trained_model_whose_parameters_are_replaced_is_guarded_anew(tmp_path:
         steps(net, net.parameters(), count=3)
         rebuilt_by_assignment(net)
         steps(net, net.parameters(), count=4)
-        (guard,) = found.guards
+        (guard,) = found.entered
     assert guard.model is net
     assert guard.watch is not None
-    assert {id(p) for p in guard.watch.root.parameters.values()} == {id(p) for p in net.parameters()}
+    assert {id(p) for p in guard.watch.reader.root.parameters.values()} == {id(p) for p in net.parameters()}
     assert guard.coverage()["steps"]["held"] == 3  # the new optimizer's first step shows it
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -359,10 +360,8 @@ def test_a_failing_search_leaves_the_training_alone(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_search_walks_the_stack_once_for_each_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    from bitwitness.guard import discovery
-
     asked: list[nn.Module] = []
-    original = discovery.root_of
+    original = roots.root_of
     monkeypatch.setattr("bitwitness.guard.auto.root_of", lambda module: asked.append(module) or original(module))
     net = Net(blocks=20)
     with auto():
@@ -419,7 +418,7 @@ def test_who_guards_a_model_that_is_wrapped_later_knows_it(tmp_path: Path) -> No
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    from bitwitness.tap.company import wrapped_later
+    from bitwitness.tap.process_groups import wrapped_later
 
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(str(tmp_path / "store"), 1))
     try:
@@ -451,8 +450,8 @@ def test_parameters_lent_by_functional_call_are_not_taken_for_the_models() -> No
 
     with auto() as found:
         steps(call, net.parameters())
-        (guard,) = found.guards
-    assert guard.watch is None or [id(p) for p in guard.watch.root.parameters.values()] == list(
+        (guard,) = found.entered
+    assert guard.watch is None or [id(p) for p in guard.watch.reader.root.parameters.values()] == list(
         map(id, net.parameters())
     )
     assert guard.coverage()["steps"]["held"] == 4

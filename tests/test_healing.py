@@ -13,7 +13,7 @@ pytestmark = pytest.mark.ranks
 
 
 def test_every_kind_of_training_is_healed_on_four_ranks(tmp_path: Path) -> None:
-    launched = forked(4, [str(JOB)], tmp_path)
+    launched = forked(4, [str(JOB)], tmp_path, imported=("transformers.models.gpt2.modeling_gpt2",))
     text = "\n".join(log.read_text() for log in launched.logs)
     told = [json.loads(line) for line in text.splitlines() if line.startswith('{"training"')]
     assert launched.code == 0, text[-4000:]

@@ -12,6 +12,7 @@ import copy
 import importlib
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,13 +33,18 @@ def remembered(keys, key) -> bool:
     return known
 
 
+def is_of_tests(module) -> bool:
+    """Tell whether a module is a test's or one that tests share, whose functions a lookup by name reaches, too."""
+    return Path(getattr(module, "__file__", None) or "/").parent == Path(__file__).parent
+
+
 @pytest.fixture
 def module(tmp_path, monkeypatch):
     """Name a module of the script's that holds a set, and is not imported yet."""
     name = f"memory_{tmp_path.name}".replace("-", "_")
     (tmp_path / f"{name}.py").write_text("SEEN = set()\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    for other in [one for one in sys.modules if one.startswith("test_") and one != __name__]:
+    for other in [one for one, held in sys.modules.items() if one != __name__ and is_of_tests(held)]:
         monkeypatch.delitem(sys.modules, other)  # no script has hundreds of modules of other tests beside it
     yield name
     sys.modules.pop(name, None)

@@ -41,7 +41,8 @@ def test_single_process(scenario: Scenario) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [3])  # an odd number: sums and buckets are split unevenly; healing is tried on four
 def test_ranks(ranks: int, tmp_path: Path) -> None:
-    launched = forked(ranks, [str(JOBS / "identity.py")], tmp_path)
+    with_gpt2 = ("transformers.models.gpt2.modeling_gpt2",)
+    launched = forked(ranks, [str(JOBS / "identity.py")], tmp_path, imported=with_gpt2)
     told = "\n".join(log.read_text() for log in launched.logs)
     lines = [line for line in told.splitlines() if line.startswith(("same", "DIFFERS"))]
     assert launched.code == 0, told[-4000:]
@@ -100,7 +101,7 @@ def test_a_guarded_model_can_be_copied_and_saved(tmp_path: Path) -> None:
             other.train()
             other(torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4, dtype=torch.long)).backward()
         assert guard.watch is not None
-        assert guard.watch.root.forwards_seen == 0
+        assert guard.coverage()["steps"]["training_forwards"] == 0
         guard.close()
         return Guard(model, optimizer)
 

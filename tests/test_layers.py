@@ -20,8 +20,10 @@ TREES = {path: ast.parse(path.read_text()) for path in FILES}
 LAYERS = {
     "vocabulary": ("version", "errors", "site", "finding", "config"),
     "numbers": ("numerics", "stats"),
-    "torch": ("tap", "replay", "ranks", "rollcall", "device"),
+    "torch": ("tap", "capture", "replay", "ranks", "liveness", "device"),
     "storage": ("store",),
+    "session": ("session",),
+    "reference": ("oracle",),
     "instruments": ("sense", "nonfinite", "record", "comparison", "inject"),
     "decision": ("judge", "respond"),
     "face": ("guard", "ascend", "testing", "demo", "cli"),
@@ -150,7 +152,7 @@ def test_inner_names_are_found_however_they_are_written(code: str, names: set[st
 
 def test_every_file_has_one_idea_and_fits() -> None:
     for path in FILES:
-        assert len(path.read_text().splitlines()) <= 400, f"{path} is too long"
+        assert len(path.read_text().splitlines()) <= 300, f"{path} is too long"
 
 
 def test_the_architecture_shows_this_table() -> None:

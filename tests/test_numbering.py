@@ -1,7 +1,7 @@
 """A group of some of a job's ranks: verdicts call each by the number that the job gives it."""
 
 from bitwitness.finding import Action, Cause, Verdict
-from bitwitness.judge.numbering import numbered_in_job
+from bitwitness.judge.verdict import numbered_in_job
 
 VERDICT = Verdict(
     Cause.PERSISTENT_HARDWARE,

@@ -59,7 +59,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 
 
 def test_importing_the_package_or_asking_for_help_imports_no_torch() -> None:
-    code = "import sys, bitwitness, bitwitness.cli; bitwitness.cli.parser(); sys.exit('torch' in sys.modules)"
+    code = "import sys, bitwitness, bitwitness.cli; bitwitness.cli.parsers(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -130,7 +130,7 @@ def test_a_paused_recorder_counts_steps_and_hooks_nothing_else(tmp_path: Path) -
         assert torch.autograd._engine_run_backward is backward
         train(net, 1)
     assert {r["step"] for r in rows(recorder.folder)} == {1}
-    assert recorder.clock.step == 2
+    assert recorder.session.step == 2
 
 
 def test_recomputation_is_recorded_and_told_apart(tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def test_kill_9_leaves_what_was_flushed(tmp_path: Path) -> None:
             for i in range(1000):
                 net(torch.randn(4, 8)).sum().backward(); opt.step(); opt.zero_grad()
                 if i == 5:
-                    r._writing.flush(); print("flushed", flush=True)
+                    r.flush(); print("flushed", flush=True)
                 if i > 5: time.sleep(0.01)
         """)
     )

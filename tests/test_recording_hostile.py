@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import struct
 import subprocess
-import sys
 from pathlib import Path
 
 import openpyxl
@@ -19,11 +17,12 @@ import torch
 from compare_zoo import CASES, record
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from ranks import script
 
 import bitwitness as bw
 from bitwitness.cli import main
-from bitwitness.comparison.recompute import operator_of, recompute
 from bitwitness.errors import UsageError
+from bitwitness.oracle.recorded import compare_recorded_with_float64, operator_of
 from bitwitness.store.rows import SCHEMA
 from bitwitness.store.run import RunSource
 from bitwitness.store.tensorfile import TensorReader
@@ -163,10 +162,10 @@ def test_a_tensor_files_header_is_not_believed(tmp_path: Path, entries: object) 
 def test_what_a_recording_names_is_not_run_blindly(tmp_path: Path, function: str) -> None:
     text = json.dumps({"f": function, "a": ["/etc/passwd", True, 10], "k": {}})
     assert operator_of(text) is None
-    assert recompute(text, [torch.ones(2)], torch.ones(2), 0) is None
-    assert recompute("[" * 100_000, [torch.ones(2)], torch.ones(2), 0) is None
+    assert compare_recorded_with_float64(text, [torch.ones(2)], torch.ones(2), 0) is None
+    assert compare_recorded_with_float64("[" * 100_000, [torch.ones(2)], torch.ones(2), 0) is None
     wrong = json.dumps({"f": "aten.mm.default", "a": [{"$": 7}, {"$": -1}], "k": {"x": 1}})
-    assert recompute(wrong, [torch.ones(2, 2)], torch.ones(2, 2), 0) is None
+    assert compare_recorded_with_float64(wrong, [torch.ones(2, 2)], torch.ones(2, 2), 0) is None
 
 
 NASTY = '=cmd|" /C calc"!A0<script>alert(1)</script>\x1b[31m'
@@ -242,8 +241,8 @@ def test_output_that_cannot_be_written_is_an_error_before_the_work(
 
 
 def test_record_and_compare_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
+    path = tmp_path / "train.py"
+    path.write_text(
         "import sys, torch\n"
         "torch.manual_seed(0)\n"
         "net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 1))\n"
@@ -254,14 +253,12 @@ def test_record_and_compare_from_the_command_line(tmp_path: Path, capsys: pytest
         "    net(torch.randn(5, 4, generator=g)).square().mean().backward(); opt.step(); opt.zero_grad()\n"
         "print('done')\n"
     )
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
 
     def command(*args: str) -> subprocess.CompletedProcess[str]:
-        line = [sys.executable, "-m", "bitwitness", *args]
-        return subprocess.run(line, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
+        return script(["-m", "bitwitness", *args], tmp_path)
 
     for name, given_ in (("a", []), ("b", ["tanh"])):
-        done = command("record", "--out", name, "--content", "tensors", str(script), *given_)
+        done = command("record", "--out", name, "--content", "tensors", str(path), *given_)
         assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
         assert f"recorded in {tmp_path / name}" in done.stderr
     done = command("compare", "a", "b", "--json", "t.json")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import script
 from torch import nn
 
 import bitwitness as bw
@@ -52,7 +51,7 @@ def test_the_history_of_another_model_is_refused() -> None:
             bw.UsageError, match=r"10 parameters, this one has 2; .* '0\.weight' there and 'weight' here"
         ):
             again.load_state_dict(state)
-        with pytest.raises(bw.UsageError, match="version 7, expected 2"):
+        with pytest.raises(bw.UsageError, match="version 7, expected 3"):
             again.load_state_dict({**state, "version": 7})
     with pytest.raises(bw.UsageError, match="not on yet"):
         bw.Guard(model()).state_dict()
@@ -99,10 +98,9 @@ if __name__ == "__main__":
 
 @pytest.mark.ranks
 def test_a_script_is_guarded_wherever_and_whenever_it_trains(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "bitwitness", "run", str(script), str(tmp_path / "store")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    done = script(["-m", "bitwitness", "run", str(path), str(tmp_path / "store")], tmp_path)
     assert done.returncode == 3, done.stderr
     assert "2 of 2 parameters, 4 steps" in done.stderr  # the children's model
     assert "2 of 2 parameters, 3 steps" in done.stderr  # the first model

@@ -8,38 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_training import Training
 from torch import nn
 
 import bitwitness as bw
 
 EVERY = {"self_test": False}
-
-
-class Training:
-    """A small training, step by step; ``evaluate`` runs forwards in between."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Linear(12, 2))
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
-        self.batches = torch.Generator().manual_seed(1)
-
-    def loss(self) -> torch.Tensor:
-        return self.net(torch.randn(4, 6, generator=self.batches)).square().mean()
-
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        self.loss().backward()
-        self.optimizer.step()
-
-    def evaluate(self, *, grad: bool) -> None:
-        self.net.eval()
-        with torch.set_grad_enabled(grad):
-            self.net(torch.ones(4, 6))
-        self.net.train()
-
-    def weights(self) -> list[torch.Tensor]:
-        return [value.clone() for value in self.net.state_dict().values()]
 
 
 Instruments = Callable[[Training, Path], tuple[bw.Guard, bw.Recorder]]
@@ -63,7 +37,7 @@ def recorded_steps(recorder: bw.Recorder) -> list[int]:
 
 
 def steps_of(guard: bw.Guard, recorder: bw.Recorder) -> tuple[int, int]:
-    return guard.watch.clock.step, recorder.clock.step
+    return guard.session.step, recorder.session.step
 
 
 def test_paused_steps_count(training: Training, both: tuple[bw.Guard, bw.Recorder]) -> None:
@@ -77,7 +51,7 @@ def test_paused_steps_count(training: Training, both: tuple[bw.Guard, bw.Recorde
             recorder.resume()
         training.step()
     assert steps_of(guard, recorder) == (9, 9)
-    assert guard.watch.steps_held == 5
+    assert guard.coverage()["steps"]["held"] == 5
     table = guard.coverage()
     assert table["steps"]["paused"] == 5
     assert "5 steps went by while the guard was paused" in table["not_covered"]
@@ -144,7 +118,7 @@ def test_a_recorder_that_infers_counts_its_forwards_also_while_paused(tmp_path: 
             if number == 4:
                 recorder.pause()
             net(torch.ones(1, 3))
-    assert recorder.clock.step == 4
+    assert recorder.session.step == 4
     assert recorded_steps(recorder) == [2, 3]
 
 
@@ -161,7 +135,7 @@ def test_pausing_changes_no_bit_and_leaves_nothing(tmp_path: Path) -> None:
             (guard.pause if number % 2 else guard.resume)()
             (recorder.resume if number % 3 else recorder.pause)()
             watched.step()
-    assert all(map(torch.equal, plain.weights(), watched.weights()))
+    assert all(map(torch.equal, plain.bits(), watched.bits()))
     assert torch.amp.GradScaler.update is update
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in watched.net.modules())
     guard.resume()  # after its end it stays off

@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from ranks import script
 
 from bitwitness.demo.launch import torchrun
 
@@ -17,18 +18,14 @@ CODE = 16
 STEPS = "steps 3"  # those before the stop
 
 
-def run(where: Path, *arguments: str, auto: bool = False, **environment: str) -> subprocess.CompletedProcess:
+def run(where: Path, *arguments: str, auto: bool = False, fresh: bool = False) -> subprocess.CompletedProcess:
+    """Run the job; ``fresh``: in an interpreter that has not imported the guard before."""
     line = ["-m", "bitwitness", "run", "--act", "stop", JOB] if auto else [JOB]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(
-        [sys.executable, *line, *arguments],
-        cwd=where,
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    if not fresh:
+        return script([*line, *arguments], where)
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *line, *arguments]
+    return subprocess.run(command, cwd=where, env=env, capture_output=True, text=True, check=False, timeout=600)
 
 
 @pytest.mark.parametrize("how", ["guard", "start", "auto"])
@@ -52,7 +49,7 @@ def test_each_part_of_a_step_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["guard", "auto"])
 def test_an_exit_of_the_scripts_own_changes_nothing_and_cuts_nothing_off(how: str, tmp_path: Path) -> None:
-    done = run(tmp_path, "caught_and_over", how, auto=how == "auto")
+    done = run(tmp_path, "caught_and_over", how, auto=how == "auto", fresh=True)
     assert done.returncode == CODE, done.stderr
     last = ["registered by the script", STEPS, "registered before the guard was imported"]
     assert done.stdout.splitlines()[-3:] == last
@@ -61,7 +58,7 @@ def test_an_exit_of_the_scripts_own_changes_nothing_and_cuts_nothing_off(how: st
 
 @pytest.mark.parametrize("how", ["guard", "auto"])
 def test_an_error_of_the_scripts_own_is_shown(how: str, tmp_path: Path) -> None:
-    done = run(tmp_path, "another_error", how, auto=how == "auto")
+    done = run(tmp_path, "another_error", how, auto=how == "auto", fresh=True)
     assert done.returncode == CODE
     assert "ValueError: no luck" in done.stderr
 
@@ -134,8 +131,8 @@ def test_every_rank_ends_with_the_code(tmp_path: Path) -> None:
 
 
 def test_a_conviction_is_final(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
+    training = tmp_path / "train.py"
+    training.write_text(
         textwrap.dedent("""
         import sys, torch
         from torch import nn
@@ -156,12 +153,7 @@ def test_a_conviction_is_final(tmp_path: Path) -> None:
     faults.write_text(
         '[[fault]]\nsite = "2/mm:backward"\nfrom_step = 20\nkind = "multiply"\nfactor = 1e6\npattern = "row"\nelement = 0\n'
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "bitwitness", "run", "--act", "protect", str(script)],
-        env={**os.environ, "BITWITNESS_INJECT": str(faults)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    arguments = ["-m", "bitwitness", "run", "--act", "protect", str(training)]
+    done = script(arguments, tmp_path, environment={"BITWITNESS_INJECT": str(faults)})
     assert done.returncode == 17, done.stderr
     assert "caught" in done.stdout

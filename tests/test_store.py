@@ -14,13 +14,34 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import bitwitness.store
 from bitwitness.errors import UsageError
 from bitwitness.finding import Action, Cause, Finding, Note, Severity, Verdict
 from bitwitness.site import Site
 from bitwitness.store import RunWriter, claim_folder, read_events
 from bitwitness.store.redact import HIDDEN, redacted
 
+NEED_TORCH = {
+    "ascend.source": "rows carry the bit hash, which torch computes",
+    "checkpoints": "a checkpoint's tensors are torch's",
+    "dcp": "same",
+    "dcp_metadata": "it names torch's dtypes",
+    "torchfile": "what torch.save wrote",
+    "environment": "torch's own switches and random state",
+}
+
 VERDICT = Verdict(Cause.PERSISTENT_HARDWARE, 3, (2,), (), Action.STOPPED, "bad", fault_code="80818C00")
+
+
+def test_only_what_reads_torchs_own_files_needs_torch() -> None:
+    folder = Path(bitwitness.store.__file__).parent
+    parts = {".".join(path.relative_to(folder).with_suffix("").parts) for path in folder.rglob("[a-z]*.py")}
+    assert NEED_TORCH.keys() <= parts
+    free = sorted(f"bitwitness.store.{part}" for part in parts - NEED_TORCH.keys())
+    code = f"import sys; sys.modules['torch'] = None; import importlib; [importlib.import_module(n) for n in {free}]"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert all("torch" in (folder / f"{part.replace('.', '/')}.py").read_text().splitlines()[0] for part in NEED_TORCH)
 
 
 def test_events_are_standard_json_written_at_once(tmp_path: Path) -> None:

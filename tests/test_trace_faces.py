@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import nonfinite_zoo as zoo
 import pytest
 import torch
+from ranks import script
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -242,20 +241,10 @@ def run(
     tmp_path: Path, *arguments: str, verb: tuple[str, ...] = ("trace",)
 ) -> tuple[subprocess.CompletedProcess, list[dict]]:
     """Run the script under ``bitwitness trace``; return its findings."""
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    command = [
-        sys.executable,
-        "-m",
-        "bitwitness",
-        *verb,
-        "--out",
-        str(tmp_path / "run"),
-        str(script),
-        *arguments,
-    ]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False, env=env)
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    command = ["-m", "bitwitness", *verb, "--out", str(tmp_path / "run"), str(path), *arguments, *arguments]
+    done = script(command, tmp_path)
     lines = (tmp_path / "run" / "rank00000" / "events.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
     return done, [event for event in events if event["type"] == "finding"]

@@ -215,4 +215,4 @@ def test_a_loss_times_infinity_is_traced_on_an_emulated_device_too() -> None:
         (F.cross_entropy(net(torch.ones(6, 4)), LABELS) * INF).backward()
         optimizer.step()
     assert [finding.site.op for finding in trace.findings] == ["mul"]
-    assert trace._guard.coverage()["failures"] == {}
+    assert trace.coverage()["failures"] == {}

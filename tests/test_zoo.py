@@ -50,7 +50,7 @@ def wrong(tmp_path_factory):
             "--json",
             folder / "wrong.json",
             "--timeout",
-            "60",
+            "240",
         ],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -63,7 +63,7 @@ def wrong(tmp_path_factory):
     return found
 
 
-@pytest.mark.timeout(3600 if EVERYTHING else 300)
+@pytest.mark.timeout(3600 if EVERYTHING else 1200)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_training_is_neither_disturbed_nor_misjudged(wrong, script):
     assert wrong[script] == []

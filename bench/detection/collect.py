@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from bitwitness.capture.norms import NormTap
 from bitwitness.finding import Severity
 from bitwitness.inject.device import FaultyDevice
 from bitwitness.inject.faults import Fault, from_mapping
@@ -24,7 +25,6 @@ from bitwitness.sense.checksum import ChecksumSensor
 from bitwitness.stats import features_of
 from bitwitness.tap.collector import GradientCollector
 from bitwitness.tap.modules import ModuleTracker
-from bitwitness.tap.norms import NormTap
 from bitwitness.tap.operators import OperatorTap
 from detection.faults import CLASSES, draw, survey
 from detection.subjects import TEXT, Batch, Subject

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from bitwitness.capture.light import LightStep
 from bitwitness.config import FeatureConfig, load_config
 from bitwitness.sense.feature import FeatureSensor
-from bitwitness.sense.light import LightStep
 from bitwitness.sense.nonfinite import NonfiniteSensor
 from bitwitness.sense.peers import PeersSensor
 from bitwitness.sense.trend import TrendSensor

@@ -16,9 +16,9 @@ from torch import nn
 
 from bitwitness.demo.model import batch
 from bitwitness.guard import Guard
-from bitwitness.guard.forked import lent_to_children
 from bitwitness.inject.device import FaultyDevice
 from bitwitness.inject.faults import from_mapping
+from bitwitness.session.forked import lent_to_children
 from detection.faults import SORTS, draw, survey
 from detection.subjects import CONTEXT, TEXT, Subject
 
@@ -89,7 +89,7 @@ def trial(loop: Loop, drawn: dict[str, Any], seed: int) -> dict[str, Any]:
 def forked(loop: Loop, drawn: dict[str, Any], seed: int) -> dict[str, Any]:
     """Run a trial in a fork of this process."""
     read, write = os.pipe()
-    with lent_to_children(loop.guard):
+    with lent_to_children(loop.guard.session):
         child = os.fork()
     if child == 0:
         try:

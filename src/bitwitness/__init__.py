@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from bitwitness.guard.nonfinite import NonfiniteTracer, trace_nonfinite
     from bitwitness.record.recorder import Recorder
     from bitwitness.record.saved import save
+    from bitwitness.session.instrument import Instrument
+    from bitwitness.session.session import Session
     from bitwitness.site import Site
     from bitwitness.store.folder import Run
 
@@ -34,10 +36,12 @@ __all__ = [
     "ConfigError",
     "Finding",
     "Guard",
+    "Instrument",
     "NonfiniteTracer",
     "Note",
     "Recorder",
     "Run",
+    "Session",
     "Site",
     "TrainingStopped",
     "UsageError",
@@ -58,10 +62,12 @@ _HOMES = {
     "ConfigError": "errors",
     "Finding": "finding",
     "Guard": "guard.guard",
+    "Instrument": "session.instrument",
     "NonfiniteTracer": "guard.nonfinite",
     "Note": "finding",
     "Recorder": "record.recorder",
     "Run": "store.folder",
+    "Session": "session.session",
     "Site": "site",
     "TrainingStopped": "errors",
     "UsageError": "errors",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 EXIT_FINDINGS = 1
+"""Something was found: a difference, an overflow, a NaN (as diff and grep give it)."""
 EXIT_USAGE = 2
+"""The command line, a file or a setting is not understood (as argparse gives it)."""
 EXIT_ELSEWHERE = 16
 """The run asks for a second opinion: resume it on other devices (the meaning Megatron-LM gave the code)."""
 EXIT_CONVICTED = 17

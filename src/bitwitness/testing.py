@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from bitwitness.capture.randomness import RandomState
 from bitwitness.comparison.tensors import same_bits
 from bitwitness.errors import TrainingStopped, UsageError
 from bitwitness.finding import Verdict
@@ -30,7 +31,6 @@ from bitwitness.guard.guard import Guard
 from bitwitness.inject.device import FaultyDevice
 from bitwitness.inject.faults import Fault, from_mapping, load_faults
 from bitwitness.respond.final import PROCESS
-from bitwitness.tap.randomness import RandomState
 
 __all__ = ["EVERY_STEP", "CleanRun", "Fault", "FaultyDevice", "contained", "from_mapping", "load_faults", "run_twice"]
 

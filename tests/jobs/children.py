@@ -107,7 +107,7 @@ def os_fork(_method: str) -> None:
 
 def idle(method: str) -> None:
     target(method, nothing)
-    with multiprocessing.get_context(method).Pool(2) as workers:
+    with multiprocessing.get_context(method).Pool(1) as workers:
         workers.map(nothing, [1, 2])
         workers.close()
         workers.join()
@@ -115,7 +115,7 @@ def idle(method: str) -> None:
 
 def loader(method: str) -> None:
     data = TensorDataset(torch.ones(8, 3))
-    train(4, (x for (x,) in DataLoader(data, batch_size=2, num_workers=2, multiprocessing_context=method)))
+    train(4, (x for (x,) in DataLoader(data, batch_size=2, num_workers=1, multiprocessing_context=method)))
 
 
 def manager(method: str) -> None:

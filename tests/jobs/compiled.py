@@ -109,7 +109,7 @@ def identity(form: str, **ddp) -> None:
     """Train with and without the guard; the last line counts what dynamo compiled."""
     plain, *_ = train(form, "aot_eager", **ddp)
     watched, guard, table = train(form, "aot_eager", lambda m, o: Guard(m, o, deep_every=2, **ALWAYS), **ddp)
-    said = {v.message for v in guard.watch.proceedings.verdicts}
+    said = {v.message for v in guard.verdicts}
     name = " ".join(["identity", form, *ddp])
     # Of contextlib's own frames dynamo looks at some only in a process's first run; none may come on top under guard.
     frames, seen = plain[-1].pop(0), watched[-1].pop(0)
@@ -131,7 +131,7 @@ def fault(form: str, times: int, clean: list[str]) -> None:
         lines, *_ = train(form, kernel, guarded)
     except TrainingStopped as stop:
         stopped = stop.code
-    found = guards[0].watch.proceedings.verdicts
+    found = guards[0].verdicts
     told(f"fault {form} {times}", struck=kernel.struck, stopped=stopped, weights=lines[-2:-1] == clean[-2:-1],
          verdicts=[[v.step, str(v.cause), list(v.ranks), str(v.action), v.message] for v in found],
          failures=guards[0].reporter.failures)  # fmt: skip

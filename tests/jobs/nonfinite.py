@@ -105,7 +105,7 @@ def judged() -> list[str]:
             optimizer.zero_grad()
             net(x).backward()
             optimizer.step()
-    return [f"{verdict.cause}: {verdict.message}" for verdict in guard.watch.proceedings.verdicts]
+    return [f"{verdict.cause}: {verdict.message}" for verdict in guard.verdicts]
 
 
 def main() -> None:

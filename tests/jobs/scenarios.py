@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,6 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from bitwitness.demo.model import ByteGPT
-from bitwitness.stats import bit_hash
 
 
 class ConvNet(nn.Module):
@@ -158,18 +158,26 @@ def train(scenario: Scenario, guard: Callable[[nn.Module, torch.optim.Optimizer]
     return lines
 
 
+def fingerprint(tensors: Iterable[torch.Tensor]) -> str:
+    """Return a hash of their bytes, made without torch's operators: a device that is emulated computes those slowly."""
+    whole = hashlib.sha256()
+    for tensor in tensors:
+        kept = tensor.detach()
+        whole.update((kept.view(torch.int16) if kept.dtype == torch.bfloat16 else kept).numpy().tobytes())
+    return whole.hexdigest()
+
+
 def bits(model: nn.Module, losses: list[float], optimizer: torch.optim.Optimizer) -> str:
     """Return everything a guard must not change, as one line."""
     held = [*model.parameters(), *model.buffers()]
     for state in optimizer.state.values():
         held += [value for value in state.values() if isinstance(value, torch.Tensor)]
-    hashes = [int(bit_hash(tensor.detach())) for tensor in held]
     state = (
         torch.get_rng_state().sum().item(),
         random.getstate()[1][:3],
         np.random.get_state()[1][:3].tolist(),
     )
-    return f"{[loss.hex() for loss in losses]} {hash(tuple(hashes))} {state}"
+    return f"{[loss.hex() for loss in losses]} {fingerprint(held)} {state}"
 
 
 SINGLE = [

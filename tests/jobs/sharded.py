@@ -9,6 +9,7 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
+from scenarios import fingerprint
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -17,7 +18,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from bitwitness.errors import TrainingStopped
 from bitwitness.guard import Guard
 from bitwitness.respond.final import PROCESS
-from bitwitness.stats import bit_hash
 from bitwitness.testing import EVERY_STEP, FaultyDevice, from_mapping
 
 STEPS = 8
@@ -96,7 +96,7 @@ def train(kind: str, guarded=None) -> tuple[list, Guard | None, int | None]:
                 lines.append(
                     [
                         float(loss.detach()),
-                        *(int(bit_hash(v.detach())) for v in local),
+                        fingerprint(local),
                         int(torch.get_rng_state().sum()),
                     ]
                 )
@@ -128,9 +128,7 @@ def fault(kind: str, name: str, **how) -> None:
         lines, guard, stopped = train(
             kind, lambda m, o: Guard(m, o, act="protect", deep_every=0, trend={"warmup": 3}, ranks={"deadline_s": 20.0})
         )
-    verdicts = [
-        [v.step, str(v.cause), list(v.ranks), str(v.action), str(v.site)] for v in guard.watch.proceedings.verdicts
-    ]
+    verdicts = [[v.step, str(v.cause), list(v.ranks), str(v.action), str(v.site)] for v in guard.verdicts]
     told(f"{name} {kind}", verdicts=verdicts, stopped=stopped, struck=len(device.fired), healed=bool(lines) and
          [x[1:] for x in lines] == [x[1:] for x in clean], failures=guard.reporter.failures)  # fmt: skip
 

@@ -131,8 +131,8 @@ def main(trainer: str, folder: Path) -> None:
             model = globals()[trainer](folder)
             results.append([int(bit_hash(value.detach())) for value in model.parameters()])
             if on:
-                guarded = [type(guard.model).__name__ for guard in found.guards]
-                ranks = [guard.watch.ranks.size for guard in found.guards]
+                guarded = [type(guard.model).__name__ for guard in found.entered]
+                ranks = [guard.watch.ranks.size for guard in found.entered]
     print(
         json.dumps({"trainer": trainer, "guarded": guarded, "ranks": ranks, "same": results[0] == results[1]}),
         flush=True,

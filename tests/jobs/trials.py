@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from scenarios import fingerprint
 from torch import nn
 
 from bitwitness.errors import TrainingStopped
 from bitwitness.guard import Guard
 from bitwitness.respond.final import PROCESS
-from bitwitness.stats import bit_hash
 from bitwitness.testing import FaultyDevice, from_mapping
 
 ALWAYS = {"trend": {"z": 1e-9, "warmup": 1}, "replay": {"rest": False}, "ranks": {"deadline_s": 60}}
@@ -79,13 +79,13 @@ def drawn(*shape: int, seed: int = 7) -> Callable[[], torch.Tensor]:
     return lambda: torch.randn(*shape, generator=generator)
 
 
-def bits(training: Training) -> list[int]:
+def bits(training: Training) -> list[Any]:
     """Return everything that a guard must not change."""
     held = [*training.model.parameters(), *training.model.buffers()]
     for state in training.optimizer.state.values():
         held += [value for value in state.values() if isinstance(value, torch.Tensor)]
     values = [value.to_local() if hasattr(value, "to_local") else value for value in held]
-    return [int(bit_hash(value.detach())) for value in values] + [int(torch.get_rng_state().sum())]
+    return [fingerprint(values), int(torch.get_rng_state().sum())]
 
 
 @PROCESS.contained()
@@ -113,7 +113,7 @@ def run(trial: Trial, fault: dict[str, Any] | None, *, guarded: bool) -> dict[st
             table = guard.coverage()
             kept = ("verdicts", "failures", "suspicions", "dismissed", "left_open", "not_covered")
             told |= {key: table[key] for key in kept} | {"spread": table["replay"]["spread"]}
-            told["messages"] = [[str(v.site), v.message] for v in guard.watch.proceedings.verdicts]
+            told["messages"] = [[str(v.site), v.message] for v in guard.verdicts]
         told["struck"] = 0 if device is None else len(device.fired)
     return told
 

@@ -8,13 +8,13 @@ from contextlib import nullcontext, suppress
 
 import torch
 import torch.distributed as dist
+from scenarios import fingerprint
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from bitwitness.guard import Guard
-from bitwitness.stats import bit_hash
 
 KIND = sys.argv[1]
 SETTINGS = {
@@ -48,7 +48,7 @@ def train(guarded: bool) -> tuple[list, Guard | None]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        lines.append([float(loss.detach()), *(int(bit_hash(p.detach())) for p in model.parameters())])
+        lines.append([float(loss.detach()), fingerprint(model.parameters())])
 
     def epoch(batches: int) -> None:
         throws = KIND == "throw"
@@ -81,7 +81,7 @@ def main() -> None:
         "same": plain == watched,
         "steps": len(plain),
         "now": guard.watch.uneven.now,
-        "step": guard.watch.clock.step,
+        "step": guard.session.step,
         **{name: table[name] for name in ("suspicions", "verdicts", "failures", "not_covered")},
         "held": table["steps"]["held"],
     }

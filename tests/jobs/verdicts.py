@@ -104,7 +104,7 @@ def run(name: str, fault: dict | None, scenario: Scenario, act: str) -> dict:
             lines = train(scenario, guarded)
         except TrainingStopped as stop:
             stopped = stop.code
-    verdicts = guards[0].watch.proceedings.verdicts
+    verdicts = guards[0].verdicts
     return {
         "case": name,
         "rank": rank,

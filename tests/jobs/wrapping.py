@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel as Wrapped
 from bitwitness.config import load_config
 from bitwitness.guard.auto import AutoGuard
 from bitwitness.stats import bit_hash
-from bitwitness.tap.company import wrapped_later
 from bitwitness.tap.modules import unwrap
+from bitwitness.tap.process_groups import wrapped_later
 
 
 class Net(nn.Module):
@@ -166,8 +166,8 @@ def main(out: Path) -> None:
                 models = job()
                 results.append(bits(models))
                 if guarded:
-                    now = [(type(unwrap(g.model)).__name__, g.watch.ranks.size) for g in found.guards]
-                    alone = any(wrapped_later(g.model) for g in found.guards)
+                    now = [(type(unwrap(g.model)).__name__, g.watch.ranks.size) for g in found.entered]
+                    alone = any(wrapped_later(g.model) for g in found.entered)
         dist.barrier()
         row = {
             "job": name,

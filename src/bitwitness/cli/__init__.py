@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from bitwitness.cli import ascend, compare, demo, diff_env, doctor, record, run, trace
 from bitwitness.cli.script import torch_lacks, unusable
@@ -12,8 +12,17 @@ from bitwitness.errors import EXIT_USAGE, UsageError
 from bitwitness.version import __version__
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser with all verbs."""
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the arguments; what a verb does not know is that verb's error, with its usage."""
+    top, verbs = parsers()
+    args, unknown = top.parse_known_args(argv)
+    if unknown:
+        verbs[args.verb].error(f"unrecognized arguments: {' '.join(unknown)}")
+    return args
+
+
+def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """Return the parser of the command line, and that of each verb."""
     top = argparse.ArgumentParser(
         prog="bitwitness",
         description="Are the numbers of your training run true? Senses a wrong number, proves it by re-execution, names the "
@@ -25,12 +34,12 @@ def parser() -> argparse.ArgumentParser:
     verbs = top.add_subparsers(dest="verb", metavar="VERB", required=True)
     for verb in (run, trace, record, compare, diff_env, ascend, demo, doctor):
         verb.add_parser(verbs)
-    return top
+    return top, verbs.choices
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; return the exit code."""
-    args = parser().parse_args(argv)
+    args = parse(argv)
     try:
         code: int = args.main(args)
     except UsageError as error:

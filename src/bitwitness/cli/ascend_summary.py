@@ -16,8 +16,8 @@ from bitwitness.errors import EXIT_FINDINGS, UsageError
 if TYPE_CHECKING:
     from bitwitness.store.ascend.summary import Overflow, Summary
 
-_EVERY = 20_000
-_SHOWN = 50
+_EVERY = 20_000  # files between two words of progress
+_SHOWN = 50  # overflows on the terminal, unless --all is given
 _ADVICE = (
     "To do: look at that operator first (bitwitness ascend convert -d FILE turns its dump into arrays); run it in a wider "
     "dtype, or make its inputs smaller. Later overflows often follow from the first"

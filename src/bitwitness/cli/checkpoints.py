@@ -15,7 +15,7 @@ from bitwitness.errors import EXIT_FINDINGS, UsageError
 if TYPE_CHECKING:
     from bitwitness.comparison.checkpoints import CheckpointReport
 
-_SHOWN = 15
+_SHOWN = 15  # tensors on the terminal: half a screen; the CSV has all
 _PROBLEMS = 5
 _COLUMNS = (
     "name", "name_a", "name_b", "result", "dtype_a", "dtype_b", "shape_a", "shape_b", "l2_relative", "cosine", "max_abs",

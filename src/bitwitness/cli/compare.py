@@ -13,7 +13,7 @@ from typing import Any
 from bitwitness.cli.progress import progress_bar
 from bitwitness.errors import EXIT_FINDINGS, UsageError
 
-_SHOWN = 10
+_SHOWN = 10  # places on the terminal: the first ones matter, the rest follow from them; the CSV has all
 _WIDTH = 110
 
 
@@ -54,13 +54,13 @@ def main(args: argparse.Namespace) -> int:
     if args.propose_map:
         return _propose(proposed(open_source(args.a), open_source(args.b)), Path(args.propose_map))
     modules = read_map(Path(args.map)) if args.map else None
-    papers = _papers(args)
+    tables = _tables(args)
     with progress_bar("steps") as progress:
-        sinks = [papers.sink] if papers.papers else []
+        sinks = [tables.sink] if tables.tables else []
         report = compare(
             args.a, args.b, modules=modules, ranks=args.ranks, steps=args.steps, sinks=sinks, progress=progress
         )
-    papers.finish(report.to_dict())
+    tables.finish(report.to_dict())
     if args.json == "-":
         print(json.dumps(report.to_dict(), indent=1, allow_nan=False))
     else:
@@ -68,39 +68,39 @@ def main(args: argparse.Namespace) -> int:
     return EXIT_FINDINGS if report.first is not None else 0
 
 
-class _Papers:
+class _Tables:
     """The files that a comparison is written to."""
 
-    def __init__(self, papers: list[Any]) -> None:
-        self.papers = papers
+    def __init__(self, tables: list[Any]) -> None:
+        self.tables = tables
 
     def sink(self, *step: Any) -> None:
         """Write a step's rows."""
         from bitwitness.comparison.table import rows_of
 
         for cells in rows_of(*step):
-            for paper in self.papers:
-                paper.add(cells)
+            for table in self.tables:
+                table.add(cells)
 
     def finish(self, fields: dict[str, Any]) -> None:
         """Close all."""
-        for paper in self.papers:
-            if hasattr(paper, "fields"):
-                paper.fields = fields
+        for table in self.tables:
+            if hasattr(table, "fields"):
+                table.fields = fields
             try:
-                paper.close()
+                table.close()
             except OSError as error:
                 raise UsageError(
                     f"cannot write {error.filename or 'a table'}: {error.strerror}; free the space"
                 ) from error
 
 
-def _papers(args: argparse.Namespace) -> _Papers:
-    from bitwitness.comparison.table import CsvPaper, JsonPaper, XlsxPaper
+def _tables(args: argparse.Namespace) -> _Tables:
+    from bitwitness.comparison.table import CsvTable, JsonTable, XlsxTable
 
-    kinds: dict[str, Callable[[Path], Any]] = {"json": JsonPaper, "csv": CsvPaper, "xlsx": XlsxPaper}
+    kinds: dict[str, Callable[[Path], Any]] = {"json": JsonTable, "csv": CsvTable, "xlsx": XlsxTable}
     wanted = {name: getattr(args, name) for name in kinds if getattr(args, name) and getattr(args, name) != "-"}
-    return _Papers([kinds[name](Path(path)) for name, path in wanted.items()])
+    return _Tables([kinds[name](Path(path)) for name, path in wanted.items()])
 
 
 def _propose(modules: dict[str, str], path: Path) -> int:

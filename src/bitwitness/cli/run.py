@@ -49,10 +49,10 @@ def add_tracing_options(parser: argparse.ArgumentParser, when: str = "") -> None
 
 def main(args: argparse.Namespace) -> int:
     """Run the verb; return the exit code."""
-    return guard(args, {"act": args.act, **nonfinite_settings(args)})
+    return watch(args, {"act": args.act, **nonfinite_settings(args)}, traces=args.nonfinite)
 
 
-def guard(args: argparse.Namespace, overrides: dict[str, Any]) -> int:
+def watch(args: argparse.Namespace, overrides: dict[str, Any], *, traces: bool) -> int:
     """Check what was asked for before torch is imported, then run the script; return the exit code."""
     from bitwitness.config import load_config
 
@@ -63,6 +63,8 @@ def guard(args: argparse.Namespace, overrides: dict[str, Any]) -> int:
 
     try:
         from bitwitness.guard.auto import AutoGuard
+        from bitwitness.guard.guard import Guard
+        from bitwitness.guard.nonfinite import NonfiniteTracer
         from bitwitness.inject.device import FaultyDevice
         from bitwitness.respond.final import PROCESS
     except ImportError as error:
@@ -77,7 +79,8 @@ def guard(args: argparse.Namespace, overrides: dict[str, Any]) -> int:
         with ExitStack() as stack:
             if faulty is not None:
                 stack.enter_context(faulty)
-            stack.enter_context(AutoGuard(loaded.config, loaded.warnings))
+            make = NonfiniteTracer if traces else Guard
+            stack.enter_context(AutoGuard(loaded.config, loaded.warnings, make=make))
             script.run()
     except ScriptError as error:  # shown last, after what the guard has to say
         return PROCESS.exit_code(error.show())
@@ -111,7 +114,7 @@ def nonfinite_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def tracing_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings under which nothing is looked for but NaN and Inf."""
-    from bitwitness.config import only_nonfinite
+    """Return the settings under which NaN and Inf are looked for."""
+    from bitwitness.config import TRACER_SETTINGS
 
-    return {**only_nonfinite(), "nonfinite.mode": args.mode, "nonfinite.show_all": args.all}
+    return {**TRACER_SETTINGS, "nonfinite.mode": args.mode, "nonfinite.show_all": args.all}

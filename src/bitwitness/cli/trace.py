@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from bitwitness.cli.run import add_tracing_options, guard, tracing_settings
+from bitwitness.cli.run import add_tracing_options, tracing_settings, watch
 from bitwitness.cli.script import add_script_arguments
 
 
@@ -27,4 +27,4 @@ def add_parser(verbs: Any) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run the verb; return the exit code."""
-    return guard(args, tracing_settings(args))
+    return watch(args, tracing_settings(args), traces=True)

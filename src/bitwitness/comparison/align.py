@@ -16,11 +16,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
 
-from bitwitness.comparison.frame import Frame, Node
-from bitwitness.comparison.names import canonical
+from bitwitness.comparison.frame import Node, StepFrame
+from bitwitness.oracle.names import canonical
 
 _KEYS = ("kind", "phase", "module", "op", "call", "slot", "micro", "recomputed")
-_LONGEST = 400  # nodes of one module: beyond it lists are aligned by operators alone
+# Nodes of one module, beyond which lists are aligned by operators alone: the table that takes shapes and predecessors into
+# account grows with the square of their number.
+_LONGEST = 400
 
 Place = tuple[str, str, str, int]
 
@@ -58,15 +60,15 @@ class Alignment:
         return [*(self.only_a if first else self.only_b), *groups]
 
 
-def same_structure(a: Frame, b: Frame) -> bool:
-    """Tell whether two steps have the same rows, by all that a site says."""
+def same_structure(a: StepFrame, b: StepFrame) -> bool:
+    """Return whether two steps have the same rows, by all that a site says."""
     if a.size != b.size:
         return False
     return all(same_column(a, b, key) for key in _KEYS) and bool(np.array_equal(_ranked(a.node), _ranked(b.node)))
 
 
-def same_column(a: Frame, b: Frame, name: str) -> bool:
-    """Tell whether a column holds the same in two steps of one size."""
+def same_column(a: StepFrame, b: StepFrame, name: str) -> bool:
+    """Return whether a column holds the same in two steps of one size."""
     equal = pc.equal(_decoded(a.table.column(name)), _decoded(b.table.column(name)))
     return a.size == 0 or bool(pc.all(equal).as_py())
 
@@ -85,7 +87,7 @@ def _ranked(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return ranked
 
 
-def row_by_row(a: Frame, b: Frame) -> Alignment:
+def row_by_row(a: StepFrame, b: StepFrame) -> Alignment:
     """Match two steps of the `same_structure`."""
     nodes = zip(a.nodes, b.nodes, strict=True)
     return Alignment([Pair(x, y, _zipped(x.inputs, y.inputs), _zipped(x.outputs, y.outputs)) for x, y in nodes])
@@ -95,7 +97,7 @@ def _zipped(a: list[int], b: list[int]) -> list[tuple[int, int]]:
     return list(zip(a, b, strict=False))
 
 
-def align(a: Frame, b: Frame, modules: Mapping[str, str]) -> Alignment:
+def align(a: StepFrame, b: StepFrame, modules: Mapping[str, str]) -> Alignment:
     """Match two steps; ``modules`` maps module paths of A to those of B."""
     found = Alignment()
     lists_a = _by_place(a, modules)
@@ -114,7 +116,7 @@ def align(a: Frame, b: Frame, modules: Mapping[str, str]) -> Alignment:
     return found
 
 
-def _match_the_rest(found: Alignment, a: Frame, b: Frame, tokens_a: _Tokens, tokens_b: _Tokens) -> None:
+def _match_the_rest(found: Alignment, a: StepFrame, b: StepFrame, tokens_a: _Tokens, tokens_b: _Tokens) -> None:
     """Match what is left over across modules: where modules have other names, what lay in one may lie in another."""
     rest_a, rest_b = (sorted(only, key=lambda node: node.rows[-1]) for only in (found.only_a, found.only_b))
     found.only_a, found.only_b = [], []
@@ -123,19 +125,20 @@ def _match_the_rest(found: Alignment, a: Frame, b: Frame, tokens_a: _Tokens, tok
         _take(found, a, b, ours, theirs, _matches(ours, theirs, tokens_a, tokens_b))
 
 
-def _by_place(frame: Frame, modules: Mapping[str, str]) -> dict[Place, list[Node]]:
+def _by_place(frame: StepFrame, modules: Mapping[str, str]) -> dict[Place, list[Node]]:
     lists: dict[Place, list[Node]] = {}
     for node in frame.nodes:
         module = modules.get(node.module, node.module)
+        # These come once for each parameter and in no order of execution, so they are one list.
         kind = "state" if node.kind in ("parameter", "gradient", "buffer", "optimizer") else node.kind
         lists.setdefault((kind, node.phase, module, node.micro), []).append(node)
     return lists
 
 
 class _Tokens:
-    """What a node is told by, beside its operator: the operators that made its inputs, and its first result's shape."""
+    """What marks a node, beside its operator: the operators that made its inputs, and its first result's shape."""
 
-    def __init__(self, frame: Frame, modules: Mapping[str, str]) -> None:
+    def __init__(self, frame: StepFrame, modules: Mapping[str, str]) -> None:
         self._frame = frame
         self._modules = modules
         self._by_number = {node.number: node for node in frame.nodes}
@@ -170,7 +173,7 @@ class _Tokens:
 def _matches(ours: list[Node], theirs: list[Node], a: _Tokens, b: _Tokens) -> list[tuple[int, int]]:
     """Return the matched positions of two lists, ascending."""
     ops_a, ops_b = [a.op(node) for node in ours], [b.op(node) for node in theirs]
-    if ops_a == ops_b:
+    if ops_a == ops_b:  # the usual case, and far cheaper
         return [(i, i) for i in range(len(ours))]
     if max(len(ours), len(theirs)) > _LONGEST:
         blocks = difflib.SequenceMatcher(None, ops_a, ops_b, autojunk=False).get_matching_blocks()
@@ -189,6 +192,7 @@ def _best(
         for j in range(columns - 1, -1, -1):
             best = max(score[i + 1, j], score[i, j + 1])
             if ops_a[i] == ops_b[j]:
+                # A match outweighs any likeness: two nodes of one operator are never left over side by side.
                 gain[i, j] = 3.0 + a.likeness(ours[i], theirs[j], b)
                 best = max(best, score[i + 1, j + 1] + gain[i, j])
             score[i, j] = best
@@ -205,12 +209,13 @@ def _best(
 
 
 def _take(
-    found: Alignment, a: Frame, b: Frame, ours: list[Node], theirs: list[Node], matches: list[tuple[int, int]]
+    found: Alignment, a: StepFrame, b: StepFrame, ours: list[Node], theirs: list[Node], matches: list[tuple[int, int]]
 ) -> None:
     """Add a place's pairs, and what lies between them on both sides or on one."""
     last_i = last_j = 0
     for i, j in [*matches, (len(ours), len(theirs))]:
         left_a, left_b = ours[last_i:i], theirs[last_j:j]
+        # Only operators are computed from one another; a module that stands against another says nothing of its parts.
         if left_a and left_b and left_a[0].kind == "op":
             found.groups.append(Group(left_a, left_b))
         else:
@@ -221,20 +226,21 @@ def _take(
         last_i, last_j = i + 1, j + 1
 
 
-def _pair(a: Frame, b: Frame, x: Node, y: Node) -> Pair:
+def _pair(a: StepFrame, b: StepFrame, x: Node, y: Node) -> Pair:
     pair = Pair(x, y, _by_slot(a, b, x.inputs, y.inputs), _by_slot(a, b, x.outputs, y.outputs))
     if x.op != y.op and len(pair.inputs) > 1:  # another tool's name for it, which may take its inputs in another order
         pair.inputs = _by_shape(a, b, x.inputs, y.inputs)
     return pair
 
 
-def _by_slot(a: Frame, b: Frame, rows_a: list[int], rows_b: list[int]) -> list[tuple[int, int]]:
+def _by_slot(a: StepFrame, b: StepFrame, rows_a: list[int], rows_b: list[int]) -> list[tuple[int, int]]:
     slots = {b.text("slot", row): row for row in rows_b}
     pairs = [(row, slots[slot]) for row in rows_a if (slot := a.text("slot", row)) in slots]
+    # Other tools call a sole value otherwise, and there is no doubt which it is.
     return pairs or (_zipped(rows_a, rows_b) if len(rows_a) == len(rows_b) == 1 else [])
 
 
-def _by_shape(a: Frame, b: Frame, rows_a: list[int], rows_b: list[int]) -> list[tuple[int, int]]:
+def _by_shape(a: StepFrame, b: StepFrame, rows_a: list[int], rows_b: list[int]) -> list[tuple[int, int]]:
     """Match inputs by their number of elements, and among equals by their norms."""
     left, pairs = list(rows_b), []
     for row in rows_a:

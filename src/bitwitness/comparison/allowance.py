@@ -2,35 +2,46 @@
 
 Rounding errors of sums grow like the square root of the number of terms (Higham and Mary, "A new approach to probabilistic
 rounding error analysis", 2019), and count relative to the terms, not to the result: a sum that cancels keeps the errors of
-what it was summed from. Both are estimated from statistics; where the values themselves are kept, `compare.recompute`
+what it was summed from. Both are estimated from statistics; where the values themselves are kept, `oracle.recorded`
 measures instead.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
 
 from bitwitness.comparison.align import Group, Pair
 from bitwitness.comparison.changes import changes
-from bitwitness.comparison.frame import Frame
-from bitwitness.comparison.names import CONTRACTIONS, canonical
+from bitwitness.comparison.frame import StepFrame
 from bitwitness.numerics import unit_roundoff
+from bitwitness.oracle.names import CONTRACTIONS, canonical
+from bitwitness.oracle.recorded import arguments
 
-_SUM = 4.0
+# Factors before the terms of `allowed`. Wider ones name fewer operators that are innocent, and overlook smaller differences;
+# tests/test_compare.py holds them to both: sums in another order must not be named, planted differences must.
 _ROUNDED = 8.0  # of the result's own unit roundoff: extremes of many elements differ by more than one alone
+_SUM = 4.0  # of what the order of summation leaves: the worst of many sums, not the usual one
+# Of what the inputs' changes explain, where the operator's formula is known. Statistics estimate those to within a few times.
 _CARRIED = 8.0
+# The same where it is not: an operator may enlarge relative changes, as where numbers of one size are subtracted.
 _CARRIED_GENERIC = 100.0
-_GENERIC = 16.0
+_GENERIC = 16.0  # of rounding there: several operations in one kernel
 _SUMS = ("sum", "mean")
 _NORMS = ("layer_norm", "batch_norm", "group_norm", "var_mean")
-_TURNED = 4.0  # times the learning rate: what an optimizer that looks at signs may turn over
+# Times the learning rate: what an optimizer that looks at signs may turn over. A turned sign moves a parameter by two steps;
+# twice that leaves room for moments that differ.
+_TURNED = 4.0
+# Times the gradient's relative change that SGD's step may differ by before all of it counts as turned over.
+_FOLLOWS_GRADIENT = 1000.0
+# Times a parameter's own change that is left of it after the update.
+_KEPT = 3.0
+_DEFAULT_RATE = 1e-3  # where the recording does not tell: Adam's in torch
+# Unit roundoffs that a fused operator and its parts may be apart: they round at different places, several times.
+_FUSED = 1000.0
 
 
 def roundoff(dtype: str) -> float:
@@ -43,13 +54,13 @@ def roundoff(dtype: str) -> float:
     )
 
 
-def rms(frame: Frame, row: int) -> float:
+def rms(frame: StepFrame, row: int) -> float:
     """Return a row's root mean square; 0 if it is not known."""
     value = float(frame.numbers["l2"][row]) / math.sqrt(max(int(frame.count[row]), 1))
     return value if math.isfinite(value) else 0.0
 
 
-def allowed(a: Frame, b: Frame, pair: Pair, out: int, carried: Sequence[float]) -> float:
+def allowed(a: StepFrame, b: StepFrame, pair: Pair, out: int, carried: Sequence[float]) -> float:
     """Return the relative change of a node's result that rounding, and the changes of its inputs, explain.
 
     Parameters
@@ -83,14 +94,14 @@ def allowed(a: Frame, b: Frame, pair: Pair, out: int, carried: Sequence[float]) 
     return _ROUNDED * own + _generic(a, pair, op, size) * (_GENERIC * accumulated + _CARRIED_GENERIC * change)
 
 
-def _is_sum(frame: Frame, pair: Pair, row: int, op: str) -> bool:
-    """Tell whether a result is a sum over its first input: a bias's or a norm's gradient is one, too."""
+def _is_sum(frame: StepFrame, pair: Pair, row: int, op: str) -> bool:
+    """Return whether a result is a sum over its first input: a bias's or a norm's gradient is one, too."""
     if not pair.inputs or pair.a.kind != "op":
         return False
     return op in _SUMS or ("backward" in op and 2 * frame.count[row] <= frame.count[pair.inputs[0][0]])
 
 
-def _contraction(frame: Frame, pair: Pair) -> tuple[float, float]:
+def _contraction(frame: StepFrame, pair: Pair) -> tuple[float, float]:
     """Return the number of terms of each sum, and the size of the result if they did not cancel."""
     floats = [row for row, _ in pair.inputs if roundoff(frame.text("dtype", row))]
     matrices = [row for row in floats if len(frame.shapes[row]) > 1] or floats
@@ -104,7 +115,7 @@ def _contraction(frame: Frame, pair: Pair) -> tuple[float, float]:
     return max(terms, 1.0), math.sqrt(max(terms, 1.0)) * rms(frame, x) * rms(frame, y)
 
 
-def _sum(frame: Frame, pair: Pair, out: int, op: str, size: float) -> float:
+def _sum(frame: StepFrame, pair: Pair, out: int, op: str, size: float) -> float:
     """Return the factor by which a sum's relative error exceeds its terms'."""
     row = pair.inputs[0][0]
     terms = max(float(frame.count[row]) / max(float(frame.count[out]), 1.0), 1.0)
@@ -116,7 +127,7 @@ def _sum(frame: Frame, pair: Pair, out: int, op: str, size: float) -> float:
     return _CARRIED * cancelled * math.sqrt(terms)
 
 
-def _generic(frame: Frame, pair: Pair, op: str, size: float) -> float:
+def _generic(frame: StepFrame, pair: Pair, op: str, size: float) -> float:
     """Return the factor for an operator of which nothing special is known: rows of its first input are summed, perhaps."""
     if not pair.inputs:
         return 1.0
@@ -131,7 +142,7 @@ def _generic(frame: Frame, pair: Pair, op: str, size: float) -> float:
     return factor
 
 
-def _update(frame: Frame, pair: Pair, carried: Sequence[float], own: float) -> float:
+def _update(frame: StepFrame, pair: Pair, carried: Sequence[float], own: float) -> float:
     """Return what an optimizer may make of gradients' noise: Adam steps by the learning rate, however small they are."""
     change = dict(zip((frame.text("slot", row) for row, _ in pair.inputs), carried, strict=True))
     row = pair.outputs[0][0]
@@ -139,34 +150,24 @@ def _update(frame: Frame, pair: Pair, carried: Sequence[float], own: float) -> f
     read = max((c for slot, c in change.items() if slot != "param"), default=0.0)
     if pair.a.op == "SGD":
         gradient = max((rms(frame, r) for r, _ in pair.inputs if frame.text("slot", r) == "grad"), default=0.0)
-        turned = min(1.0, 1000.0 * read) * _TURNED * rate * gradient
+        turned = min(1.0, _FOLLOWS_GRADIENT * read) * _TURNED * rate * gradient
     else:  # a gradient that is rounding errors alone is turned into whole steps, and the statistics of the others hide it
         turned = _TURNED * rate if read else 0.0
-    return _ROUNDED * own + 3.0 * change.get("param", 0.0) + (turned / size if size else math.inf)
+    return _ROUNDED * own + _KEPT * change.get("param", 0.0) + (turned / size if size else math.inf)
 
 
-def _learning_rate(frame: Frame, pair: Pair) -> float:
+def _learning_rate(frame: StepFrame, pair: Pair) -> float:
     settings = arguments(frame.text("args", pair.a.rows[0])).get("k", {})
-    rate = settings.get("lr", 1e-3)
-    return float(rate) if isinstance(rate, int | float) else 1e-3
+    rate = settings.get("lr", _DEFAULT_RATE)
+    return float(rate) if isinstance(rate, int | float) else _DEFAULT_RATE
 
 
-@lru_cache(maxsize=4096)
-def arguments(text: str) -> dict[str, Any]:
-    """Return an args column as an object; empty if it holds none, or a damaged one."""
-    try:
-        found = json.loads(text) if text else {}
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def group_agrees(a: Frame, b: Frame, group: Group) -> bool:
-    """Tell whether two groups come to the same result: a fused operator and its parts."""
+def group_agrees(a: StepFrame, b: StepFrame, group: Group) -> bool:
+    """Return whether two groups come to the same result: a fused operator and its parts."""
     rows_a, rows_b = group.a[-1].outputs, group.b[-1].outputs
     pairs = [(i, j) for i, j in zip(rows_a, rows_b, strict=False) if a.count[i] == b.count[j]]
     if not pairs:
         return False
     left, right = (np.array(side, dtype=np.int64) for side in zip(*pairs, strict=True))
     coarse = max(roundoff(a.text("dtype", pairs[0][0])), roundoff(b.text("dtype", pairs[0][1])), 2.0**-24)
-    return bool(changes(a, b, left, right)[0] <= 1000.0 * coarse)
+    return bool(changes(a, b, left, right)[0] <= _FUSED * coarse)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from bitwitness.comparison.frame import UNKNOWN, Floats, Frame, Ints
+from bitwitness.comparison.frame import UNKNOWN, Floats, Ints, StepFrame
 
 ORDER_DIFFERS = 1.0
 """The change where the same bits lie in another order."""
@@ -13,7 +13,7 @@ BITS_DIFFER = 1e-30
 """The change where hashes differ and statistics do not."""
 
 
-def changes(a: Frame, b: Frame, rows_a: Ints, rows_b: Ints) -> Floats:
+def changes(a: StepFrame, b: StepFrame, rows_a: Ints, rows_b: Ints) -> Floats:
     """Return the relative change of each pair of rows.
 
     The largest of: difference of the means and of the L2 norms (of each element's share of it), against the root mean
@@ -33,18 +33,19 @@ def changes(a: Frame, b: Frame, rows_a: Ints, rows_b: Ints) -> Floats:
     ]
     found: Floats = np.maximum.reduce(parts)
     found = _with_hashes(a, b, rows_a, rows_b, found)
+    # Last, for it outweighs all: such values are no longer apart by a number.
     found[_counts_differ(a, b, rows_a, rows_b)] = np.inf
     integers = ~(_floating(a)[rows_a] & _floating(b)[rows_b])
     found[integers & (found > 0)] = np.maximum(found[integers & (found > 0)], 1.0)  # integers are not rounded
     return found
 
 
-def _largest(frame: Frame, rows: Ints) -> Floats:
+def _largest(frame: StepFrame, rows: Ints) -> Floats:
     top: Floats = np.fmax(np.abs(frame.numbers["min"][rows]), np.abs(frame.numbers["max"][rows]))
     return top
 
 
-def _gap(a: Frame, b: Frame, rows_a: Ints, rows_b: Ints, name: str) -> Floats:
+def _gap(a: StepFrame, b: StepFrame, rows_a: Ints, rows_b: Ints, name: str) -> Floats:
     first, second = a.numbers[name][rows_a], b.numbers[name][rows_b]
     with np.errstate(invalid="ignore", over="ignore"):
         gap: Floats = np.abs(first - second)
@@ -58,7 +59,7 @@ def _relative(gap: Floats, scale: Floats) -> Floats:
     return np.nan_to_num(found, nan=np.inf, posinf=np.inf)
 
 
-def _with_hashes(a: Frame, b: Frame, rows_a: Ints, rows_b: Ints, found: Floats) -> Floats:
+def _with_hashes(a: StepFrame, b: StepFrame, rows_a: Ints, rows_b: Ints, found: Floats) -> Floats:
     known = a.hashed[rows_a] & b.hashed[rows_b]
     if not known.any():
         return found
@@ -67,12 +68,13 @@ def _with_hashes(a: Frame, b: Frame, rows_a: Ints, rows_b: Ints, found: Floats) 
     same_order = np.array(
         [layouts_a.at(i) == layouts_b.at(j) for i, j in zip(rows_a.tolist(), rows_b.tolist(), strict=True)], dtype=bool
     )
+    # Statistics of equal bits may differ (another number of threads), and those of other bits may agree.
     found = np.where(known & equal & same_order, 0.0, found)
     found = np.where(known & ~equal & same_order & (found == 0), BITS_DIFFER, found)
     return np.where(known & equal & ~same_order, ORDER_DIFFERS, found)
 
 
-def _counts_differ(a: Frame, b: Frame, rows_a: Ints, rows_b: Ints) -> npt.NDArray[np.bool_]:
+def _counts_differ(a: StepFrame, b: StepFrame, rows_a: Ints, rows_b: Ints) -> npt.NDArray[np.bool_]:
     differ: npt.NDArray[np.bool_] = a.count[rows_a] != b.count[rows_b]
     for name in ("nan", "pos_inf", "neg_inf"):
         first, second = a.counts[name][rows_a], b.counts[name][rows_b]
@@ -80,7 +82,7 @@ def _counts_differ(a: Frame, b: Frame, rows_a: Ints, rows_b: Ints) -> npt.NDArra
     return differ
 
 
-def _floating(frame: Frame) -> npt.NDArray[np.bool_]:
+def _floating(frame: StepFrame) -> npt.NDArray[np.bool_]:
     text = frame.texts["dtype"]
     floats = np.array([word.startswith(("float", "bfloat", "complex")) for word in text.words] or [True], dtype=bool)
     found: npt.NDArray[np.bool_] = (text.codes < 0) | floats[np.maximum(text.codes, 0)]

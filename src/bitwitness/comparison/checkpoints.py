@@ -15,7 +15,7 @@ from bitwitness.comparison.table import harmless
 from bitwitness.finding import to_jsonable
 from bitwitness.store.checkpoints import Checkpoint
 
-_AT_ONCE = 2  # pairs in memory
+_AT_ONCE = 2  # pairs in memory: one is read while the other is compared
 
 Progress = Callable[[int, int], None]
 

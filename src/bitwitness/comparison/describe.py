@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bitwitness.comparison.frame import Frame
+from bitwitness.comparison.frame import StepFrame
 
 _UNIMPORTANT = (
     "group",
@@ -50,7 +50,7 @@ def _named(call: dict[str, Any]) -> dict[str, Any]:
     return defaults | named
 
 
-def norms(a: Frame, b: Frame, row_a: int, row_b: int) -> str:
+def norms(a: StepFrame, b: StepFrame, row_a: int, row_b: int) -> str:
     """Return two rows' L2 norms in words, or that these do not tell them apart."""
     first, second = a.numbers["l2"][row_a], b.numbers["l2"][row_b]
     return "other bits" if first == second or math.isnan(first) else f"L2 norm {first:.9g} against {second:.9g}"

@@ -36,7 +36,7 @@ class Text:
         return "" if code < 0 else self.words[code]
 
     def equals(self, word: str) -> npt.NDArray[np.bool_]:
-        """Tell which rows hold a word."""
+        """Return which rows hold a word."""
         found: npt.NDArray[np.bool_] = self.codes == (self.words.index(word) if word in self.words else -2)
         return found
 
@@ -63,7 +63,7 @@ class Node:
         return f"{self.module}/{self.op}#{self.call}:{self.phase}"
 
 
-class Frame:
+class StepFrame:
     """A table of `bitwitness.store.rows.SCHEMA` as arrays.
 
     Parameters
@@ -141,7 +141,7 @@ def _floats(column: pa.ChunkedArray) -> Floats:
     return np.asarray(column.fill_null(float("nan")).combine_chunks(), dtype=np.float64)
 
 
-def _nodes(frame: Frame) -> list[Node]:
+def _nodes(frame: StepFrame) -> list[Node]:
     """Group the rows; a node is as late as its last row."""
     rows: dict[int, list[int]] = {}
     for row, number in enumerate(frame.node.tolist()):
@@ -151,7 +151,7 @@ def _nodes(frame: Frame) -> list[Node]:
     return found
 
 
-def _node(frame: Frame, number: int, rows: list[int]) -> Node:
+def _node(frame: StepFrame, number: int, rows: list[int]) -> Node:
     first = rows[0]
     kind, phase = frame.text("kind", first), frame.text("phase", first)
     node = Node(

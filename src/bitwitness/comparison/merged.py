@@ -21,15 +21,16 @@ from bitwitness.store.source import Source
 
 _PLACEMENT = re.compile(r"(?P<how>.*) of \[(?P<shape>[\d, ]*)\] on mesh")
 _SHARD = re.compile(r"(?:Shard\(dim=|S\()(\d+)\)")
+# Kinds of rows that mean the same on one rank as on several; the others are left out (see the module's text).
 _WHOLE = ("module", "parameter", "buffer", "optimizer", "saved", "gradient")
-_JOINED = "joined|"
+_JOINED = "joined|"  # begins the reference of a value that is put together when it is asked for
 _KEY = ("kind", "phase", "module", "op", "call", "slot", "micro")
 
 Cells = dict[str, Any]
 
 
 def spread_differently(a: Source, b: Source) -> bool:
-    """Tell whether two runs have other ranks, or the same ranks with other parts of the model."""
+    """Return whether two runs have other ranks, or the same ranks with other parts of the model."""
     if a.ranks() != b.ranks():
         return True
     return bool(a.ranks()) and _placements(a) != _placements(b)
@@ -89,9 +90,10 @@ class MergedSource:
         first = parts[0][1]
         row = {**first, "rank": 0, "producer": -1}
         found = _PLACEMENT.match(first["placement"] or "")
+        # A placement such as "S(0)" or "R, Shard(dim=1)": how each dimension of the mesh of ranks holds the tensor.
         dims = [int(dim) for dim in _SHARD.findall(found["how"])] if found else []
         if found and "P" in re.sub(r"S\(\d+\)", "", found["how"]):
-            return None  # partial sums
+            return None  # partial sums: what they add up to was never held by a rank
         alike = all(_same(first, other) for _, other in parts[1:])
         if (found and not dims) or (alike and not dims):
             return row | {"placement": None}
@@ -100,6 +102,7 @@ class MergedSource:
         if not found and first["phase"] == "backward":
             return None  # each rank's loss is a mean over its own batch
         shape = _whole_shape(found["shape"]) if found else _stacked(parts)
+        # Shards over several dimensions of a mesh do not lie one after the other, so their values are not put together.
         self._keep(row, dims[0] if len(dims) == 1 else 0 if not found else None, parts)
         return (
             row

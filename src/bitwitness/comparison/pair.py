@@ -14,7 +14,7 @@ from bitwitness.errors import UsageError
 from bitwitness.numerics import ErrorMetrics
 from bitwitness.store.checkpoints import Checkpoint
 
-_BLOCK = 1 << 20  # elements
+_BLOCK = 1 << 20  # elements that are compared at a time, which bounds the memory that takes
 _METRICS = (
     "cosine",
     "max_abs",
@@ -134,7 +134,7 @@ def _measure(found: Parameter, x: Tensor, y: Tensor) -> None:
 
 
 def _same_values(found: Parameter) -> bool:
-    """Tell whether no value differs; whole numbers of one dtype and other bits do, however large they are."""
+    """Return whether no value differs; whole numbers of one dtype and other bits do, however large they are."""
     metrics = found.metrics
     if metrics is None or metrics.max_abs > 0 or metrics.nan_mismatch or metrics.inf_mismatch:
         return False

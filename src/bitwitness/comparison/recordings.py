@@ -16,7 +16,7 @@ from bitwitness.store.source import Source
 
 Recording = str | os.PathLike[str] | Run
 Numbers = int | str | Sequence[int] | None
-_MOST = 10**6  # numbers of one range
+_MOST = 10**6  # numbers of one range: a slip such as 0-10000000000 shall not fill the memory
 
 
 def compare(

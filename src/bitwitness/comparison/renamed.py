@@ -8,9 +8,9 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 
-from bitwitness.comparison.frame import Frame
-from bitwitness.comparison.names import canonical
+from bitwitness.comparison.frame import StepFrame
 from bitwitness.errors import UsageError
+from bitwitness.oracle.names import canonical
 from bitwitness.store.source import Source
 
 _ENOUGH = 0.5
@@ -57,7 +57,7 @@ def proposed(a: Source, b: Source) -> dict[str, str]:
     ranks = [rank for rank in a.ranks() if rank in b.ranks()]
     if not ranks or not a.steps(ranks[0]) or not b.steps(ranks[0]):
         return {}
-    first, second = (_modules(Frame(s.table(ranks[0], s.steps(ranks[0])[0]))) for s in (a, b))
+    first, second = (_modules(StepFrame(s.table(ranks[0], s.steps(ranks[0])[0]))) for s in (a, b))
     known = set(second)
     if not first or sum(path in known for path in first) >= _ENOUGH * len(first):
         return {}
@@ -72,7 +72,7 @@ def proposed(a: Source, b: Source) -> dict[str, str]:
     return pairs
 
 
-def _modules(frame: Frame) -> dict[str, str]:
+def _modules(frame: StepFrame) -> dict[str, str]:
     """Return each module's path with what it computes in the forward, in the order of its first operator."""
     found: dict[str, list[str]] = {}
     for node in frame.nodes:

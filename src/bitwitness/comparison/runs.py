@@ -11,17 +11,18 @@ import numpy as np
 from bitwitness.comparison.align import Alignment, align, row_by_row, same_column, same_structure
 from bitwitness.comparison.allowance import group_agrees
 from bitwitness.comparison.changes import changes
-from bitwitness.comparison.frame import Frame, Node
+from bitwitness.comparison.differences import Differences
+from bitwitness.comparison.frame import Node, StepFrame
 from bitwitness.comparison.merged import MergedSource, spread_differently
-from bitwitness.comparison.suspect import History, Suspect
+from bitwitness.comparison.search import SuspectSearch
+from bitwitness.comparison.suspect import EarlierSteps, Suspect
 from bitwitness.comparison.values import KeptValues, Side
-from bitwitness.comparison.verdict import Judge
 from bitwitness.errors import UsageError
 from bitwitness.finding import to_jsonable
 from bitwitness.store.source import Source
 
 _LISTED = 200  # insertions and suspects that are kept
-RowSink = Callable[[int, int, Judge, Alignment, KeptValues | None], None]
+RowSink = Callable[[int, int, Differences, KeptValues | None], None]
 """Takes rank, step and what is known of one step, to write its rows somewhere."""
 
 
@@ -149,28 +150,30 @@ def compare_sources(
     report = Report(
         name_a, name_b, modules=dict(settings.modules), merged=merged, steps=len({step for step, _ in places})
     )
-    histories: dict[int, History] = {}
+    earlier: dict[int, EarlierSteps] = {}
     for done, (step, rank) in enumerate(places):
         progress(done, len(places))
-        frame_a, frame_b = Frame(a.table(rank, step)), Frame(b.table(rank, step))
+        frame_a, frame_b = StepFrame(a.table(rank, step)), StepFrame(b.table(rank, step))
         same = not settings.modules and same_structure(frame_a, frame_b)
+        # Most steps of two equal runs: told by the columns alone, without a node being built.
         if same and not sinks and _nothing_differs(frame_a, frame_b):
             report.rows += frame_a.size
             continue
         alignment = row_by_row(frame_a, frame_b) if same else align(frame_a, frame_b, settings.modules)
         values = _values(Side(a, frame_a, rank), Side(b, frame_b, rank), alignment)
         exact = None if values is None else values.changes
-        judge = Judge(frame_a, frame_b, alignment, rank, step, histories.setdefault(rank, History()), exact)
-        for suspect in judge.suspects():
+        known = earlier.setdefault(rank, EarlierSteps())
+        differences = Differences(frame_a, frame_b, alignment, known, exact)
+        for suspect in SuspectSearch(differences, rank, step).suspects():
             kept = suspect if values is None else values.refine(suspect)
             if kept is not None:
                 report.suspects.append(kept)
         report.problems += [] if values is None else values.problems
-        _count(report, judge, alignment, frame_a, frame_b)
+        _count(report, differences)
         for sink in sinks:
-            sink(rank, step, judge, alignment, values)
+            sink(rank, step, differences, values)
     progress(len(places), len(places))
-    report.noise = max((history.noise for history in histories.values()), default=0.0)
+    report.noise = max((known.noise for known in earlier.values()), default=0.0)
     report.problems += [*a.problems, *b.problems]
     _conclude(report)
     if report.first is not None:
@@ -179,8 +182,8 @@ def compare_sources(
     return report
 
 
-def _nothing_differs(a: Frame, b: Frame) -> bool:
-    """Tell whether two steps with the same rows are equal in all that was recorded: most of a long run may be."""
+def _nothing_differs(a: StepFrame, b: StepFrame) -> bool:
+    """Return whether two steps with the same rows are equal in all that was recorded: most of a long run may be."""
     if (a.texts["tensor"].codes >= 0).any() or not same_column(a, b, "args"):
         return False
     every = np.arange(a.size)
@@ -219,12 +222,13 @@ def _shortened(numbers: list[int]) -> str:
     return f"{shown}, … {numbers[-1]}" if len(numbers) > 5 else shown or "(none)"
 
 
-def _count(report: Report, judge: Judge, alignment: Alignment, a: Frame, b: Frame) -> None:
-    report.rows += len(judge.change_of)
-    report.differing += sum(change > 0 for change in judge.change_of.values())
+def _count(report: Report, differences: Differences) -> None:
+    alignment = differences.alignment
+    report.rows += len(differences.change_of)
+    report.differing += sum(change > 0 for change in differences.change_of.values())
     lone_a, lone_b = list(alignment.only_a), list(alignment.only_b)
     for group in alignment.groups:
-        if group_agrees(a, b, group):
+        if group_agrees(differences.a, differences.b, group):
             report.groups.append(([node.site for node in group.a], [node.site for node in group.b]))
         else:
             lone_a += group.a
@@ -240,7 +244,7 @@ def _list(sites: list[str], nodes: list[Node]) -> None:
 
 
 def _received(one: Suspect, suspects: list[Suspect]) -> bool:
-    """Tell whether a rank got its difference from another, where one is named: by a collective that both take part in."""
+    """Return whether a rank got its difference from another, where one is named: by a collective that both take part in."""
     if one.reason != "unknown":
         return False
     return any(other.rank != one.rank and other.step <= one.step and other.reason != "unknown" for other in suspects)
@@ -249,6 +253,7 @@ def _received(one: Suspect, suspects: list[Suspect]) -> bool:
 def _conclude(report: Report) -> None:
     """Choose the first; rank the rest."""
     suspects = sorted(report.suspects, key=lambda suspect: (suspect.order, suspect.rank))
+    # A rank that only received its difference may come first in the order, and would hide who sent it.
     suspects = [one for one in suspects if not _received(one, suspects)]
     report.first = suspects[0] if suspects else None
     report.parting = next((s for s in suspects if s.clean), None)

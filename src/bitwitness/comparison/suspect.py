@@ -51,7 +51,7 @@ class Suspect:
 
 
 @dataclass(slots=True)
-class History:
+class EarlierSteps:
     """What is known of one rank's earlier steps.
 
     ``named``: the latest change of each parameter and buffer, by name; ``noise``: the largest change so far that rounding

@@ -1,4 +1,4 @@
-"""The table of a comparison, a row for each value that was compared: on paper as CSV, JSON Lines or a spreadsheet."""
+"""The table of a comparison, a row for each value that was compared: written as CSV, JSON Lines or a spreadsheet."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
-from bitwitness.comparison.align import Alignment, Pair
+from bitwitness.comparison.align import Pair
+from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.values import KeptValues
-from bitwitness.comparison.verdict import Judge
 from bitwitness.errors import UsageError
 from bitwitness.finding import to_jsonable
 
@@ -21,17 +21,19 @@ COLUMNS = (
     "max_a", "max_b", "max_diff", "min_a", "min_b", "min_diff", "mean_a", "mean_b", "mean_diff", "l2_a", "l2_b", "l2_diff",
     "l2_rel", "nan_a", "nan_b", "hash_a", "hash_b",
 )  # fmt: skip
-_SHEET_ROWS = 1_048_575
+_SHEET_ROWS = 1_048_575  # that a spreadsheet holds below its header
+# Beginnings that make spreadsheets compute a cell; names in a recording may come from somebody else.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 Cells = dict[str, Any]
 
 
-def rows_of(rank: int, step: int, judge: Judge, alignment: Alignment, values: KeptValues | None) -> Iterator[Cells]:
+def rows_of(rank: int, step: int, differences: Differences, values: KeptValues | None) -> Iterator[Cells]:
     """Yield a step's rows in the order of execution, those that one run alone has included."""
+    alignment = differences.alignment
     for pair in alignment.pairs:
         for row_a, row_b in (*pair.inputs, *pair.outputs):
-            yield _cells(rank, step, judge, pair, row_a, row_b, values)
+            yield {"rank": rank, "step": step} | _cells(differences, pair, row_a, row_b, values)
     lone = [("only in A", alignment.only_a), ("only in B", alignment.only_b)]
     for group in alignment.groups:
         lone += [("group in A", group.a), ("group in B", group.b)]
@@ -41,14 +43,12 @@ def rows_of(rank: int, step: int, judge: Judge, alignment: Alignment, values: Ke
             yield place | {"kind": node.kind, "site": node.site, "result": result}
 
 
-def _cells(rank: int, step: int, judge: Judge, pair: Pair, row_a: int, row_b: int, values: KeptValues | None) -> Cells:
-    a, b = judge.a, judge.b
-    change = judge.change_of[row_a]
+def _cells(differences: Differences, pair: Pair, row_a: int, row_b: int, values: KeptValues | None) -> Cells:
+    a, b = differences.a, differences.b
+    change = differences.change_of[row_a]
     site = f"{pair.a.site}.{a.text('slot', row_a)}"
     site_b = f"{pair.b.site}.{b.text('slot', row_b)}"
     cells: Cells = {
-        "rank": rank,
-        "step": step,
         "micro": pair.a.micro,
         "kind": pair.a.kind,
         "site": site,
@@ -57,7 +57,7 @@ def _cells(rank: int, step: int, judge: Judge, pair: Pair, row_a: int, row_b: in
         "dtype_b": b.text("dtype", row_b),
         "shape_a": str(list(a.shapes[row_a])),
         "shape_b": str(list(b.shapes[row_b])),
-        "result": "equal" if change == 0 else "rounding" if judge.is_noise(pair, row_a) else "differs",
+        "result": "equal" if change == 0 else "rounding" if differences.is_noise(pair, row_a) else "differs",
         "change": change,
     }
     first, second = a.stats(row_a), b.stats(row_b)
@@ -81,23 +81,13 @@ def _cells(rank: int, step: int, judge: Judge, pair: Pair, row_a: int, row_b: in
     return cells
 
 
-class Paper(Protocol):
-    """Where rows are written."""
-
-    def add(self, cells: Cells) -> None:
-        """Write a row."""
-
-    def close(self) -> None:
-        """Finish; only now the file bears its name."""
-
-
 def harmless(text: str) -> str:
     """Return a text that no spreadsheet takes for a formula and no terminal for a command."""
     shown = "".join(c if c.isprintable() else "�" for c in text)
     return f"'{shown}" if shown.startswith(_FORMULA) else shown
 
 
-class CsvPaper:
+class CsvTable:
     """A CSV file; raises `UsageError` if it cannot be written."""
 
     def __init__(self, path: Path) -> None:
@@ -120,7 +110,7 @@ def _plain(value: Any) -> Any:
     return harmless(value) if isinstance(value, str) else "" if value is None else value
 
 
-class JsonPaper:
+class JsonTable:
     """A JSON object whose ``table`` is written row by row; its other fields come last."""
 
     def __init__(self, path: Path) -> None:
@@ -144,7 +134,7 @@ class JsonPaper:
         self._part.replace(self._path)
 
 
-class XlsxPaper:
+class XlsxTable:
     """A spreadsheet, in as many sheets as the rows need; needs XlsxWriter."""
 
     def __init__(self, path: Path) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 from bitwitness.errors import UsageError
 from bitwitness.numerics import ErrorMetrics, ulp_distance
 
-_BLOCK = 1 << 16  # elements
-_TIGHT, _LOOSE = 1e-3, 5e-3
+_BLOCK = 1 << 16  # elements: half a MiB in float64, of which several copies stay in a core's cache
+_TIGHT, _LOOSE = 1e-3, 5e-3  # relative errors that `ErrorMetrics` has shares for
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ def tensor_metrics(actual: Tensor, golden: Tensor) -> ErrorMetrics:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Tell whether two tensors hold the same bits in the same order."""
+    """Return whether two tensors hold the same bits in the same order."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -76,6 +76,7 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _wide(x: Tensor, other: Tensor) -> torch.dtype:
+    # Sums of at most a block's numbers lose little in float32, and are faster; their totals are Python's, in float64.
     narrow = all(t.dtype.is_floating_point and t.dtype.itemsize <= 4 for t in (x, other))
     return torch.float32 if narrow else torch.float64
 
@@ -86,7 +87,7 @@ def _add(sums: _Sums, raw_a: Tensor, raw_b: Tensor) -> None:
     a, b = raw_a.to(wide), raw_b.to(wide)
     error = a - b
     top = float(error.abs().max()) if len(error) else 0.0
-    if not math.isfinite(top):
+    if not math.isfinite(top):  # else nothing is selected, which is slow
         raw_a, raw_b, a, b = _finite_only(sums, raw_a, raw_b, a, b)
         error = a - b
         top = float(error.abs().max()) if len(error) else 0.0
@@ -98,7 +99,7 @@ def _add(sums: _Sums, raw_a: Tensor, raw_b: Tensor) -> None:
     sums.squares_a += float(torch.dot(a, a))
     sums.squares_b += float(torch.dot(b, b))
     sums.squares_error += float(torch.dot(error, error))
-    if top == 0.0:
+    if top == 0.0:  # nothing of this block differs, so that no division is needed
         sums.tight += len(a)
         sums.loose += len(a)
         sums.counted_rel += len(a)
@@ -109,12 +110,12 @@ def _add(sums: _Sums, raw_a: Tensor, raw_b: Tensor) -> None:
 
 def _add_relative(sums: _Sums, error: Tensor, size: Tensor) -> None:
     relative = error / size
-    relative.nan_to_num_(nan=0.0, posinf=math.inf)
+    relative.nan_to_num_(nan=0.0, posinf=math.inf)  # 0 of 0 is no error, and anything else of 0 an infinite one
     top = float(relative.max())
     sums.max_rel = max(sums.max_rel, top)
     sums.tight += int((relative <= _TIGHT).sum())
     sums.loose += int((relative <= _LOOSE).sum())
-    if math.isinf(top):
+    if math.isinf(top):  # the mean leaves these out (`ErrorMetrics.mean_rel`)
         relative = relative[relative.isfinite()]
     sums.total_rel += float(relative.sum())
     sums.counted_rel += len(relative)

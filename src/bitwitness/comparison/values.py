@@ -11,16 +11,19 @@ from dataclasses import dataclass, replace
 import torch
 
 from bitwitness.comparison.align import Pair
-from bitwitness.comparison.frame import Frame
-from bitwitness.comparison.recompute import Error, recompute
+from bitwitness.comparison.frame import StepFrame
 from bitwitness.comparison.suspect import Suspect
 from bitwitness.comparison.tensors import same_bits, tensor_metrics
 from bitwitness.errors import UsageError
 from bitwitness.numerics import ErrorMetrics
+from bitwitness.oracle.recorded import compare_recorded_with_float64
+from bitwitness.oracle.worst import WorstElement
 from bitwitness.store.source import Source
 
 EQUAL = ErrorMetrics(1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 1.0, 1.0, 0, 0)
-_SURE = 4.0  # times what rounding allows: from here on an error was made here
+# Times what rounding allows (`oracle.recorded`) from which on an error was made here: that bound is of the usual size of
+# errors, and the worst of millions of elements is compared with it.
+_SURE = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +31,11 @@ class Side:
     """One run's step: where its rows are and who can read their tensors."""
 
     source: Source
-    frame: Frame
+    frame: StepFrame
     rank: int
 
     def has(self, row: int) -> bool:
-        """Tell whether a row's value was kept."""
+        """Return whether a row's value was kept."""
         return bool(self.frame.texts["tensor"].codes[row] >= 0)
 
     def load(self, row: int) -> torch.Tensor:
@@ -112,10 +115,10 @@ class KeptValues:
             return suspect if suspect.clean else None
         errors = {"A": self._error(self._a, pair, first=True), "B": self._error(self._b, pair, first=False)}
         known = {side: error for side, error in errors.items() if error is not None}
-        if len(known) < 2:
+        if len(known) < 2:  # then statistics have the word, and they say little where inputs differ
             return suspect if suspect.clean else None
         guilty = {side: error for side, error in known.items() if error.ratio > _SURE}
-        if not guilty:
+        if not guilty:  # a ratio that is no number convicts nobody, and clears nobody
             return None if all(error.ratio <= _SURE for error in known.values()) else suspect
         side, worst = max(guilty.items(), key=lambda item: item[1].ratio)
         text = (
@@ -126,15 +129,17 @@ class KeptValues:
             text += f"; run {'B' if side == 'A' else 'A'} is within rounding"
         return replace(suspect, text=text, score=worst.ratio)
 
-    def _error(self, side: Side, pair: Pair, *, first: bool) -> Error | None:
+    def _error(self, side: Side, pair: Pair, *, first: bool) -> WorstElement | None:
         node = pair.a if first else pair.b
         frame = side.frame
         if any(not side.has(row) for row in node.rows):
-            return None
+            return None  # without all of its inputs an operator cannot be run
         try:
             inputs = [side.load(row) for row in node.inputs]
             errors = [
-                recompute(frame.text("args", node.rows[0]), inputs, side.load(row), int(frame.text("slot", row)[3:]))
+                compare_recorded_with_float64(
+                    frame.text("args", node.rows[0]), inputs, side.load(row), int(frame.text("slot", row)[3:])
+                )
                 for row in node.outputs
                 if frame.text("slot", row)[3:].isdigit()
             ]
@@ -145,7 +150,7 @@ class KeptValues:
         return max(known, key=lambda error: error.ratio) if known else None
 
 
-def _change(metrics: ErrorMetrics, frame: Frame, row: int) -> float:
+def _change(metrics: ErrorMetrics, frame: StepFrame, row: int) -> float:
     if metrics.nan_mismatch or metrics.inf_mismatch:
         return math.inf
     top = max(abs(float(frame.numbers["min"][row])), abs(float(frame.numbers["max"][row])), 0.0)

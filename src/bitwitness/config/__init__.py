@@ -6,6 +6,7 @@ The order: keyword > ``BITWITNESS_*`` > the reference systems' variables > TOML 
 from bitwitness.config.dumpconfig import DumpConfig, NPURunConfig
 from bitwitness.config.load import Loaded, load_config
 from bitwitness.config.schema import (
+    TRACER_SETTINGS,
     ChecksumConfig,
     Config,
     FeatureConfig,
@@ -15,11 +16,11 @@ from bitwitness.config.schema import (
     ReplayConfig,
     StrikesConfig,
     TrendConfig,
-    only_nonfinite,
     to_dict,
 )
 
 __all__ = [
+    "TRACER_SETTINGS",
     "ChecksumConfig",
     "Config",
     "DumpConfig",
@@ -33,6 +34,5 @@ __all__ = [
     "StrikesConfig",
     "TrendConfig",
     "load_config",
-    "only_nonfinite",
     "to_dict",
 ]

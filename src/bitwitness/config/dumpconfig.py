@@ -22,7 +22,7 @@ from bitwitness.errors import ConfigError
 
 _DUMP_MODES = ("input", "output", "all")
 _DEBUG_MODES = {"aicore_overflow": "compute", "atomic_overflow": "accumulate", "all": "all"}
-_MOST_STEPS = 100
+_MOST_STEPS = 100  # the vendors' own bound for this key
 _STEP = re.compile(r"(\d+)(?:-(\d+))?")
 _NOT_OURS = frozenset({"use_off_line"})
 """Keys of the parameter map that concern other things."""

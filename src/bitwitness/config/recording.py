@@ -17,7 +17,7 @@ from bitwitness.site import PHASES
 LEVELS = {"modules": "modules", "ops": "ops", "mix": "mix", "L0": "modules", "L1": "ops", "L2": "ops"}
 CONTENTS = ("structure", "stats", "hash", "tensors")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-_MOST = 1 << 31
+_MOST = 1 << 31  # of a rank or a step: rows hold them as int32
 
 Ranges = tuple[tuple[int, int], ...]
 """Closed ranges of numbers."""

@@ -23,7 +23,7 @@ from bitwitness.config.schema import FeatureConfig, Scheme
 from bitwitness.config.values import nearest
 
 _THRESHOLDS = {"NPU_ASD_UPPER_THRESH": "feature.upper_thresh", "NPU_ASD_SIGMA_THRESH": "feature.sigma_thresh"}
-_LEAST_THRESHOLD = 3
+_LEAST_THRESHOLD = 3  # the vendors' own bound; they raise what is below to it
 _INT_MAX = 2**31 - 1  # the vendors hold these numbers in a 32-bit int
 _SWITCHES = ("enable", "with_checksum")
 _NUMBERS = {  # key of the combined scheme: our name, least value
@@ -42,7 +42,7 @@ _PAIR_VARIABLES = {  # grad_sample_interval where the variable does not give it
 
 
 @dataclass(slots=True)
-class _Reading:
+class _SettingsRead:
     values: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     switched: dict[Scheme, bool] = field(default_factory=dict)
@@ -67,7 +67,7 @@ def read_reference(environ: Mapping[str, str], *, release_levels: bool = False) 
         Read NPU_ASD_ENABLE as later releases do: 1 logs, 2 also ends the training, 3 also logs every value.
 
     """
-    reading = _Reading()
+    reading = _SettingsRead()
     _read_enable(environ, reading, release_levels=release_levels)
     for variable, name in _THRESHOLDS.items():
         if variable in environ:
@@ -86,7 +86,7 @@ def read_reference(environ: Mapping[str, str], *, release_levels: bool = False) 
     return Reference(reading.values, tuple(reading.warnings))
 
 
-def _read_enable(environ: Mapping[str, str], reading: _Reading, *, release_levels: bool) -> None:
+def _read_enable(environ: Mapping[str, str], reading: _SettingsRead, *, release_levels: bool) -> None:
     text = environ.get("NPU_ASD_ENABLE")
     if text is None:
         return
@@ -119,7 +119,7 @@ def _read_pair(variable: str, text: str, name: str, warnings: list[str]) -> tupl
     return first, second
 
 
-def _read_combined(variable: str, text: str, reading: _Reading) -> None:
+def _read_combined(variable: str, text: str, reading: _SettingsRead) -> None:
     keys = (*_SWITCHES, *_NUMBERS)
     for item in (part.strip() for part in text.split(",")):
         if not item:
@@ -145,7 +145,7 @@ def _split(item: str) -> tuple[str | None, str]:
     return (key.strip() or None) if found else None, value.strip()
 
 
-def _read_switch(variable: str, key: str, value: str, reading: _Reading) -> None:
+def _read_switch(variable: str, key: str, value: str, reading: _SettingsRead) -> None:
     if value not in ("true", "false"):
         reading.warnings.append(f"{variable}: {key} = {value!r}: expected true or false; the default false holds")
         return
@@ -155,7 +155,7 @@ def _read_switch(variable: str, key: str, value: str, reading: _Reading) -> None
         reading.values["feature.with_checksum"] = value == "true"
 
 
-def _read_number(variable: str, key: str, value: str, reading: _Reading) -> None:
+def _read_number(variable: str, key: str, value: str, reading: _SettingsRead) -> None:
     name, least = _NUMBERS[key]
     if not _is_digits(value) or not least <= int(value) <= _INT_MAX:
         reading.warnings.append(f"{variable}: {key} = {value!r}: expected an integer >= {least}; the default holds")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from functools import cache
+from types import MappingProxyType
 from typing import Any, Literal, get_type_hints
 
-from bitwitness.config.values import Kind
+from bitwitness.config.values import SettingType
 from bitwitness.errors import ConfigError
 
 Act = Literal["observe", "protect", "stop"]
@@ -51,7 +53,7 @@ class ReplayConfig(_Validated):
     """Running a suspicious step again.
 
     ``capture_limit_mib``: MiB one step's inputs and output gradients may take; a larger one is not replayed.
-    ``calibrate``: replay some innocent steps to learn how far apart the model's own kernels' results are.
+    ``calibrate``: replay some healthy steps to learn how far apart the model's own kernels' results are.
     """
 
     enabled: bool = True
@@ -85,8 +87,6 @@ class NonfiniteConfig(_Validated):
     ----------
     enabled
         Look.
-    only
-        Look for nothing else, and ask no second device: a replay tells who made it (`trace_nonfinite`).
     mode
         Which operators to name: those that compute, those that accumulate (``scatter_add``, reductions across ranks), or all.
         The reference systems' ``aicore_overflow`` and ``atomic_overflow`` are understood.
@@ -100,7 +100,6 @@ class NonfiniteConfig(_Validated):
     """
 
     enabled: bool = True
-    only: bool = False
     mode: OverflowMode = "all"
     show_all: bool = False
     drops: int = _number(3, minimum=1)
@@ -211,11 +210,11 @@ class Config(_Validated):
     strikes: StrikesConfig = field(default_factory=StrikesConfig)
 
 
-def kinds_of(schema: type[Any]) -> dict[str, Kind]:
+def kinds_of(schema: type[Any]) -> dict[str, SettingType]:
     """Return the plain settings of one dataclass and their kinds."""
     hints = get_type_hints(schema)
     return {
-        f.name: Kind(hints[f.name], f.metadata.get("minimum"), f.metadata.get("above", False))
+        f.name: SettingType(hints[f.name], f.metadata.get("minimum"), f.metadata.get("above", False))
         for f in fields(schema)
         if not is_dataclass(hints[f.name])
     }
@@ -228,7 +227,7 @@ def sections_of(schema: type[Any]) -> dict[str, type[Any]]:
 
 
 @cache
-def all_kinds() -> dict[str, Kind]:
+def all_kinds() -> dict[str, SettingType]:
     """Return every setting by its dotted name, ``trend.z``."""
     flat = dict(kinds_of(Config))
     for name, section in sections_of(Config).items():
@@ -257,15 +256,5 @@ def from_flat(values: dict[str, Any]) -> Config:
     return Config(**own)
 
 
-def only_nonfinite() -> dict[str, Any]:
-    """Return the settings under which nothing but NaN and Inf is looked for, by their dotted names."""
-    return {
-        "nonfinite.only": True,
-        "trend.enabled": False,
-        "peers.enabled": False,
-        "checksum.enabled": False,
-        "replay.calibrate": False,
-        "deep_every": 100,
-        "self_test": False,
-        "act": "observe",
-    }
+TRACER_SETTINGS: Mapping[str, Any] = MappingProxyType({"nonfinite.enabled": True, "deep_every": 100})
+"""What differs for who looks for nothing but NaN and Inf, by dotted names: ranges are measured on one step in 100."""

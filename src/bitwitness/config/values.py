@@ -18,7 +18,7 @@ _FALSE = ("0", "false", "no", "off")
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class SettingType:
     """What a setting may hold: a type hint, and for numbers the least value (``above``: excluding it)."""
 
     hint: Any

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 from contextlib import ExitStack
+from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -16,7 +17,6 @@ from bitwitness.demo.model import ByteGPT, batch, standard_library
 from bitwitness.guard import Guard
 from bitwitness.inject.device import FaultyDevice
 from bitwitness.inject.faults import load_faults
-from bitwitness.stats import bit_hash
 
 CONTEXT = 64
 BATCH = 2
@@ -57,11 +57,12 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int, 
         optimizer.step()
         optimizer.zero_grad()
         if log is not None:
-            hashes = [int(bit_hash(p.detach())) for p in model.parameters()]
+            # Bytes, not torch's operators: on an emulated device each of these would be looked at.
+            weights = sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters()))
             line = {
                 "step": step,
                 "loss": float(loss.detach()),
-                "weights": f"{hash(tuple(hashes)) & (1 << 64) - 1:016x}",
+                "weights": weights.hexdigest()[:16],
             }
             with log.open("a") as file:
                 file.write(json.dumps(line) + "\n")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
@@ -19,22 +18,25 @@ from bitwitness.config import Config
 from bitwitness.errors import BitwitnessError
 from bitwitness.guard.children import children_guarded
 from bitwitness.guard.commands import commands_named
-from bitwitness.guard.discovery import Blocks, contents, is_entered, root_of, trainable
-from bitwitness.guard.forked import inert_in_children
+from bitwitness.guard.face import Face
 from bitwitness.guard.guard import Guard
-from bitwitness.guard.roots import guarded_roots
-from bitwitness.guard.unguarded import Unguarded, parameters_of
-from bitwitness.respond.reporter import Reporter
-from bitwitness.tap.company import is_alone, wrappers_noticed
-from bitwitness.tap.compat import being_traced, outside_transforms
-from bitwitness.tap.compiled import CompileNotices, is_compiled
+from bitwitness.guard.roots import watched_roots
+from bitwitness.guard.steppers import Steppers
+from bitwitness.guard.unguarded import Unguarded
+from bitwitness.session.forked import inert_in_children
+from bitwitness.session.reporter import Reporter
+from bitwitness.session.roots import Blocks, contents, root_of, trainable
+from bitwitness.session.search import ModelSearch
+from bitwitness.tap.compat import outside_transforms
+from bitwitness.tap.compiled import is_compiled
 from bitwitness.tap.modes import scripts_modes_off
 from bitwitness.tap.modules import in_backward, keywords_of_call, unwrap
+from bitwitness.tap.process_groups import is_alone, wrappers_noticed
 
 _MANY = 2  # models met between two steps (a GAN's); where there are more, each optimizer's are guarded as one
 
 
-class AutoGuard:
+class AutoGuard(ModelSearch[Face]):
     """Guards every model whose training begins inside the ``with``.
 
     A model is the outermost module around a call in training mode with gradients enabled (`discovery.root_of`); in evaluation
@@ -52,43 +54,43 @@ class AutoGuard:
         How to guard each of them; a second model's records go to ``out`` with its number behind.
     warnings
         What is to be said once about where the configuration came from.
+    make
+        What watches each: `Guard`, or `NonfiniteTracer`.
     child
         This is a process that the script started: where it trains nothing, nothing is said.
 
     """
 
-    def __init__(self, config: Config, warnings: tuple[str, ...] = (), *, child: bool = False) -> None:
+    def __init__(
+        self, config: Config, warnings: tuple[str, ...] = (), *, make: type[Face] = Guard, child: bool = False
+    ) -> None:
         self._config = config
+        self._make: Any = make
         self._warnings = warnings
         self._child = child
-        self._stack = ExitStack()
-        self._search: list[Any] = []
-        self._ended = False
         self._resting = False
         self._inert = False
         self._reporter = Reporter(None, int(os.environ.get("RANK", "0")))
-        self._forget()
+        super().__init__()
 
-    def _forget(self) -> None:
-        self.guards: list[Guard] = []
-        self._contents: dict[Guard, frozenset[tuple[int, bool]]] = {}
+    def _begin_anew(self) -> None:
+        super()._begin_anew()
+        self._contents: dict[Face, frozenset[tuple[int, bool]]] = {}
         self._trained = 0
-        self._theirs = False
-        self._passed: WeakSet[nn.Module] = WeakSet()
         # Called without gradients, or inside a backward: there is no forward to guard, but a name to tell.
         self._met: WeakSet[nn.Module] = WeakSet()
-        self._fresh: list[Guard] = []
-        self._leaving: list[Guard] = []
+        self._fresh: list[Face] = []
         self._blocks: list[nn.Module] = []
-        self._stepping: set[int] = set()
         self._unguarded = Unguarded()
-        self._steppers: dict[Guard, WeakSet[Optimizer]] = {}
+        self._steppers = Steppers()
 
     def __enter__(self) -> Self:
         for warning in self._warnings:
             self._reporter.say(warning)
         inert_in_children(self)
-        self._stack.enter_context(children_guarded(self._config, guarded_child, self._reporter.say))
+        self._stack.enter_context(
+            children_guarded(self._config, partial(guarded_child, make=self._make), self._reporter.say)
+        )
         self._stack.enter_context(commands_named(self._reporter.say))
         self._stack.enter_context(wrappers_noticed(self._wrapped))
         self._stack.callback(register_optimizer_step_post_hook(self._stepped).remove)
@@ -98,16 +100,16 @@ class AutoGuard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end_search()
+        self._calls.end()
         if self._inert:
             return
-        for guard in reversed(self.guards):
+        for guard in reversed(self.entered):
             guard.__exit__(kind, error, trace)
         self._stack.close()
         if kind is not None and not issubclass(kind, SystemExit):
             return
         lines = self._unguarded.lines([*self._passed, *self._met])
-        if not (self.guards or self._trained or self._theirs or lines or self._child):
+        if not (self.entered or self._trained or self._theirs or lines or self._child):
             lines.append(
                 "no model was trained under guard: no module with trainable parameters was called in training mode with "
                 "gradients enabled"
@@ -117,9 +119,9 @@ class AutoGuard:
 
     def after_fork(self, *, worker: bool) -> None:
         """Let the parent's models be the parent's; search anew in a process that the script forks by itself."""
-        self._end_search()
+        self._calls.end()
         self._stack.close()
-        self._forget()
+        self._begin_anew()
         self._child, self._warnings = True, ()
         self._resting = self._ended = False
         self._inert = worker  # it guards what it trains by itself, or is one that loads data
@@ -133,78 +135,46 @@ class AutoGuard:
     def _stepped(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         try:
             if self._unguarded.stepped(optimizer):
-                self._note_stepper(optimizer)
+                self._steppers.stepped(optimizer, self.entered)
                 # Torch is iterating over its hooks now: whoever leaves, and takes hooks away, does so at the next forward.
-                self._leave_later([guard for guard in self.guards if self._outgrown(guard) or self._abandoned(guard)])
+                gone = [guard for guard in self.entered if self._outgrown(guard) or self._steppers.are_gone(guard)]
+                self._leaving |= dict.fromkeys(gone)
             self._fresh.clear()
             self._resting = not self._unguarded.looked_for and not self._leaving
-            if not self._resting and not self._search:
+            if not self._resting:
                 self._begin_search()
         except Exception as error:
             self._fail(error)
 
     def _wrapped(self, wrapper: DistributedDataParallel, module: nn.Module) -> None:
-        """Let go what the script wraps now: the wrapper is guarded at its first forward, on all ranks at the same moment."""
-        try:
-            parts = {id(part) for part in module.modules()}
-            for guard in list(self.guards):
-                if guard.model is wrapper or parts.isdisjoint(map(id, unwrap(guard.model).modules())):
-                    continue
-                if is_entered(unwrap(guard.model)):  # its hooks are to see the end of the call
-                    self._leave_later([guard])
-                else:
-                    self._let_go(guard)
-            self._passed -= WeakSet(module.modules())
-            self._blocks = [block for block in self._blocks if id(block) not in parts]
-            self._ended = self._resting = False
-            if not self._search:
-                self._begin_search()
-        except Exception as error:
-            self._fail(error)
-
-    def _meet(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or being_traced():
-            return
-        try:
-            for guard in [guard for guard in self._leaving if not is_entered(unwrap(guard.model))]:
-                self._let_go(guard)
-            if self._resting:
-                self._end_search()
-            elif torch.is_grad_enabled() and not in_backward():
-                self._guard_blocks()
-                self._consider(module, args)
-            else:
-                self._met.add(module)
-        except Exception as error:
-            self._fail(error)
+        parts = {id(part) for part in module.modules()}
+        self._blocks = [block for block in self._blocks if id(block) not in parts]
+        self._resting = False
+        super()._wrapped(wrapper, module)
 
     # -- the search ----------------------------------------------------------------------------------------------
 
-    def _begin_search(self) -> None:
-        if not self._ended:
-            self._search = [register_module_forward_pre_hook(self._meet), CompileNotices(self._meet)]
-
-    def _end_search(self) -> None:
-        for handle in self._search:
-            handle.remove()
-        self._search.clear()
-
-    def _fail(self, error: Exception) -> None:
-        """End the search by an error of our own; the training goes on."""
-        self._ended = True
+    def _failed(self, error: Exception) -> None:
         self._reporter.failure("search for models", error, 0)
-        with suppress(Exception):
-            self._end_search()
 
     def _consider(self, module: nn.Module, args: Any) -> None:
+        if self._resting:
+            self._calls.end()
+        elif torch.is_grad_enabled() and not in_backward():
+            self._guard_blocks()
+            self._find(module, args)
+        else:
+            self._met.add(module)
+
+    def _find(self, module: nn.Module, args: Any) -> None:
         if module in self._passed:
-            own = next((guard for guard in self.guards if unwrap(guard.model) is unwrap(module)), None)
+            own = next((guard for guard in self.entered if unwrap(guard.model) is unwrap(module)), None)
             if own is None or not self._outgrown(own):
                 return
         inner = unwrap(module)
         if any(not isinstance(parameter, nn.Parameter) for parameter in inner.parameters()):
             return  # ``functional_call`` lends it others for as long as it runs: guarded, these would be watched
-        if not inner.training and (not self._stepping or self._stepping.isdisjoint(map(id, inner.parameters()))):
+        if not inner.training and not self._steppers.step(inner):
             return  # an evaluation, unless an optimizer steps what it holds: some train in evaluation mode
         if not trainable(inner):
             return  # as yet: a generator is frozen while its discriminator trains
@@ -217,79 +187,48 @@ class AutoGuard:
         else:
             self._guard(root, module, args)
 
-    def _take_over(self, root: nn.Module, module: nn.Module) -> bool:
-        """Let go the guards of what is a part of ``root``, or holds it and was rebuilt; return whether it may be guarded."""
-        parts = set(map(id, unwrap(root).modules()))
-        for guard in list(self.guards):
-            held = unwrap(guard.model)
-            if id(held) in parts or any(part is unwrap(root) for part in held.modules()):
-                if held is not unwrap(module) and is_entered(held):
-                    return False  # it makes its parts as it runs; its next call finds it rebuilt
-                self._let_go(guard)
-        theirs = any(id(other) in parts for other in guarded_roots())  # the script guards it by itself
-        self._theirs |= theirs
-        if theirs:
-            self._passed.update(root.modules())
-        return not theirs
+    def _watched_already(self) -> list[nn.Module]:
+        return watched_roots()
 
     def _guard(self, root: nn.Module, module: nn.Module | None, args: Any) -> None:
         """Guard ``root``; ``module``, if any, is being called now."""
         if any(map(is_compiled, root.modules())):
             self._ended = True
-            self._end_search()
-        number = self._trained + len(self.guards)
+            self._calls.end()
+        number = self._trained + len(self.entered)
         config = self._config
         if number and config.out is not None:
             config = replace(config, out=f"{config.out}-{number + 1}")
         try:
             with outside_transforms(), scripts_modes_off():
-                guard = Guard(root, config=config).start()
+                guard = self._make(root, config=config).start()
         except BitwitnessError as error:
             self._reporter.say(f"{type(unwrap(root)).__name__} trains unguarded: {error}")
             return
-        self.guards.append(guard)
+        self.entered.append(guard)
         if number and guard.reporter is not None:
             guard.reporter.model = f"{type(unwrap(root)).__name__}, model {number + 1}"
         if is_alone(root):
             self._fresh.append(guard)
         self._contents[guard] = contents(root)
         for optimizer in self._unguarded.optimizers():
-            self._note_whom_it_steps(guard, optimizer)
+            self._steppers.note(guard, optimizer)
         kwargs = keywords_of_call()
-        if module is not None and guard.watch is not None and kwargs is not None:
-            guard.watch.root.join(module, args, kwargs)
+        if module is not None and kwargs is not None:
+            guard.session.join_call(module, args, kwargs)
 
-    def _outgrown(self, guard: Guard) -> bool:
+    def _outgrown(self, guard: Face) -> bool:
         """Tell whether a model was rebuilt, sharded or compiled since it was guarded, as long as it is guarded alone."""
         if guard.watch is None or guard.watch.ranks.size > 1 or isinstance(guard.model, Blocks):
             return False
         return contents(guard.model) != self._contents[guard]
 
-    def _note_stepper(self, optimizer: Optimizer) -> None:
-        self._stepping |= set(map(id, parameters_of(optimizer)))
-        for guard in self.guards:
-            self._note_whom_it_steps(guard, optimizer)
-
-    def _note_whom_it_steps(self, guard: Guard, optimizer: Optimizer) -> None:
-        if not set(map(id, parameters_of(optimizer))).isdisjoint(map(id, guard.model.parameters())):
-            self._steppers.setdefault(guard, WeakSet()).add(optimizer)
-
-    def _abandoned(self, guard: Guard) -> bool:
-        """Tell whether all optimizers that stepped a model are gone: a copy that was trained for a few steps, say."""
-        return guard in self._steppers and not self._steppers[guard]
-
-    def _let_go(self, guard: Guard) -> None:
-        """Leave a model that is to be guarded anew, or as a part of another."""
-        self._passed -= WeakSet(guard.model.modules())
-        for known in (self.guards, self._fresh, self._leaving):
-            if guard in known:
-                known.remove(guard)
-        self._contents.pop(guard, None)
-        self._steppers.pop(guard, None)
-        self._trained += guard.let_go()
-
-    def _leave_later(self, guards: list[Guard]) -> None:
-        self._leaving += [guard for guard in guards if guard not in self._leaving]
+    def _left(self, one: Face) -> None:
+        if one in self._fresh:
+            self._fresh.remove(one)
+        del self._contents[one]
+        self._steppers.forget(one)
+        self._trained += one.let_go()
 
     # -- blocks --------------------------------------------------------------------------------------------------
 
@@ -309,6 +248,6 @@ class AutoGuard:
                 self._guard(together[0] if len(together) == 1 else Blocks(together), None, ())
 
 
-def guarded_child(config: Config) -> AutoGuard:
+def guarded_child(config: Config, *, make: type[Face] = Guard) -> AutoGuard:
     """Return the guard of a process that a guarded script started."""
-    return AutoGuard(config, child=True)
+    return AutoGuard(config, make=make, child=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-RAREST = 100
+RAREST = 100  # steps: of a fault that stays, a hundred steps are lost at the most until one of them is looked at
 _CLOSEST = 2  # light steps must go on, to be compared with
 _SMALLEST_SHARE = 4  # one product in so many is looked at, at the least
 _STEPS = 64  # light steps, and half as many deep ones, that the estimates rest on
@@ -38,7 +38,7 @@ class Budget:
     price
         The share of the training's time that the guard may take.
 
-    All times are seconds by `tap.clock.stopwatch`.
+    All times are seconds by `tap.timer.stopwatch`.
     """
 
     price: float
@@ -67,12 +67,6 @@ class Budget:
         """The part of the training's time that light steps take."""
         whole = self._usual_step()
         return median(self._own) / whole if whole else 0.0
-
-    @property
-    def deep_seconds(self) -> float:
-        """How much longer a deep step takes than a light one, all products looked at."""
-        fixed, checks = self._deep_cost()
-        return fixed + checks
 
     def propose(self) -> Plan:
         """Return the plan that spends the price, as far as this rank can tell."""

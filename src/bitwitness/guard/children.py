@@ -14,8 +14,8 @@ from typing import Any
 
 from bitwitness.config import Config
 from bitwitness.guard.childstops import ChildStops, telling
-from bitwitness.guard.forked import starting_worker
 from bitwitness.respond.final import PROCESS
+from bitwitness.session.forked import starting_worker
 
 _PROCESS: Any = BaseProcess
 _OTHERS = ("torch.utils.data", "multiprocessing.managers", "multiprocessing.resource", "multiprocessing.forkserver")

@@ -16,9 +16,9 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from bitwitness.guard.forked import still_while_forking
 from bitwitness.respond import ending
 from bitwitness.respond.final import PROCESS, Stop
+from bitwitness.session.forked import still_while_forking
 
 PATIENCE_S = 10.0
 """Seconds that a process has to notice by itself that a child was stopped, and that children have after their parent's end."""

@@ -5,51 +5,69 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from bitwitness.guard.guardwatch import GuardWatch
 from bitwitness.guard.limits import UNSEEN
+from bitwitness.guard.tracerwatch import TracerWatch
 from bitwitness.guard.watch import Watch
-from bitwitness.respond.reporter import Reporter
 from bitwitness.tap.compat import compiles_backward
 from bitwitness.tap.traffic import world_size
 
 
-def coverage_table(watch: Watch, reporter: Reporter, *, paused: int) -> dict[str, Any]:
+def coverage_table(watch: GuardWatch) -> dict[str, Any]:
     """Return the table, ready for JSON."""
-    root, sensors, proceedings = watch.root, watch.sensors, watch.proceedings
+    reader, sensors, investigation = watch.reader, watch.sensors, watch.investigation
+    root = reader.root
     everything = {id(p) for p in (*root.root.parameters(), *root.parameters.values())}  # pruning exchanges some
     table: dict[str, Any] = {
         "parameters": {"watched": len(root.parameters), "of": len(everything)},
-        "local_gradients": watch.gradients.mode,
+        "local_gradients": reader.gradients.mode,
         "steps": {
             "training_forwards": root.forwards_seen,
-            "held": watch.steps_held,
+            "held": watch.steps_judged,
             "deep": watch.deep.taken,
-            "paused": paused,
+            "paused": watch.missed,
         },
         "outputs": {"outputs_seen": root.outputs_seen},
         "sensors": {"off": sensors.off},
-        "suspicions": proceedings.suspicions,
-        "dismissed": proceedings.dismissed,
-        "left_open": proceedings.left_open,
-        "verdicts": [f"step {v.step}: {v.cause} {list(v.ranks)} {v.action}" for v in proceedings.verdicts],
+        "suspicions": investigation.suspicions,
+        "dismissed": investigation.dismissed,
+        "left_open": investigation.left_open,
+        "verdicts": [f"step {v.step}: {v.cause} {list(v.ranks)} {v.action}" for v in investigation.verdicts],
         "replay": {
-            "calibrations": proceedings.laboratory.calibrated,
-            "same_bits": proceedings.laboratory.reproducible,
-            "spread": proceedings.laboratory.spread,
+            "calibrations": investigation.experiments.calibrated,
+            "same_bits": investigation.experiments.reproducible,
+            "spread": investigation.experiments.spread,
             "this_step": root.entry.problem or root.record.unreplayable or "can be run again",
         },
         "price": watch.deep.report(),
         "own_seconds": round(watch.own_seconds, 3),
-        "failures": dict(reporter.failures),
-        "not_covered": [*_paused(paused), *_gaps(watch)],
+        "failures": dict(watch.reporter.failures),
+        "not_covered": [*_paused(watch.missed), *_gaps(watch)],
+        **_nonfinite(watch),
     }
-    tracing = proceedings.tracing
-    table["nonfinite"] = {"hits": tracing.hits, "findings": len(tracing.findings)}
+    if sensors.operators.checksum is not None:
+        table["operators"] = sensors.operators.checksum.coverage()
+    return table
+
+
+def nonfinite_table(watch: TracerWatch) -> dict[str, Any]:
+    """Return the same of who looks for nothing but NaN and Inf."""
+    return {
+        "steps": {"held": watch.steps_judged, "deep": watch.deep.taken, "paused": watch.missed},
+        "own_seconds": round(watch.own_seconds, 3),
+        "failures": dict(watch.reporter.failures),
+        "not_covered": [*_paused(watch.missed), *_nonfinite_gaps(watch)],
+        **_nonfinite(watch),
+    }
+
+
+def _nonfinite(watch: Watch) -> dict[str, Any]:
+    tracing, approach = watch.tracing, watch.operators.approach
+    table: dict[str, Any] = {"nonfinite": {"hits": tracing.hits, "findings": len(tracing.findings)}}
     if tracing.scaling.steps:
         table["loss_scale"] = tracing.scaling.to_dict()
-    if sensors.approach is not None:
-        table["ranges"] = sensors.approach.table()
-    if sensors.checksum is not None:
-        table["operators"] = sensors.checksum.coverage()
+    if approach is not None:
+        table["ranges"] = approach.table()
     return table
 
 
@@ -57,18 +75,19 @@ def _paused(steps: int) -> list[str]:
     return [f"{steps} steps went by while the guard was paused"] if steps else []
 
 
-def _gaps(watch: Watch) -> list[str]:
+def _gaps(watch: GuardWatch) -> list[str]:
     gaps = []
-    root = watch.root
-    for reason, count in watch.unrepeated_losses.most_common(3):
+    reader = watch.reader
+    root = reader.root
+    for reason, count in reader.unrepeated_losses.most_common(3):
         gaps.append(
-            f"in {count} of {watch.steps_held} steps the loss code outside the model cannot be run again "
+            f"in {count} of {watch.steps_judged} steps the loss code outside the model cannot be run again "
             f"({reason}): a fault there is "
             "sensed, and not proven"
         )
-    for reason, count in watch.proceedings.laboratory.covered.most_common(5):
+    for reason, count in watch.investigation.experiments.covered.most_common(5):
         gaps.append(f"{count} experiments were partial: {reason}")
-    if (refused := watch.proceedings.replayer.refused) is not None:
+    if (refused := watch.investigation.replayer.refused) is not None:
         gaps.append(refused)
     gaps += _compiled_gaps(watch)
     if root.sharding.fsdp2:
@@ -76,8 +95,8 @@ def _gaps(watch: Watch) -> list[str]:
     elif root.sharding.spread:
         how = ", shard by shard," if root.sharding.mesh is not None else ""
         gaps.append(f"{root.sharding.problem}; gradients are watched{how} and on deep steps the operators")
-    for reason, count in watch.limits.most_common(5):
-        gaps.append(f"{count} of {watch.steps_held} steps are sensed but cannot be run again: {reason}")
+    for reason, count in watch.reader.limits.most_common(5):
+        gaps.append(f"{count} of {watch.steps_judged} steps are sensed but cannot be run again: {reason}")
     if watch.ranks.size == 1:
         alone = world_size() == 1 and os.environ.get("WORLD_SIZE", "1") == "1"  # the script may have left its group
         who = "one rank" if alone else "no wrapper shares this model with other ranks"
@@ -87,11 +106,11 @@ def _gaps(watch: Watch) -> list[str]:
     return gaps
 
 
-def _compiled_gaps(watch: Watch) -> list[str]:
+def _compiled_gaps(watch: GuardWatch) -> list[str]:
     """Say what of ``torch.compile``'d code is not seen."""
     gaps = []
-    root, sensors = watch.root, watch.sensors
-    if watch.unseen:
+    root, operators = watch.reader.root, watch.operators
+    if watch.reader.unseen:
         gaps.append(UNSEEN)
     if root.entry.problem is not None:
         gaps.append(f"no step can be run again as compiled: {root.entry.problem}")
@@ -99,13 +118,15 @@ def _compiled_gaps(watch: Watch) -> list[str]:
         gaps.append("compiled autograd: the kernels of the backward are not seen, and its gradients may not be")
     if not root.regions.present() or not watch.deep.taken:
         return gaps
-    if sensors.steps_looked_again:
+    if operators.steps_looked_again:
         gaps.append(
             "compiled kernels themselves are not checked on deep steps; their matrix products were checked in an eager "
-            f"re-execution ({sensors.steps_looked_again} times)"
+            f"re-execution ({operators.steps_looked_again} times)"
         )
-    if sensors.not_looked_again is not None:
-        gaps.append(f"deep steps with compiled code that could not be re-executed eagerly: {sensors.not_looked_again}")
+    if operators.not_looked_again is not None:
+        gaps.append(
+            f"deep steps with compiled code that could not be re-executed eagerly: {operators.not_looked_again}"
+        )
     return gaps
 
 
@@ -144,22 +165,25 @@ def _range_lines(table: dict[str, Any]) -> list[str]:
     return [f"range, as a share of the dtype's largest number: {', '.join(shown)}{small}"]
 
 
-def nonfinite_lines(watch: Watch, table: dict[str, Any]) -> list[str]:
+def nonfinite_lines(watch: TracerWatch) -> list[str]:
     """Return what a user who looked for nothing but NaN and Inf reads at the end."""
-    tracing = watch.proceedings.tracing
+    tracing = watch.tracing
     found = f"{tracing.hits} of them not finite" if tracing.hits else "all finite"
     if tracing.unused:
         found += f"; {tracing.unused} losses that the script did not use were looked at, too"
     count = len(tracing.findings)
     found += f"; {count} finding{'s' * (count > 1)}" if count else ""
-    lines = [f"NaN and Inf: {watch.steps_held} steps looked at, {found}"]
-    lines += _range_lines(table)
+    lines = [f"NaN and Inf: {watch.steps_judged} steps looked at, {found}"]
+    lines += _range_lines(_nonfinite(watch))
     if tracing.scaling.drops:
         lines.append(tracing.scaling.line())
-    if watch.unseen:
-        lines.append(UNSEEN)
-    for reason, count in watch.limits.most_common(3):
-        lines.append(f"{count} of {watch.steps_held} steps cannot be run again: {reason}")
+    return [*lines, *_nonfinite_gaps(watch)]
+
+
+def _nonfinite_gaps(watch: TracerWatch) -> list[str]:
+    lines = [UNSEEN] if watch.reader.unseen else []
+    for reason, count in watch.reader.limits.most_common(3):
+        lines.append(f"{count} of {watch.steps_judged} steps cannot be run again: {reason}")
     return lines
 
 

@@ -8,10 +8,11 @@ import torch
 
 from bitwitness.config import Config
 from bitwitness.guard.budget import RAREST, Budget, Plan
+from bitwitness.ranks import Ranks
 
-_AFTER_SUSPICION = 3
+_AFTER_SUSPICION = 3  # steps: what was suspected may come back at once, and the operator is to be caught then
 _FIRST = (2, 5, 8)  # by which the price of one is learned; calibrations are elsewhere
-_UNTIL_KNOWN = 16
+_UNTIL_KNOWN = 16  # steps between two, as long as no price is known: dear enough to learn it, and no dearer
 _REVISED = 16  # steps between two looks at the plan
 
 
@@ -22,12 +23,14 @@ class DeepSteps:
     ----------
     config
         ``deep_every`` fixes the distance; None leaves it to ``budget``.
+    from_start
+        Take the first step, too: nothing has to be learned before.
 
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, from_start: bool = False) -> None:
         self._enabled = config.checksum.enabled or config.nonfinite.enabled
-        self._from_start = config.nonfinite.only  # nothing has to be learned first
+        self._from_start = from_start
         self._fixed = config.deep_every
         self.budget = Budget(config.budget)
         self.plan = Plan(0)
@@ -40,7 +43,7 @@ class DeepSteps:
         self._ended: float | None = None
 
     def is_deep(self, step: int) -> bool:
-        """Tell whether a step's operators are looked at."""
+        """Tell whether a step's operators are looked at; steps are counted as they are looked at (`StepRecord.number`)."""
         if not self._enabled:
             return False
         if step <= self._until:
@@ -65,16 +68,18 @@ class DeepSteps:
         self._until = -1
         self._ended = None
 
-    def proposal(self, step: int) -> torch.Tensor:
-        """Return this rank's plan, float [2], of which the ranks take the maximum: the dearest rank decides."""
+    def agree(self, ranks: Ranks, step: int, *here: bool) -> list[bool]:
+        """Tell, of each of some statements, whether it holds on any rank; settle the plan. The one exchange of a light step.
+
+        Of the ranks' plans the maximum counts: the dearest rank decides.
+        """
         if self._fixed is None and step % _REVISED == 0:
             self._proposal = self.budget.propose() if self.useful or not self.budget.ready else Plan(RAREST)
-        return torch.tensor([float(self._proposal.every), float(self._proposal.one_in)])
-
-    def agree(self, proposal: torch.Tensor) -> None:
-        """Take the plan of all ranks."""
-        every, one_in = (int(value) for value in proposal.tolist())
+        flags = [float(flag) for flag in here]
+        told = ranks.max(torch.tensor([*flags, float(self._proposal.every), float(self._proposal.one_in)]))
+        every, one_in = (int(value) for value in told[len(here) :].tolist())
         self.plan = Plan(every, one_in)
+        return [bool(flag) for flag in told[: len(here)].tolist()]
 
     def done(
         self, step: int, *, deep: bool, ordinary: bool, began: float, now: float, own: float, checking: float
@@ -88,7 +93,7 @@ class DeepSteps:
         ordinary
             Nothing was replayed in it, so that its times say something of others.
         began, now
-            When its first forward did, and the time now, by `tap.clock.stopwatch`.
+            When its first forward did, and the time now, by `tap.timer.stopwatch`.
         own, checking
             Seconds of it that the guard took, and of these the operators' checks.
 

@@ -6,11 +6,11 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from bitwitness.respond.reporter import Reporter
+from bitwitness.capture.step import StepRecord
+from bitwitness.capture.structure import tensors_of
+from bitwitness.session.reporter import Reporter
 from bitwitness.stats import bit_hash
 from bitwitness.store.environment import describe, hyperparameters
-from bitwitness.tap.capture import StepRecord
-from bitwitness.tap.structure import tensors_of
 
 _BATCHES = 3  # first steps whose inputs are hashed: enough to see another order of the data
 

@@ -21,7 +21,7 @@ _EXPLAINED = {
     "nonfinite": "NaN and Inf in losses and gradients",
     "feature": "the reference schemes V1, V2, V3, combined",
     "checksum": "matrix products and attention, forward and backward, on deep steps",
-    "holdpoints": "backward, clipping, unscaling and optimizer steps are noticed",
+    "moments": "backward, clipping, unscaling and optimizer steps are noticed",
 }
 _NOT_COVERED = (
     "convolutions and fused recurrent layers have no checksum; their share of FLOPs is shown at the end of each run",

@@ -6,11 +6,6 @@ UNSEEN = (
     "optimizers step, but no training forward of the model was seen, so nothing is checked: give the guard the module that the "
     "training calls, and make the guard after torch.compile"
 )
-IN_BACKWARD = "an optimizer runs inside the backward"
-BY_HAND = "the gradients did not come from a backward that adds to them"
-PAUSED = "the guard was paused in them"
-FEWER = "fewer backwards than in the step before: it is not known whether the script changed gradients after the last"
-EDITED = "the script changes gradients between its backward and their use"
 INSIDE_JOIN = (
     "inside join() another rank may have no batch left: each senses its own gradients, and nothing is proven or healed"
 )

@@ -7,20 +7,21 @@ from typing import Any
 import torch
 
 from bitwitness.errors import UsageError
-from bitwitness.guard.watch import Watch
+from bitwitness.guard.guardwatch import GuardWatch
 
-_VERSION = 2
+_VERSION = 3  # of what `learned` returns; another one is refused, since histories would be read as other things
 
 
-def learned(watch: Watch) -> dict[str, Any]:
+def learned(watch: GuardWatch) -> dict[str, Any]:
     """Return the histories of the light sensors, the model's own spread and the step; tensors and plain values only."""
-    sensors, laboratory = watch.sensors, watch.proceedings.laboratory
+    sensors, experiments = watch.sensors, watch.investigation.experiments
     histories = {"trend": sensors.trend, "peers": sensors.peers}
     return {
         "version": _VERSION,
         "parameters": list(sensors.names),
-        "step": watch.clock.step,
-        "laboratory": laboratory.state(),
+        "step": watch.session.step,
+        "number": watch.reader.root.record.number,
+        "experiments": experiments.state(),
         "histories": {
             name: {
                 key: value if isinstance(value, float) else torch.from_numpy(value)
@@ -32,7 +33,7 @@ def learned(watch: Watch) -> dict[str, Any]:
     }
 
 
-def relearn(watch: Watch, state: dict[str, Any]) -> None:
+def relearn(watch: GuardWatch, state: dict[str, Any]) -> None:
     """Take over what `learned` gave.
 
     Raises
@@ -56,6 +57,8 @@ def relearn(watch: Watch, state: dict[str, Any]) -> None:
         saved = state["histories"].get(name)
         if sensor is not None and saved is not None:
             sensor.history.load({k: v if isinstance(v, float) else v.numpy() for k, v in saved.items()})
-    laboratory = watch.proceedings.laboratory
-    laboratory.load(state["laboratory"])
-    watch.clock.step = int(state["step"])
+    experiments = watch.investigation.experiments
+    experiments.load(state["experiments"])
+    watch.session.clock.go_on_with(int(state["step"]) + 1)
+    watch.reader.root.record.number = int(state["number"])
+    watch.reader.root.record.looked_at = True

@@ -8,19 +8,23 @@ print(trace.findings)
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from bitwitness.config import Config, only_nonfinite
-from bitwitness.finding import Finding
-from bitwitness.guard.guard import Guard
+from bitwitness.config import TRACER_SETTINGS, Config
+from bitwitness.finding import Event, Finding
+from bitwitness.guard.coverage import nonfinite_lines, nonfinite_table
+from bitwitness.guard.face import Face
+from bitwitness.guard.tracerwatch import TracerWatch
+from bitwitness.ranks import Ranks
+from bitwitness.session.reporter import Reporter
+from bitwitness.session.session import Session
 
 
-class NonfiniteTracer:
+class NonfiniteTracer(Face):
     """Watches a training for NaN and Inf and names who made the first ones.
 
     Each step's loss, gradients and buffers are looked at when they are complete, at the price of one wait; a step
@@ -49,34 +53,47 @@ class NonfiniteTracer:
 
     """
 
+    what = "tracer"
+
     def __init__(
         self,
         model: nn.Module,
         optimizer: Optimizer | Iterable[Optimizer] | None = None,
         *,
         out: str | os.PathLike[str] | None = None,
-        mode: str = "all",
-        show_all: bool = False,
+        mode: str | None = None,
+        show_all: bool | None = None,
         config: Config | str | os.PathLike[str] | None = None,
+        on_event: Callable[[Event], None] | None = None,
         **overrides: Any,
     ) -> None:
-        settings = {**only_nonfinite(), "nonfinite.mode": mode, "nonfinite.show_all": show_all, **overrides}
-        self._guard = Guard(model, optimizer, out=out, config=config, **settings)
+        given = {"nonfinite.mode": mode, "nonfinite.show_all": show_all}
+        settings = {
+            **TRACER_SETTINGS,
+            **{name: value for name, value in given.items() if value is not None},
+            **overrides,
+        }
+        super().__init__(model, optimizer, out=out, config=config, on_event=on_event, overrides=settings)
+        self.watch: TracerWatch | None = None
 
-    def __enter__(self) -> Self:
-        self._guard.__enter__()
-        return self
+    def _make_watch(self, session: Session, ranks: Ranks, reporter: Reporter) -> TracerWatch:
+        return TracerWatch(session, ranks, reporter, self.config, optimizers=self.optimizers or None)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._guard.__exit__(kind, error, trace)
+    def _finish(self, *, broken_off: bool) -> None:
+        if self.watch is not None:
+            self.watch.finish(broken_off=broken_off)
+
+    def _closing_lines(self) -> list[str]:
+        return [] if self.watch is None else nonfinite_lines(self.watch)
+
+    def coverage(self) -> dict[str, Any]:
+        """Return how many steps were looked at, how many were not finite, and what is not covered and why."""
+        return {} if self.watch is None else nonfinite_table(self.watch)
 
     @property
     def findings(self) -> list[Finding]:
         """What was found so far, in order; of each step the earliest origin first. Empty for a healthy training."""
-        watch = self._guard.watch
-        return [] if watch is None else list(watch.proceedings.tracing.findings)
+        return [] if self.watch is None else list(self.watch.tracing.findings)
 
 
 def trace_nonfinite(

@@ -9,16 +9,16 @@ from contextlib import ExitStack
 import numpy as np
 import torch
 
+from bitwitness.capture.light import LightStep
+from bitwitness.capture.norms import NormTap, first_weight
+from bitwitness.capture.root import RootTap
 from bitwitness.config import Config
 from bitwitness.finding import Finding, Severity
 from bitwitness.judge.strikes import Strikes
 from bitwitness.ranks import Ranks
 from bitwitness.respond.reference_log import ReferenceLog
 from bitwitness.sense.feature import V1_MINIMUM_STEPS, FeatureSensor, JumpRule, JumpScheme
-from bitwitness.sense.light import LightStep
 from bitwitness.tap.collector import GradientCollector, collecting
-from bitwitness.tap.norms import NormTap, first_weight
-from bitwitness.tap.root import RootTap
 
 
 class ReferenceSchemes:

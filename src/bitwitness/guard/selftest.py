@@ -15,16 +15,16 @@ import torch
 from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer
 
+from bitwitness.capture.light import LightStep
 from bitwitness.config import FeatureConfig
 from bitwitness.finding import Finding
 from bitwitness.sense.checksum import ChecksumSensor
 from bitwitness.sense.feature import FeatureSensor
-from bitwitness.sense.light import LightStep
 from bitwitness.sense.nonfinite import NonfiniteSensor
 from bitwitness.sense.peers import PeersSensor
 from bitwitness.sense.trend import TrendSensor
-from bitwitness.tap.holdpoints import BackwardCall, HoldPoints, StepListener
 from bitwitness.tap.modules import ModuleTracker
+from bitwitness.tap.moments import BackwardCall, StepListener, StepMoments
 from bitwitness.tap.operators import OperatorTap
 
 _NAMES = tuple(f"p{i}" for i in range(12))
@@ -33,7 +33,7 @@ _NAMES = tuple(f"p{i}" for i in range(12))
 def prove(*, step: bool = False) -> dict[str, str]:
     """Let everything that the guard relies on prove that it sees; return what failed, by name, with the reason.
 
-    With ``step`` the hold points are proven on a whole training step of one number. It runs a real optimizer, which other
+    With ``step`` the moments are proven on a whole training step of one number. It runs a real optimizer, which other
     global hooks of the process would hear of, so it is left out where a training is about to begin.
     """
     proofs: dict[str, Callable[[], str]] = {
@@ -42,7 +42,7 @@ def prove(*, step: bool = False) -> dict[str, str]:
         "nonfinite": _nonfinite,
         "feature": _feature,
         "checksum": _checksum,
-        "holdpoints": partial(_holdpoints, step=step),
+        "moments": partial(_moments, step=step),
     }
     failed = {}
     for name, proof in proofs.items():
@@ -127,11 +127,16 @@ class _Listener(StepListener):
         self.told.append("backward")
         yield
 
-    def hold(self, *, scaler: GradScaler | None = None, optimizer: Optimizer | None = None) -> None:
-        self.told.append("unscale" if scaler else "step" if optimizer else "clip")
+    def clipping(self, gradients: list[torch.Tensor]) -> None:
+        del gradients
+        self.told.append("clip")
+
+    def gradients_ready(self, *, scaler: GradScaler | None = None, optimizer: Optimizer | None = None) -> None:
+        del optimizer
+        self.told.append("unscale" if scaler else "step")
 
     def closure_ended(self, optimizer: Optimizer) -> None:
-        self.hold(optimizer=optimizer)
+        self.gradients_ready(optimizer=optimizer)
 
     def zeroed(self, owner: Optimizer | torch.nn.Module) -> None:
         del owner
@@ -141,17 +146,18 @@ class _Listener(StepListener):
         del optimizer
         self.told.append("stepped")
 
-    def scaler_updated(self) -> None:
+    def scaler_updated(self, scaler: GradScaler) -> None:
+        del scaler
         self.told.append("update")
 
 
-def _holdpoints(*, step: bool) -> str:
+def _moments(*, step: bool) -> str:
     """See that every moment is told."""
     listener = _Listener()
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     scaler = GradScaler("cpu", init_scale=2.0)
-    with torch.enable_grad(), HoldPoints(listener):
+    with torch.enable_grad(), StepMoments(listener):
         scaler.scale((parameter * parameter).sum()).backward()
         if step:
             scaler.unscale_(optimizer)

@@ -13,25 +13,23 @@ from typing import Any
 import numpy as np
 import torch
 from torch.optim.optimizer import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
+from bitwitness.capture.light import LightStep
+from bitwitness.capture.lossgraph import LossGraph
+from bitwitness.capture.step import StepRecord
 from bitwitness.config import Config
 from bitwitness.finding import Finding, Severity
+from bitwitness.guard.badsince import BadSince
 from bitwitness.guard.unexplained import finding_of, reduction, symptom, unexplained
-from bitwitness.nonfinite.kinds import READ_IN_PART, wanted
+from bitwitness.nonfinite.kinds import wanted
+from bitwitness.nonfinite.messages import as_finding, headline
 from bitwitness.nonfinite.origin import Kind, Origin, Told, Trace
 from bitwitness.nonfinite.scaling import ScaleLog
-from bitwitness.nonfinite.settings import SettingsLog
 from bitwitness.nonfinite.trace import bad_parameters, trace_forward, trace_step
-from bitwitness.nonfinite.update import blame_update
-from bitwitness.nonfinite.words import as_finding, headline
 from bitwitness.ranks import Ranks
 from bitwitness.replay.run import Replayer, ReplayError
-from bitwitness.respond.reporter import Reporter
-from bitwitness.sense.light import LightStep
+from bitwitness.session.reporter import Reporter
 from bitwitness.site import Site
-from bitwitness.tap.capture import StepRecord
-from bitwitness.tap.lossgraph import LossGraph
 
 _FRAMES_PRINTED = 5  # the events hold more
 _SCALED_ALWAYS, _SCALED_EVERY = (
@@ -61,24 +59,23 @@ class Tracing:
         self.scaling = ScaleLog(config.nonfinite.drops)
         self._scaled_traced = 0
         self.findings: list[Finding] = []
-        self._last_clean: int | None = None
-        self._optimizers = WeakIdKeyDictionary()
+        self._since = BadSince()
         self._said: set[str] = set()
         self._hit_at: int | None = None
-        self._settings = SettingsLog()
-        self._bad_buffers: dict[str, int] = {}
+
+    def use(self, replayer: Replayer) -> None:
+        """Run steps again by another replayer: other parameters of the same root are trained."""
+        self._replayer = replayer
 
     def clean(self, light: LightStep) -> None:
         """Note that a step was looked at and was finite."""
-        self._last_clean = light.step
-        self._settings.clear()
+        self._since.clean(light.step)
         if light.scaled:
             self.scaling.fine()
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Note who changes parameters, and with which settings: a schedule may change them before the damage is seen."""
-        self._settings.note(optimizer)
-        self._optimizers.setdefault(optimizer, None)
+        self._since.stepped(optimizer)
 
     def hit(self, record: StepRecord, light: LightStep) -> None:
         """Take a step that is not finite on some rank; trace it unless too many were. Collective: all ranks count alike."""
@@ -117,12 +114,12 @@ class Tracing:
             trace = Trace(problem=kept_from)
         else:
             trace = self._trace(record, light) if here or self._replayer.lockstep else Trace()
-        mine = [self._explained(origin) for origin in trace.origins]
+        mine = [self._since.explained(origin, self._replayer.parameters) for origin in trace.origins]
         told = self._exchange(mine, light, here=here)
         findings = [as_finding(origin, trace, light.step, light.rank, severity) for origin in mine]
         if not any(one.own for one in told if one.rank == light.rank):
             findings = self._without_origin(trace, record, light, told, findings, here=here, severity=severity)
-        self._bad_buffers |= dict.fromkeys(light.buffers, light.step)
+        self._since.bad_buffers(light.buffers, light.step)
         self._tell(findings, trace, light.step)
         return told
 
@@ -141,13 +138,13 @@ class Tracing:
             return
         if not trace.targets:
             return
-        mine = [self._explained(origin) for origin in trace.origins]
+        mine = [self._since.explained(origin, self._replayer.parameters) for origin in trace.origins]
         self._tell([as_finding(origin, trace, record.step, rank) for origin in mine], trace, record.step)
 
     def _aftermath(self, light: LightStep) -> list[Told]:
         """Tell whether parameters are bad because an earlier non-finite step was applied to them; collective."""
         before = self._hit_at
-        since = before is not None and (self._last_clean is None or self._last_clean < before)
+        since = before is not None and (self._since.last_clean is None or self._since.last_clean < before)
         bad = bad_parameters(self._replayer.root) if since else []
         if not bool(self._ranks.max(torch.tensor([int(bool(bad))]))):
             return []
@@ -167,7 +164,7 @@ class Tracing:
             problem = ""
         except ReplayError as error:
             problem = str(error)
-        return next((text for text in self._ranks.tell_all(problem) if text), None)
+        return next((text for text in self._ranks.gather_text(problem) if text), None)
 
     def _trace(self, record: StepRecord, light: LightStep) -> Trace:
         try:
@@ -178,39 +175,6 @@ class Tracing:
             self._reporter.failure("trace of a non-finite step", error, record.step)
             return Trace(problem=f"the trace failed: {type(error).__name__}: {error}")
 
-    def _explained(self, origin: Origin) -> Origin:
-        """Say since when a parameter is bad, and whether an optimizer's update explains it."""
-        if origin.kind is Kind.BUFFER:
-            return self._since_when(origin)
-        if origin.kind is not Kind.PARAMETER:
-            return origin
-        if self._last_clean is None:
-            return replace(origin, detail=f"{origin.detail}; it was so before the first step that was watched")
-        name = f"{origin.site.module}.{origin.site.op}".removeprefix("..").removeprefix(".")
-        parameter = self._replayer.parameters.get(name)
-        since = f"since the update of step {self._last_clean}, whose loss and gradients were finite"
-        if origin.detail.startswith(READ_IN_PART):
-            since = f"the loss and gradients of step {self._last_clean} were finite; it went bad later, or was not read there"
-        update = None if parameter is None else blame_update(parameter, list(self._optimizers), self._settings)
-        if update is None:
-            other = "no optimizer's state or settings at that time explain it: other code may have changed it"
-            return replace(origin, detail=f"{origin.detail}; {since} ({other})")
-        return replace(
-            origin,
-            kind=Kind.OPTIMIZER,
-            site=replace(origin.site, phase="optim"),
-            detail=f"{origin.detail}; {since}: {update}",
-        )
-
-    def _since_when(self, origin: Origin) -> Origin:
-        """Say what is known of when a buffer went bad."""
-        name = f"{origin.site.module}.{origin.site.op}".removeprefix("..").removeprefix(".")
-        if name in self._bad_buffers:
-            return replace(origin, detail=f"{origin.detail}; it was so at step {self._bad_buffers[name]} already")
-        if self._last_clean is None:
-            return origin
-        return replace(origin, detail=f"{origin.detail}; step {self._last_clean} was finite")
-
     # -- over the ranks ------------------------------------------------------------------------------------------
 
     def _exchange(self, mine: list[Origin], light: LightStep, *, here: bool) -> list[Told]:
@@ -218,7 +182,7 @@ class Tracing:
         first = [[str(o.kind), o.site.short, _line(o), headline(o)] for o in mine[:1]]
         if here and not first:
             first = [[str(Kind.UNKNOWN), "./loss#0:forward.out0", "", f"not finite: {symptom(light)}"]]
-        told = self._ranks.tell_all(json.dumps(first))
+        told = self._ranks.gather_text(json.dumps(first))
         return [
             Told(rank, Kind(kind), site, line, text)
             for rank, words in enumerate(told)

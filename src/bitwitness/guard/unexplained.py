@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
+from bitwitness.capture.light import LightStep
+from bitwitness.capture.step import StepRecord
 from bitwitness.finding import Finding, Severity
 from bitwitness.nonfinite.flags import all_finite
+from bitwitness.nonfinite.messages import SENSOR
 from bitwitness.nonfinite.origin import Kind, Trace
 from bitwitness.nonfinite.terms import Term, terms_of
-from bitwitness.nonfinite.words import SENSOR
 from bitwitness.replay.run import Replayer
-from bitwitness.sense.light import LightStep
 from bitwitness.site import Site
-from bitwitness.tap.capture import StepRecord
 
 _NOT_REPEATED = (
     "a re-execution of what was recorded of the step is finite: what made it is not part of that (a hook on a gradient, a "

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from bitwitness.guard.roots import guarded_roots
+from bitwitness.guard.roots import watched_roots
 
 _TRIES = 3  # steps for which an optimizer's model is looked for
 _NAMED = 4  # parameters that are named at the end
@@ -36,7 +36,7 @@ class Unguarded:
 
     def stepped(self, optimizer: Optimizer) -> bool:
         """Note a step; return whether this optimizer is seen for the first time."""
-        roots = guarded_roots()
+        roots = watched_roots()
         state = (*(id(root) for root in roots), *(len(group["params"]) for group in optimizer.param_groups))
         seen = self._seen.get(optimizer)
         new = seen is None

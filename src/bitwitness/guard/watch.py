@@ -1,397 +1,211 @@
-"""One training step under guard: what is looked at, when, and what follows from it.
-
-`Watch` hears of the moments of a step (`tap.holdpoints`), reads the light features at the hold point, asks the sensors,
-exchanges one number with the other ranks, and hands a suspicious step to the judge and its verdict to the responder.
-"""
+"""What the guard and the tracer have in common as judges of steps: deep steps, their price, and what ends a judgement."""
 
 from __future__ import annotations
 
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import numpy as np
-import torch
-from torch import nn
-from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer
 
+from bitwitness.capture.training import Wants
 from bitwitness.config import Config
 from bitwitness.errors import EXIT_RANK_LOST, SideChannelError, TrainingStopped
 from bitwitness.guard.deepsteps import DeepSteps
 from bitwitness.guard.description import Description
-from bitwitness.guard.edits import Edits
-from bitwitness.guard.heldstep import HeldStep
-from bitwitness.guard.lightreader import LightReader
-from bitwitness.guard.limits import BY_HAND, IN_BACKWARD, UNSEEN
-from bitwitness.guard.proceedings import Proceedings
-from bitwitness.guard.sensors import Sensors
-from bitwitness.guard.uneven import UnevenSteps
+from bitwitness.guard.limits import UNSEEN
+from bitwitness.guard.operatorsensors import OperatorSensors
+from bitwitness.guard.tracing import Tracing
 from bitwitness.ranks import Ranks
-from bitwitness.respond.reporter import Reporter
-from bitwitness.sense.light import LightStep
-from bitwitness.stats import Features
-from bitwitness.tap.capture import StepRecord
-from bitwitness.tap.clock import StepClock, Timer
-from bitwitness.tap.gradients import LocalGradients
-from bitwitness.tap.holdpoints import BackwardCall, StepListener
-from bitwitness.tap.lossgraph import LossGraph
-from bitwitness.tap.modes import scripts_modes_off
-from bitwitness.tap.owners import Owners
-from bitwitness.tap.root import RootTap
-from bitwitness.tap.traffic import strangers
+from bitwitness.respond.final import PROCESS
+from bitwitness.session.instrument import Forward, Kind
+from bitwitness.session.judging import CompleteStep, StepJudge
+from bitwitness.session.reader import StepReader
+from bitwitness.session.reporter import Reporter
+from bitwitness.session.session import Session
+from bitwitness.tap.moments import BackwardCall
 
-_RANGES_EVERY = 4  # deep steps
 _STEPS_UNSEEN = 3  # a script's model may be found in its first forward, which goes by
 
 
-class Watch(StepListener):
-    """Listens to one root's training steps.
+class Watch(StepJudge):
+    """Judges one root's steps.
 
     Parameters
     ----------
-    model
-        What the training calls; DistributedDataParallel or the module itself.
+    session, ranks, reporter
+        Whose steps these are, who trains together, and where findings go.
+    config
+        How to judge.
+    wants
+        What is needed of each step.
+    deep
+        Decides which steps' operators are looked at.
     optimizers
         Those whose steps count; None takes every optimizer that holds one of the root's parameters.
-    config, ranks, reporter
-        How to guard, the other ranks, and where findings go.
 
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizers: list[Optimizer] | None,
-        config: Config,
+        session: Session,
         ranks: Ranks,
         reporter: Reporter,
-        clock: Callable[[], float] = time.monotonic,
+        config: Config,
+        *,
+        wants: Wants,
+        deep: DeepSteps,
+        optimizers: list[Optimizer] | None,
     ) -> None:
-        self.config = config
-        self.clock = StepClock()
-        self.reporter = reporter
-        self.ranks = ranks
-        self.steps_held = 0
-        self.deep = DeepSteps(config)
-        self.optimizer_steps = 0
-        self.root = RootTap(
-            model,
-            self.clock,
-            capture_limit=config.replay.capture_limit_mib << 20,
-            around_forward=self._deep_tap,
-            local_gradients=self._collect,
-            fail=self._fail,
-            taped=config.nonfinite.enabled or config.replay.enabled,
-            hashed=not config.nonfinite.only,
-            dropped=self._trace_open_loss if config.nonfinite.only else None,
-            alone=ranks.size == 1,
-            retrained=self._parameters_changed,
-        )
-        self._timed = Timer(self.root.now)
-        self._optimizers, self._seconds = optimizers, clock
-        self._owners = Owners(self.root.parameters.values(), optimizers)
-        self.gradients = self._local_gradients()
-        self.sensors = Sensors(config, self.root, ranks, reporter, clock)
-        self.proceedings = Proceedings(config, self.root, self.gradients, ranks, reporter)
-        parameters = list(self.root.parameters.values())
-        self.uneven = UnevenSteps(model, parameters, ranks, reporter, self.sensors, self.clock, self.deep)
-        self.proceedings.interpret = self.uneven.interpret
+        self.session, self.ranks, self.reporter, self.config, self.wants = session, ranks, reporter, config, wants
+        self.deep = deep
+        self.steps_judged = 0
         self.description = Description(reporter)
-        self._reader = LightReader(self.root, self.gradients, ranks.rank)
-        self.edits = Edits(self.root, self.gradients)
-        self._held = self._held_step()
-        self._losses: list[torch.Tensor] = []
-        self._armed = False
-        self._busy = False
-        self._stepped_early = False
-        self._forwards_looked_at = 0
-        self.limits: Counter[str] = Counter()
-        """Why steps could not be run again, or not be healed, and how many."""
-        self.unrepeated_losses: Counter[str] = Counter()
-        """Why loss code outside the model could not be run again, and in how many steps."""
+        self.reader = StepReader.of(self, session, ranks, optimizers)
         self._own_before = 0.0
         self._look_again_at = -1
+        self._ordinary = False
+        self._ended_before = self._missed = 0
+        self.inherited = False
+        """Whether this is a forked child, whose parent it is that watches."""
 
-    def _local_gradients(self) -> LocalGradients:
-        parameters = list(self.root.parameters.values())
-        return LocalGradients(self.root.wrapper, parameters, self.root.device, norms_only=self.config.nonfinite.only)
+    # -- what the two do each in their way -----------------------------------------------------------------------
 
-    def _held_step(self) -> HeldStep:
-        parts = (self.gradients, self.sensors, self.proceedings, self.deep, self.ranks, self.edits)
-        return HeldStep(self.root, *parts)
+    @property
+    def operators(self) -> OperatorSensors:
+        """The sensors that look at operators."""
+        raise NotImplementedError
 
-    def _parameters_changed(self) -> None:
-        """Watch other parameters from now on: the script has frozen or unfrozen some. All ranks do so at the same step."""
-        self.sensors.close()
-        self.gradients.close()
-        self._owners = Owners(self.root.parameters.values(), self._optimizers)
-        self.gradients = self._local_gradients()
-        self.sensors = Sensors(self.config, self.root, self.ranks, self.reporter, self._seconds)
-        self.proceedings = self.proceedings.renewed(self.gradients)
-        self._reader = LightReader(self.root, self.gradients, self.ranks.rank)
-        self.edits = Edits(self.root, self.gradients)
-        self._held = self._held_step()
-        self.uneven.sensors = self.sensors
+    @property
+    def tracing(self) -> Tracing:
+        """What follows a step that is not finite."""
+        raise NotImplementedError
 
-    def close(self) -> None:
-        """Remove every hook."""
-        self.uneven.close()
-        self.sensors.close()
-        self.gradients.close()
-        self.root.close()
+    def look_at(self, step: CompleteStep) -> bool:
+        """Judge a step whose sizes were read; return whether it was ordinary: nothing of it was run again."""
+        raise NotImplementedError
+
+    @property
+    def ranges(self) -> bool:
+        """Whether the next deep step measures how close results come to the ends of their dtypes."""
+        return True
 
     # -- moments -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def around_backward(self, call: BackwardCall) -> Iterator[None]:
-        """Record a backward; on a deep step, look at its operators."""
-        if self._busy or self.root.thread.is_another():
+    def around_forward(self, forward: Forward) -> Iterator[None]:
+        """Look at the operators of a training forward, on a deep step."""
+        with self._deep_tap("capture") if forward.kind is Kind.TRAINING else nullcontext():
             yield
-            return
-        tap: AbstractContextManager[Any] = nullcontext()
-        try:
-            with scripts_modes_off():
-                self.root.begin_backward(call)
-                self.gradients.begin_backward(reducing=self.root.reducing, first=self.root.first)
-                tap = self._deep_tap()
-        except Exception as error:
-            self._fail("backward", error)
-        try:
-            with tap:
-                yield
-        finally:
-            with scripts_modes_off():
-                self._backward_ended(call)
 
-    def _backward_ended(self, call: BackwardCall) -> None:
-        if not self.root.end_backward():
-            return
-        self._armed = True
-        self._losses += [t.detach() for t in call.roots if isinstance(t, torch.Tensor) and t.numel() == 1]
-        self._compare_edits()
-        if self._stepped_early:
-            self._look(None)
-
-    def _compare_edits(self) -> None:
-        try:
-            with self._timed():
-                self.edits.backward_ended()
-        except Exception as error:
-            self._fail("local gradients", error)
-
-    def hold(self, *, scaler: GradScaler | None = None, optimizer: Optimizer | None = None) -> None:
-        """Look at the step's gradients, and act on what they show."""
-        if self._busy:
-            return
-        if self._armed:
-            self.root.window.close()
-        if optimizer is not None and not self._owners.ours(optimizer):
-            return
-        if optimizer is None and (self.gradients.unreduced or self.root.in_backward):
-            return  # gradients are clipped that one rank alone may have made, to look at them
-        if optimizer is not None and self.root.in_backward:
-            self._stepping_early(optimizer)
-            return
-        if optimizer is not None and not self._armed and self._gradients_by_hand():
-            self.root.record.give_up(BY_HAND)
-            self._armed = True
-        self._look(scaler)
-
-    def closure_ended(self, optimizer: Optimizer) -> None:
-        """Look at the gradients that a closure has completed; each call of it is a hold point of its own."""
-        self.hold(optimizer=optimizer)
-
-    def _gradients_by_hand(self) -> bool:
-        """Tell whether the model was run since the last look, and has gradients that no backward put there."""
-        ran = self.root.forwards_seen > self._forwards_looked_at
-        return (ran or not self.root.forwards_seen) and any(p.grad is not None for p in self.root.parameters.values())
-
-    def _stepping_early(self, optimizer: Optimizer) -> None:
-        """Describe what an optimizer that runs inside the backward is about to use."""
-        self._stepped_early = True
-        self.root.record.give_up(IN_BACKWARD)
-        try:
-            self.gradients.collect_early(p for group in optimizer.param_groups for p in group["params"])
-        except Exception as error:
-            self._fail("local gradients", error)
-
-    def _look(self, scaler: GradScaler | None) -> None:
-        """Look at the step, once after each of its backwards; it ends here."""
-        if self._armed:
-            self._armed = False
-            self._forwards_looked_at = self.root.forwards_seen
-            self._busy = True
-            ordinary = False
-            try:
-                with self._timed(), scripts_modes_off():
-                    ordinary = self._hold(scaler)
-            except SideChannelError as error:
-                self._lost(error)
-            except Exception as error:
-                self._fail("hold point", error)
-            finally:
-                self._busy = False
-                self._stepped_early = False
-                self.edits.step_ended()
-                self.clock.end_step()
-                self.root.ledger.forget()
-                self.root.window.forget()
-            self._note_times(ordinary=ordinary)
-
-    def finish(self, *, broken_off: bool) -> None:
-        """Look at what the training left open where only NaN and Inf are looked for.
-
-        ``broken_off``: it ends by an error, as scripts do that stop at a loss of NaN, before its backward perhaps. Gradients
-        are looked at only alone: other ranks may have ended otherwise, and would not answer.
-        """
-        graph = self.root.window.open_loss(self.root.record)
-        if not self.config.nonfinite.only or self._busy or self.root.in_backward:
-            return
-        if self.ranks.size == 1:
-            self._look(None)
-        if broken_off and graph is not None:
-            self._trace_open_loss(graph)
-
-    def _trace_open_loss(self, graph: LossGraph) -> None:
-        """Trace a step whose loss is not finite and was never backpropagated: scripts skip such steps, or stop at them."""
-        if not self._busy and not self.proceedings.replayer.lockstep:
-            self._busy = self.root.paused = True
-            try:
-                self.proceedings.tracing.follow_broken_off(self.root.record, graph, self.ranks.rank)
-            finally:
-                self._busy = self.root.paused = False
-
-    def zeroing(self, owner: Optimizer | nn.Module) -> None:
-        """Look at gradients that are about to be zeroed unused, as scripts do that skip a bad step by themselves.
-
-        Only where nothing but NaN and Inf is looked for, and alone: other ranks may not skip.
-        """
-        alone = self.config.nonfinite.only and self.ranks.size == 1
-        if alone and self._armed and not self._busy and not self.root.in_backward and self._owners.covers(owner):
-            self._look(None)
-
-    def zeroed(self, owner: Optimizer | nn.Module) -> None:
-        """Forget what was backpropagated into gradients that are zero now."""
-        if self._busy or self.root.in_backward or not self._owners.covers(owner):
-            return
-        self._armed, self._losses = False, []
-        self.edits.cleared()
-        self.root.gradients_cleared()
+    @contextmanager
+    def around_backward(self, call: BackwardCall) -> Iterator[None]:
+        """Look at the operators of a backward, on a deep step."""
+        del call
+        with self._deep_tap("backward") if self.session.backward_depth == 1 else nullcontext():
+            yield
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
-        """Note that parameters changed."""
-        if not self._busy and self._owners.ours(optimizer):
-            self._armed, self._losses = False, []  # of a closure that had begun before this guard was made
-            self.proceedings.tracing.stepped(optimizer)
+        """Note who changes parameters."""
+        if self.reader.steps_for(optimizer):
+            self.tracing.stepped(optimizer)
             self.description.stepped(optimizer)
-            self.optimizer_steps += 1
-            self.clock.end_step()
-            if self.optimizer_steps == _STEPS_UNSEEN and self.unseen:
+            if self.reader.optimizer_steps == _STEPS_UNSEEN and self.reader.unseen:
                 self.reporter.once(UNSEEN)
 
+    def paused(self) -> None:
+        """Judge nothing until `resumed`."""
+        self._ended_before = self.session.clock.ended
+        self.reader.rest()
+
+    def resumed(self) -> None:
+        """Judge again."""
+        self._missed += self.session.clock.ended - self._ended_before
+        self.reader.rest()
+
     @property
-    def unseen(self) -> bool:
-        """Whether optimizers step, and nothing was seen of how their gradients came about."""
-        return bool(self.optimizer_steps) and not self.root.forwards_seen and not self.root.unseen_backwards
+    def missed(self) -> int:
+        """How many steps went by while it was paused."""
+        return self._missed + (self.session.clock.ended - self._ended_before if self.resting else 0)
 
-    def scaler_updated(self) -> None:
-        """Note that a scaler ended the step."""
-        if not self._busy:
-            self.clock.end_step()
+    def removed(self) -> None:
+        """Judge no more."""
+        self.reader.leave(self)
 
-    # -- the step ------------------------------------------------------------------------------------------------
+    def forked(self) -> None:
+        """Say nothing in a child."""
+        self.inherited = True
 
-    def _deep_tap(self) -> AbstractContextManager[Any]:
-        """Return the tap of a deep step; compiled code is looked at in a replay instead (`Sensors.look_again`)."""
-        if self._busy or not self.is_deep(self.clock.step):
+    # -- deep steps ----------------------------------------------------------------------------------------------
+
+    def _deep_tap(self, part: str) -> AbstractContextManager[Any]:
+        """Return the tap of a deep step; compiled code is looked at in a replay instead (`OperatorSensors.look_again`)."""
+        try:
+            if not self.is_deep(self.reader.root.record.number):
+                return nullcontext()
+            if self.reader.root.regions.present():
+                self._look_again_at = self.reader.root.record.number
+                return nullcontext()
+            return self.operators.tap(ranges=self.ranges) or nullcontext()
+        except Exception as error:
+            self.reader.fail(part, error)
             return nullcontext()
-        if self.root.regions.present():
-            self._look_again_at = self.clock.step
-            return nullcontext()
-        # Ranges change slowly, and few trainings have narrow dtypes that overflow: they are measured on some deep steps.
-        tap = self.sensors.operator_tap(ranges=self.config.nonfinite.only or self.deep.taken % _RANGES_EVERY == 0)
-        return nullcontext() if tap is None else tap
 
-    def is_deep(self, step: int) -> bool:
+    def is_deep(self, number: int) -> bool:
         """Tell whether a step's operators are looked at: the same steps on all ranks."""
-        return self.deep.is_deep(step) or (self.config.checksum.enabled and self.sensors.reference.checksum_on)
+        return self.deep.is_deep(number)
+
+    def to_look_again(self, step: CompleteStep) -> bool:
+        """Tell whether a step was to be deep, and runs compiled code, so that it is to be executed once more."""
+        # With ranks that talk inside their forwards, all would have to agree first.
+        return self._look_again_at == step.record.number and not step.record.communicates
 
     @property
     def own_seconds(self) -> float:
-        """Seconds that the guard attributes to itself so far, by `tap.clock.stopwatch`."""
-        return self._timed.seconds + self.root.own_seconds
+        """Seconds that this judge and the reader attribute to themselves so far, by `tap.timer.stopwatch`."""
+        return self.reader.own_seconds
 
-    def _note_times(self, *, ordinary: bool) -> None:
+    def judged(self, step: CompleteStep) -> None:
+        """Tell the budget what a step took."""
         own, self._own_before = self.own_seconds - self._own_before, self.own_seconds
-        step, checking = self.root.record.step, self.sensors.take_checking_seconds()
         self.deep.done(
-            step,
-            deep=self.is_deep(step),
-            ordinary=ordinary,
-            began=self.root.record.began,
-            now=self.root.now(),
+            step.record.number,
+            deep=self.is_deep(step.record.number),
+            ordinary=self._ordinary,
+            began=step.record.began,
+            now=self.reader.root.now(),
             own=own,
-            checking=checking,
+            checking=self.operators.take_checking_seconds(),
         )
 
-    def _collect(self) -> None:
-        if self.gradients.mode in ("hold", "reduce"):
-            return  # they are still there at the hold point, and are read once
-        with self._timed():
-            self.gradients.collect()
+    # -- judging -------------------------------------------------------------------------------------------------
 
-    def _hold(self, scaler: GradScaler | None) -> bool:
-        """Look at the step; return whether it was ordinary: nothing of it was run again."""
-        record = self.root.record
-        features = self.gradients.take_early() or self.gradients.take(hashed=False)
-        if not self._stepped_early:
-            self.edits.look(record)
-        if (problem := strangers(record.partners, self.ranks.members)) is not None:
-            record.give_up(problem)
-        try:
-            return self._look_at(record, features, scaler)
-        finally:
-            self.limits.update(reason for reason in (record.unreplayable or record.unhealable,) if reason)
+    def judge(self, step: CompleteStep) -> None:
+        """Judge a step whose gradients are complete.
 
-    def _look_at(self, record: StepRecord, features: Features | None, scaler: GradScaler | None) -> bool:
-        self.unrepeated_losses.update({p.graph.problem for p in record.passes() if p.graph and p.graph.problem})
-        losses, self._losses = self._losses, []
-        if features is None:
-            self.reporter.once(
-                "no synchronising backward was seen before the optimizer's step; the step is not covered"
-            )
-            return False
-        light = self._read(features, losses, scaler)
-        deep = self.is_deep(light.step)
-        self.steps_held += 1
-        self.description.held(record)
-        if self.uneven.now:
-            return self.uneven.look(light, self.limits, deep=deep)
-        if self._look_again_at == record.step:
-            self._held.look_again(record)
-        findings = self.sensors.look(light, deep=deep, scale=light.scale)
-        if deep and not self.uneven.before:
-            findings += self.proceedings.compare_replicas(record, light)
-        return self._held.follow(record, features, light, findings, deep=deep, stepped_early=self._stepped_early)
+        Raises
+        ------
+        TrainingStopped
+            If a verdict says so, or another rank is lost.
 
-    def _read(self, features: Features, losses: list[torch.Tensor], scaler: GradScaler | None) -> LightStep:
-        """Bring the step's sizes to the host."""
-        scale = 1.0 if scaler is None else float(scaler.get_scale())
-        light = self._reader.read(features, losses, scale, scaled=scaler is not None)
-        if self.gradients.brief and not np.isfinite(light.absmax).all():  # a norm may overflow where no value does
-            light = self._reader.read(self.gradients.describe(), losses, scale, scaled=scaler is not None)
-        return light
+        """
+        self._ordinary = False
+        with PROCESS.declared():
+            try:
+                if step.light is None:
+                    self.reporter.once(
+                        "no synchronising backward was seen before the optimizer's step; the step is not covered"
+                    )
+                else:
+                    self.steps_judged += 1
+                    self.description.held(step.record)
+                    self._ordinary = self.look_at(step)
+            except SideChannelError as error:
+                missing = self.reporter.rank_lost(error, self.ranks, self.session.step)
+                raise TrainingStopped(EXIT_RANK_LOST, missing) from error
+            except Exception as error:
+                self.reader.fail("judgement of a step", error)
 
-    # -- trouble -------------------------------------------------------------------------------------------------
-
-    def _fail(self, part: str, error: BaseException) -> None:
-        """An error of our own: said once, the step is given up, the training goes on."""
-        self.root.record.give_up(f"the guard's {part} failed: {type(error).__name__}")
-        self.reporter.failure(part, error, self.clock.step)
-
-    def _lost(self, error: SideChannelError) -> None:
-        missing = self.reporter.rank_lost(error, self.ranks, self.clock.step)
-        raise TrainingStopped(EXIT_RANK_LOST, missing)
+    def failed(self, moment: str, error: Exception) -> None:
+        """Say an error of our own once."""
+        self.reporter.failure(moment, error, self.session.step)

@@ -8,6 +8,7 @@ else, it is what the training, the guard, its checks and its replays all run on.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -17,6 +18,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.nn.modules import module as nn_module
 from torch.optim.optimizer import Optimizer
 
@@ -24,12 +26,15 @@ from bitwitness.inject.faults import Fault, load_faults
 from bitwitness.inject.outputs import change_contribution, computed, computes, delivered, is_collective
 from bitwitness.inject.patterns import corrupt, count_changed, reaches
 from bitwitness.inject.schedule import Firing, Trigger
+from bitwitness.session.steps import StepClock
 from bitwitness.site import Site, matches
-from bitwitness.tap.clock import StepClock
-from bitwitness.tap.compat import OpOverload, without_dispatch_modes
-from bitwitness.tap.holdpoints import BackwardCall, HoldPoints, StepListener
-from bitwitness.tap.modules import REFERENCE, ModuleTracker, own_work
+from bitwitness.tap.compat import OpOverload, dynamo, without_dispatch_modes
+from bitwitness.tap.modes import put_at_the_bottom
+from bitwitness.tap.modules import ModuleTracker
+from bitwitness.tap.moments import BackwardCall, StepListener, StepMoments
 from bitwitness.tap.operators import OpCall, OperatorTap
+from bitwitness.tap.opwindow import run_eagerly
+from bitwitness.tap.ownwork import REFERENCE, own_work
 
 ENVIRONMENT = "BITWITNESS_INJECT"
 _OPERATOR_PHASES = ("forward", "backward", "comm")
@@ -38,10 +43,9 @@ _OPERATOR_PHASES = ("forward", "backward", "comm")
 class FaultyDevice:
     """The faulty device of one rank; a context manager, to be entered before anything else.
 
-    Only operators that a fault can match cost more than a look-up; where no fault concerns operators, no
-    operator is looked at. Compiled regions run eagerly while operators are looked at (torch does so under any
-    dispatch mode). Integer, bool, complex, sparse and quantized values are never struck, and neither are
-    views.
+    Operators are looked at only in steps in which a fault can strike one, and of these only those that it can match cost
+    more than a look-up. Where a fault concerns operators, compiled regions run eagerly. Integer, bool, complex, sparse and
+    quantized values are never struck, and neither are views.
 
     Parameters
     ----------
@@ -85,6 +89,9 @@ class FaultyDevice:
         self._names_backward = any(_can_be_in(t.fault, ("backward",)) for t in self._on_operators)
         self._targets: dict[OpOverload, list[Trigger]] = {}
         self._tracker = ModuleTracker()
+        self._tap = OperatorTap(self._tracker, self._after, self._select, self._before, own_work=True)
+        self._awake = self._eager = False
+        self._thread = 0
         self._stack = ExitStack()
         if model is not None:
             self._tracker.name_tree(model)
@@ -103,12 +110,13 @@ class FaultyDevice:
         return cls(load_faults(path), rank, clock, seed) if path else None
 
     def __enter__(self) -> Self:
-        self._stack.enter_context(HoldPoints(_Moments(self)))
+        self._stack.enter_context(StepMoments(_Moments(self)))
         self._stack.enter_context(self._tracker)
         if self._counts_steps:
             self._stack.callback(nn_module.register_module_forward_pre_hook(self._before_module).remove)
-        if self._on_operators:
-            self._stack.enter_context(OperatorTap(self._tracker, self._after, self._select, self._before))
+        self._thread = threading.get_ident()
+        self._stack.callback(self._look_away)
+        self._look()
         return self
 
     def __exit__(
@@ -122,6 +130,30 @@ class FaultyDevice:
         return [(trigger.index, trigger.fault) for trigger in self._triggers if not trigger.fired]
 
     # -- operators ---------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Look at operators if a fault can strike one now, and else at none: under a dispatch mode each runs through Python.
+
+        Modes are a thread's own: the device is that of the thread that entered it.
+        """
+        if threading.get_ident() != self._thread or not self._on_operators:
+            return
+        if not self._eager and dynamo() is not None:
+            self._eager = True
+            run_eagerly(self._stack)
+        step = self.clock.step  # and the next one: its backward may run through what was made in this
+        due = any(trigger.due(step) or trigger.due(step + 1) for trigger in self._on_operators)
+        if not due and self._counts_steps:
+            self._look_away()
+        elif not self._awake:
+            self._awake = True
+            self._tap.__enter__()
+            put_at_the_bottom(self._tap)
+
+    def _look_away(self) -> None:
+        if self._awake:
+            self._awake = False
+            self._tap.__exit__(None, None, None)
 
     def _select(self, func: OpOverload) -> bool:
         name = func.overloadpacket.__name__
@@ -203,6 +235,7 @@ class FaultyDevice:
 
     def begin_backward(self) -> None:
         """Number the operators of the backward pass from zero."""
+        self._look()
         self._tracker.restart_calls()
 
     def end_step(self) -> None:
@@ -211,12 +244,15 @@ class FaultyDevice:
             self.clock.end_step()
 
     def _before_module(self, module: nn.Module, _args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # of a region that was compiled before its first backward told us of it
         if module.training and torch.is_grad_enabled():
             self.clock.begin_forward()
+        self._look()
 
 
 class _Moments(StepListener):
-    """What the device hears of a training step: not of hold points, at which a guard may run the same step again."""
+    """What the device hears of a training step: not of complete gradients, at which a guard may run the same step again."""
 
     def __init__(self, device: FaultyDevice) -> None:
         self._device = device
@@ -228,7 +264,8 @@ class _Moments(StepListener):
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         self._device.optimizer_stepped(optimizer)
 
-    def scaler_updated(self) -> None:
+    def scaler_updated(self, scaler: GradScaler) -> None:
+        del scaler
         self._device.end_step()
 
 

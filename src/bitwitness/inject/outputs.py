@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from bitwitness.capture.structure import map_tensors
 from bitwitness.tap.compat import OpOverload
 from bitwitness.tap.operators import OpCall, tensors_in
-from bitwitness.tap.structure import map_tensors
 
 COLLECTIVES = ("c10d", "_c10d_functional")
 

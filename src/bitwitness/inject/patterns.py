@@ -17,8 +17,8 @@ import torch
 from bitwitness.errors import UsageError
 from bitwitness.inject.faults import PATTERNS, Fault
 
-TILE = 16
-WARP = 32
+TILE = 16  # rows and columns: what a matrix unit of a GPU or of an NPU multiplies at once
+WARP = 32  # neighbouring elements: the threads of a GPU that run in step
 
 Positions = npt.NDArray[np.int64] | None
 

@@ -10,20 +10,25 @@ from typing import Any
 
 import torch
 
+from bitwitness.capture.randomness import RandomState
+from bitwitness.capture.step import StepRecord
 from bitwitness.judge.fingerprint import Fingerprint
 from bitwitness.judge.localize import Located
-from bitwitness.judge.oracle import LIMIT, Discrepancy, compare_with_float64
+from bitwitness.oracle.limits import LIMIT
+from bitwitness.oracle.live import Discrepancy, compare_with_float64
 from bitwitness.replay.run import Replayer
 from bitwitness.sense.flops import carries_flops
 from bitwitness.stats.local import local_values
-from bitwitness.tap.capture import StepRecord
 from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.operators import OpCall, OperatorTap
-from bitwitness.tap.randomness import RandomState
 from bitwitness.tap.trace import OperatorTrace, computes, copied
 
-_FAR_FROM_EAGER = 0.1  # of the whole gradient's norm; fusing kernels changes roundings, and with them no more than that
-_FAR_FROM_OTHER_DRAWS = 0.9  # ten times as large: other random numbers, which compiled code draws, do not do that
+# Shares of the whole gradient's norm by which compiled code may differ from its operators, run one by one. Fusing kernels
+# changes roundings: twice what bfloat16 kernels are allowed (`fingerprint.NEAR`), for they fuse whole chains of them.
+_FAR_FROM_EAGER = 0.1
+# The same where the step draws random numbers, of which compiled code draws others: only a gradient ten times as large, or a
+# tenth, is then no draw's doing. What lies between is not seen.
+_FAR_FROM_OTHER_DRAWS = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +57,16 @@ def examine(
         Other ranks do the same at the same time: run as often as they do, whatever is found.
 
     """
-    sight = _Sight()
+    check = _OperatorCheck()
     tracker = ModuleTracker()
-    run = replayer.run(record, around=lambda: OperatorTap(tracker, sight.check, computes, before=sight.keep))
+    run = replayer.run(
+        record, around=lambda: OperatorTap(tracker, check.compare, computes, before=check.keep_arguments)
+    )
     if unchecked is not None:
-        unchecked |= sight.unchecked
+        unchecked |= check.unchecked
     # Where ranks exchange something in a replay, all run it equally often.
-    found = sight.found
-    index = -1 if found is None else found[0]
+    found = check.found
+    index = -1 if found is None else found[0]  # -1 keeps none
     close = OperatorTrace(keep=index)
     if found is not None or together:
         replayer.run(record, around=close.tap)
@@ -69,7 +76,7 @@ def examine(
     return Examined(located, Fingerprint.of(run))
 
 
-class _Sight:
+class _OperatorCheck:
     """Compares each operator of one replay with float64, up to the first that is wrong."""
 
     def __init__(self) -> None:
@@ -78,21 +85,22 @@ class _Sight:
         self._count = 0
         self._kept: Any = None
 
-    def keep(self, call: OpCall) -> None:
+    def keep_arguments(self, call: OpCall) -> None:
         """Copy the arguments of an operator that changes them."""
         mutable = self.found is None and call.func._schema.is_mutable
         self._kept = (copied(call.args), copied(call.kwargs)) if mutable else None
 
-    def check(self, call: OpCall) -> None:
+    def compare(self, call: OpCall) -> None:
         """Compare a call that has just run."""
         index, self._count = self._count, self._count + 1
+        # Results in float64 or integers have no limit that a device could be held to.
         if self.found is not None or not any(t.dtype in LIMIT for t in call.outputs):
             return
         if self._kept is not None:
             call = replace(call, args=self._kept[0], kwargs=self._kept[1])
         result = compare_with_float64(call)
         if not _finite_inputs(call):
-            return
+            return  # what made them is at fault, if anything, not this one
         if result.outside:
             self.found = index, call, result
         elif not result.comparable and carries_flops(call.func):

@@ -1,9 +1,7 @@
-"""From who-agrees-with-whom to who is wrong: the pure part of the judgement, without torch and without ranks.
+"""From who agrees with whom to who is wrong: the pure part of the judgement, without torch and without ranks.
 
-Every rank's captured step (its *capsule*) was executed five times: in the training itself, twice more on its own device,
-once on the next rank's device and, where anything differed, once on the one after. A result is *right* when executions on
-two different devices agree on it; every other execution of the capsule was wrong, and is counted against the device
-that made it. Where no second device could be asked, the result that the two replays share is taken.
+Every execution of a payload that did not give the right result (`judge.agreement`) was wrong, and is counted against the
+device that made it.
 
 What is counted against a device is no conviction yet. One that contradicts *itself* beyond the known spread is convicted;
 one that always gives the same, and another result than the others do, may run another algorithm: an operator has to
@@ -14,54 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
-from itertools import combinations
 
 from bitwitness.finding import Cause
+from bitwitness.judge.agreement import LOCAL, NAMES, Agreement, Match, device_of, right_executions, spreading
 
-NAMES = ("training", "replay 1", "replay 2", "elsewhere 1", "elsewhere 2")
-PAIRS = tuple(combinations(range(len(NAMES)), 2))
-LOCAL = (0, 1, 2)
 PARTIAL = "but the loss code outside the model was not repeated: a fault there would not be seen"
 CANNOT = "the step cannot be run again"
-
-
-class Match(IntEnum):
-    """How two executions of one capsule compare. MISSING: one of them was not made."""
-
-    MISSING = -1
-    FAR = 0
-    NEAR = 1
-    EQUAL = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One rank's account: how the executions of its capsule compare (in the order of `PAIRS`).
-
-    ``suspicious``: a sensor fired on this rank. ``proven_by_checksum``: an operator's own invariant failed there.
-    ``outputs_changed``: the replayed forward returned other values than the training's, and its output gradient was
-    computed from those. ``failed``: the capsule could not be run again. ``never_repeated``: no step of this structure has been
-    replayed on this rank with the training's own result so far, or not since the last one that was not. ``partial``: the
-    script's loss code was not repeated in all executions. ``spread``: executions differ, as this model's healthy ones do.
-    """
-
-    matches: tuple[Match, ...]
-    suspicious: bool = False
-    proven_by_checksum: bool = False
-    outputs_changed: bool = False
-    failed: bool = False
-    never_repeated: bool = False
-    partial: bool = False
-    spread: bool = False
-
-    def match(self, a: int, b: int) -> Match:
-        """Return how executions ``a`` and ``b`` compare."""
-        return self.matches[PAIRS.index((min(a, b), max(a, b)))]
-
-    def made(self) -> list[int]:
-        """Return the executions that were made."""
-        return [i for i in range(len(NAMES)) if i == 0 or self.match(0, i) is not Match.MISSING]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,42 +53,14 @@ class _Tally:
     unresolved: list[int] = field(default_factory=list)
 
 
-def device_of(execution: int, rank: int, size: int) -> int:
-    """Return the rank on whose device an execution of ``rank``'s capsule ran."""
-    return rank if execution in LOCAL else (rank + execution - 2) % size
-
-
-def _right(row: Row, rank: int, size: int) -> list[int] | None:
-    """Return the executions that agree on the right result, or None where nothing decides."""
-    made = row.made()
-    classes: list[list[int]] = []
-    for execution in made:
-        home = next((c for c in classes if row.match(c[0], execution) is Match.EQUAL), None)
-        if home is None:
-            classes.append([execution])
-        else:
-            home.append(execution)
-    alone = size == 1 or all(execution in LOCAL for execution in made)
-
-    def weight(members: list[int]) -> tuple[int, int]:
-        return len({device_of(e, rank, size) for e in members}), len(members)
-
-    classes.sort(key=weight, reverse=True)
-    best = weight(classes[0])
-    if best[1] < 2 or (not alone and best[0] < 2):
-        return None
-    if len(classes) > 1 and weight(classes[1])[0] == best[0] and (not alone or weight(classes[1]) == best):
-        return None
-    return classes[0]
-
-
-def _count(rows: Sequence[Row]) -> _Tally:
+def _count(rows: Sequence[Agreement]) -> _Tally:
     size = len(rows)
     tally = _Tally()
     for rank, row in enumerate(rows):
-        right = _right(row, rank, size)
+        right = right_executions(row, rank, size)
         if right is None:
             tally.unresolved.append(rank)
+            # Of two ranks, each of which always agrees with itself, no third can say which is right.
             local = {row.match(0, 1), row.match(0, 2), row.match(1, 2)}
             if size == 2 and local == {Match.EQUAL}:
                 tally.disputes.append((rank, device_of(3, rank, size)))
@@ -145,7 +73,7 @@ def _count(rows: Sequence[Row]) -> _Tally:
     return tally
 
 
-def decide(rows: Sequence[Row], *, reproducible: bool) -> Judgement:
+def decide(rows: Sequence[Agreement], *, reproducible: bool) -> Judgement:
     """Conclude from all ranks' rows.
 
     Parameters
@@ -165,6 +93,7 @@ def decide(rows: Sequence[Row], *, reproducible: bool) -> Judgement:
     }
     if not tally.wrong:
         return _without_culprit(rows, tally, reproducible=reproducible)
+    # Faults are rare: where most devices seem to err at once, what they have in common is the script or the kernel.
     if len(tally.wrong) > max(1, len(rows) // 2):
         return Judgement(
             Cause.INCONCLUSIVE,
@@ -195,8 +124,8 @@ def decide(rows: Sequence[Row], *, reproducible: bool) -> Judgement:
     return _convict(rows, tally, convicted, wrong)
 
 
-def _is_steady(device: int, found: list[tuple[int, int, Match]], rows: Sequence[Row]) -> bool:
-    """Tell whether a device contradicts others and never itself, as far as the executions show."""
+def _is_steady(device: int, found: list[tuple[int, int, Match]], rows: Sequence[Agreement]) -> bool:
+    """Return whether a device contradicts others and never itself, as far as the executions show."""
     row = rows[device]
     own = [execution for rank, execution, _ in found if rank == device and execution in LOCAL]
     if not own:
@@ -206,20 +135,14 @@ def _is_steady(device: int, found: list[tuple[int, int, Match]], rows: Sequence[
     return len(own) == len(LOCAL) and row.match(1, 2) is Match.EQUAL and row.match(0, 1) is Match.EQUAL
 
 
-def _dispute(device: int, found: list[tuple[int, int, Match]], rows: Sequence[Row]) -> tuple[int, int]:
+def _dispute(device: int, found: list[tuple[int, int, Match]], rows: Sequence[Agreement]) -> tuple[int, int]:
     """Return whose step shows that a device gives another result, and whose device is to be compared on it."""
     if any(rank == device for rank, _, _ in found):
         return device, (device + 1) % len(rows)
     return found[0][0], device
 
 
-def spreading(rows: Sequence[Row]) -> list[int]:
-    """Return the ranks whose own executions differ among themselves by more than rounding."""
-    own = [pair for pair in PAIRS if set(pair) <= set(LOCAL)]
-    return [rank for rank, row in enumerate(rows) if any(row.match(*pair) is Match.FAR for pair in own)]
-
-
-def _without_culprit(rows: Sequence[Row], tally: _Tally, *, reproducible: bool) -> Judgement:
+def _without_culprit(rows: Sequence[Agreement], tally: _Tally, *, reproducible: bool) -> Judgement:
     apart = spreading(rows)
     if (
         reproducible
@@ -257,7 +180,7 @@ def _without_culprit(rows: Sequence[Row], tally: _Tally, *, reproducible: bool) 
     return _nothing_wrong(rows)
 
 
-def _nothing_wrong(rows: Sequence[Row]) -> Judgement:
+def _nothing_wrong(rows: Sequence[Agreement]) -> Judgement:
     """Dismiss what was run again, all of it, with the same result; say what was not."""
     same = (
         "the same result, up to what this model's healthy runs differ by"
@@ -275,20 +198,20 @@ def _nothing_wrong(rows: Sequence[Row]) -> Judgement:
     return Judgement(Cause.DISMISSED, reason=f"{who} {same}{where}")
 
 
-def _neighbours(rank: int, rows: Sequence[Row]) -> set[int]:
-    """Return the ranks whose capsules were executed on ``rank``'s device."""
+def _neighbours(rank: int, rows: Sequence[Agreement]) -> set[int]:
+    """Return the ranks whose payloads were executed on ``rank``'s device."""
     size = len(rows)
     return {rank, (rank - 1) % size, (rank - 2) % size}
 
 
-def _device_cause(device: int, found: list[tuple[int, int, Match]], rows: Sequence[Row], tally: _Tally) -> Cause:
+def _device_cause(device: int, found: list[tuple[int, int, Match]], rows: Sequence[Agreement], tally: _Tally) -> Cause:
     """Judge a device that contradicts itself: once is a transient, more often an intermittent fault."""
     row = rows[device]
     if row.never_repeated and found[0][:2] == (device, 0) and len(found) == 1:
-        return Cause.INCONCLUSIVE
+        return Cause.INCONCLUSIVE  # the training alone differs: the script may do what no replay repeats
     near_only = all(how is Match.NEAR for _, _, how in found)
     if near_only and not row.proven_by_checksum:
-        return Cause.INCONCLUSIVE
+        return Cause.INCONCLUSIVE  # a kernel that does not repeat its bits does that
     if len(found) == 1 and device not in tally.unresolved:
         return Cause.TRANSIENT_HARDWARE
     return Cause.PERSISTENT_HARDWARE if len(rows) > 1 else Cause.INCONCLUSIVE
@@ -299,7 +222,7 @@ def _far(tally: _Tally, convicted: Mapping[int, Cause]) -> bool:
 
 
 def _convict(
-    rows: Sequence[Row], tally: _Tally, convicted: Mapping[int, Cause], wrong: dict[int, list[str]]
+    rows: Sequence[Agreement], tally: _Tally, convicted: Mapping[int, Cause], wrong: dict[int, list[str]]
 ) -> Judgement:
     ranks = tuple(sorted(convicted))
     persistent = any(cause is Cause.PERSISTENT_HARDWARE for cause in convicted.values())

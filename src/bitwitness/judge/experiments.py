@@ -12,16 +12,19 @@ from typing import Any
 
 import torch
 
-from bitwitness.judge.decide import PAIRS, Judgement, Match, Row, decide
+from bitwitness.capture.step import Pass, StepRecord
+from bitwitness.judge.agreement import PAIRS, Agreement, Match
+from bitwitness.judge.decide import Judgement, decide
+from bitwitness.judge.exchanging import judge_exchanging
 from bitwitness.judge.fingerprint import Fingerprint
-from bitwitness.judge.shared import among_all
+from bitwitness.judge.spread import HealthySpread
 from bitwitness.ranks import Ranks
-from bitwitness.replay.capsule import pack, unpack
 from bitwitness.replay.errors import ReplayError
+from bitwitness.replay.payload import pack, unpack
 from bitwitness.replay.run import Execution, Replayer
-from bitwitness.tap.capture import Pass, StepRecord
 
-# Naming an operator takes three traced replays on two ranks, each several times as long as a plain one; the others wait.
+# Times a replay's duration that ranks may wait for one another. Naming an operator takes three traced replays on two ranks,
+# each several times as long as a plain one, while the others wait. Longer would find a lost rank later.
 _LONGEST_WAIT = 20
 
 
@@ -29,26 +32,26 @@ _LONGEST_WAIT = 20
 class Experiments:
     """What the experiments on one step brought to light on this rank.
 
-    ``executions`` are fingerprints in the order of `decide.NAMES` (None where one was not made); ``good`` is the second
-    local replay with its gradients; ``guests`` are other ranks' capsules that ran here, by rank.
+    ``executions`` are fingerprints in the order of `agreement.NAMES` (None where one was not made); ``good`` is the second
+    local replay with its gradients; ``received`` are other ranks' payloads that ran here, by rank.
     """
 
     executions: list[Fingerprint | None]
     judgement: Judgement
-    rows: list[Row]
+    rows: list[Agreement]
     good: Execution | None = None
-    guests: dict[int, list[Pass]] = field(default_factory=dict)
+    received: dict[int, list[Pass]] = field(default_factory=dict)
     problem: str | None = None
     unrepeated: str | None = None
     """Why the script's loss code was not run again here, if so."""
     spreads: torch.Tensor | None = None
 
     def agree(self, a: Fingerprint, b: Fingerprint) -> bool:
-        """Tell whether two executions gave the same, up to what healthy ones differ by."""
+        """Return whether two executions gave the same, up to what healthy ones differ by."""
         return a.compare(b, 0.0, self.spreads) is Match.EQUAL
 
 
-class Laboratory:
+class ReplayExperiments:
     """Makes the experiments for one root.
 
     Parameters
@@ -66,7 +69,7 @@ class Laboratory:
         self.ranks = ranks
         self.replayer = replayer
         self.tolerance = tolerance
-        self._spreads = torch.zeros(len(replayer.parameters), dtype=torch.float64)
+        self._healthy = HealthySpread(ranks, len(replayer.parameters))
         self.calibrated = 0
         self._repeated = 0  # suspected steps, all of whose executions gave the same bits on every rank
         self.odd = self.odd_here = False
@@ -80,7 +83,7 @@ class Laboratory:
     @property
     def spread(self) -> float:
         """How far apart healthy replays were, at most, over the parameters."""
-        return float(self._spreads.max()) if self._spreads.numel() else 0.0
+        return self._healthy.largest
 
     @property
     def reproducible(self) -> bool:
@@ -93,18 +96,17 @@ class Laboratory:
 
     def state(self) -> dict[str, Any]:
         """Return what was learned of this model, to be kept over a restart."""
-        return {"spreads": self._spreads, "calibrated": self.calibrated}
+        return {"spreads": self._healthy.gaps, "calibrated": self.calibrated}
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on with what `state` gave."""
-        self._spreads, self.calibrated = state["spreads"].clone(), int(state["calibrated"])
+        self._healthy.gaps, self.calibrated = state["spreads"].clone(), int(state["calibrated"])
 
     def calibrate(self, record: StepRecord, original: Fingerprint) -> str | None:
         """Replay a step that nobody suspects, here and on the next rank; return why it could not, if so.
 
-        What differs here by rounding is the model's own spread (a nondeterministic kernel, another algorithm on another
-        device), not a fault: later differences of a parameter up to ten times as large prove nothing. What differs by more is
-        no property of a kernel, and teaches nothing but caution.
+        What differs here by rounding is the model's own spread, not a fault: later differences of a parameter up to
+        `fingerprint.MARGIN` times as large prove nothing. What differs by more teaches nothing but caution.
         """
         self._problem = None
         ready = self._all_ready(record)
@@ -120,7 +122,7 @@ class Laboratory:
                 self._note_uncovered("another rank's device could not be asked")
             else:
                 elsewhere = found
-        far = self._learn(original, here, elsewhere)
+        far = self._healthy.learn(original, here, elsewhere, self.tolerance)
         self._note_match(record, original, here)
         self.calibrated += 1
         # A large difference on a few ranks is no property of the model.
@@ -133,21 +135,9 @@ class Laboratory:
         told = f"healthy replays differ by {self.spread:.3g} on {differing} of {self.ranks.size} ranks"
         return f"{told}; such differences will not be taken for faults" if differing else None
 
-    def _learn(self, original: Fingerprint, here: Fingerprint, elsewhere: Fingerprint) -> bool:
-        """Take in how far apart three executions are; return whether that is more than rounding. Collective."""
-        gaps = torch.maximum(original.gaps(here), original.gaps(elsewhere))
-        far = bool((gaps > torch.clamp(10 * self._spreads, min=self.tolerance)).any())
-        mine = torch.zeros_like(gaps) if far else gaps
-        self._spreads = torch.maximum(self._spreads, self.ranks.max(mine).double())
-        return far
-
     def learn_algorithm(self, found: Experiments) -> None:
         """Take executions that differ, each within its operators' allowance, for another algorithm's; collective."""
-        gaps = torch.zeros_like(self._spreads)
-        made = [x for x in found.executions if x is not None]
-        for other in made[1:]:
-            gaps = torch.maximum(gaps, made[0].gaps(other).nan_to_num(posinf=0.0))
-        self._spreads = torch.maximum(self._spreads, self.ranks.max(gaps).double())
+        self._healthy.learn_algorithm(found.executions)
 
     def question(
         self, record: StepRecord, original: Fingerprint, *, suspicious: bool, proven_by_checksum: bool
@@ -168,25 +158,28 @@ class Laboratory:
         """
         self._problem = None
         started = time.monotonic()
+        # Twice in place: where both agree, the training's own was wrong once; where not, the device does not repeat.
         ready = self._all_ready(record)
         first = self._fingerprint(record) if ready else None
         good = self._execute(record) if ready else None
         second = None if good is None else Fingerprint.of(good)
         seconds = (time.monotonic() - started) / 2
         executions: list[Fingerprint | None] = [original, first, second, None, None]
-        guests: dict[int, list[Pass]] = {}
+        received: dict[int, list[Pass]] = {}
         replayed = self._all_replayed(first is not None and second is not None, seconds)
         if replayed and self.ranks.size > 1 and not self._exchanging():
-            self._ask_elsewhere(record, executions, guests)
+            self._ask_elsewhere(record, executions, received)
+        # Where no other device bears a replay out, one that came out otherwise undoes what earlier steps showed.
         never = not self._agreed[record.shape] or ((self.ranks.size == 1 or self.replayer.shared) and self.mismatched)
         if first is not None:
             self._note_match(record, original, first)
         dependent = torch.tensor(record.value_dependent(), dtype=torch.bool)
         changed = False
+        # Where the loss code was not repeated, the replay began with gradients that belong to the training's own outputs.
         if first is not None and not first.whole:
             changed = bool((original.outputs != first.outputs)[dependent].any())
         made = [x for x in executions[1:] if x is not None]
-        row = Row(
+        row = Agreement(
             tuple(self._match(executions[a], executions[b]) for a, b in PAIRS),
             suspicious=suspicious,
             proven_by_checksum=proven_by_checksum,
@@ -196,13 +189,15 @@ class Laboratory:
             partial=any(not x.whole for x in made),
             spread=any(original.compare(x, 0.0) is not Match.EQUAL for x in made),
         )
-        rows = [_decode(line) for line in self.ranks.gather(_encode(row))]
+        gathered = self.ranks.gather(torch.tensor(row.as_numbers(), dtype=torch.int64))
+        # From here on every rank knows the same, and concludes the same.
+        rows = [Agreement.from_numbers(line.tolist()) for line in gathered]
         judgement = decide(rows, reproducible=self.reproducible)
         self._repeated += not any(row.failed or row.spread for row in rows)
         if self.replayer.shared:
-            judgement = among_all(judgement, rows)
+            judgement = judge_exchanging(judgement, rows)
         no_loss = good.no_loss if good else None
-        found = Experiments(executions, judgement, rows, good, guests, self._problem, no_loss, self._spreads)
+        found = Experiments(executions, judgement, rows, good, received, self._problem, no_loss, self._healthy.gaps)
         if not judgement.wrong and {m for row in rows for m in row.matches} & {Match.NEAR, Match.FAR} == {Match.NEAR}:
             self.learn_algorithm(found)  # by rounding, and on no device more than on others
         return found
@@ -214,16 +209,16 @@ class Laboratory:
             self._agreed[record.shape] += 1
 
     def _exchanging(self) -> bool:
-        """Tell whether any rank's forward exchanges something with others. Then no rank runs another's step."""
+        """Return whether any rank's forward exchanges something with others. Then no rank runs another's step."""
         if self.replayer.shared:
             self._note_uncovered("ranks exchange something inside the forward, so no step was run on another device")
         return self.replayer.shared
 
     def _ask_elsewhere(
-        self, record: StepRecord, executions: list[Fingerprint | None], guests: dict[int, list[Pass]]
+        self, record: StepRecord, executions: list[Fingerprint | None], received: dict[int, list[Pass]]
     ) -> None:
         for by in (1, 2):
-            if by == 2:
+            if by == 2:  # a third device is asked only to break a tie
                 differs = len({tuple(x.digest.tolist()) for x in executions if x is not None}) > 1
                 if self.ranks.size < 3 or not self._any(differs):
                     return
@@ -233,19 +228,19 @@ class Laboratory:
                 self._problem = self._problem or "the loss code could not be run on another rank's device"
                 executions[2 + by] = None  # what went back from this rank's own gradients says nothing of its loss
             if passes is not None:
-                guests[(self.ranks.rank - by) % self.ranks.size] = passes
-            if self._any(executions[2 + by] is None):
+                received[(self.ranks.rank - by) % self.ranks.size] = passes
+            if self._any(executions[2 + by] is None):  # agreements are compared over all ranks, so all or none
                 executions[2 + by] = None
                 self._note_uncovered(self._problem or "another rank's device could not be asked")
                 return
 
     def _elsewhere(self, record: StepRecord, by: int) -> tuple[Fingerprint | None, list[Pass] | None]:
-        """Have this rank's capsule executed ``by`` ranks further on; execute the one that arrives here."""
-        guest = self.ranks.shift(pack(record.passes(), self._own), by)
+        """Have this rank's payload executed ``by`` ranks further on; execute the one that arrives here."""
+        parcel = self.ranks.shift(pack(record.passes(), self._own), by)
         passes: list[Pass] | None = None
         found: Fingerprint | None = None
         try:
-            passes = unpack(guest, record.passes(), self.replayer.device, self._own)
+            passes = unpack(parcel, record.passes(), self.replayer.device, self._own)
         except Exception as error:
             self._note(error)
         # Where all ranks run together, one that cannot keeps the others from running, too.
@@ -258,7 +253,7 @@ class Laboratory:
         return (Fingerprint.received(back) if back else None), passes
 
     def _all_ready(self, record: StepRecord) -> bool:
-        """Tell whether this rank may run its step; where ranks must run together, whether all can. Collective."""
+        """Return whether this rank may run its step; where ranks must run together, whether all can. Collective."""
         try:
             self.replayer.check(record, record.passes())
         except ReplayError as error:
@@ -288,27 +283,13 @@ class Laboratory:
     def _match(self, a: Fingerprint | None, b: Fingerprint | None) -> Match:
         if a is None or b is None:
             return Match.MISSING
-        return a.compare(b, self.tolerance, self._spreads)
+        return a.compare(b, self.tolerance, self._healthy.gaps)
 
     def _all_replayed(self, here: bool, seconds: float) -> bool:
-        """Tell whether all ranks could replay; what that took says how long they may have to wait for one another."""
+        """Return whether all ranks could replay; what that took says how long they may have to wait for one another."""
         failed, seconds = self.ranks.max(torch.tensor([float(not here), seconds])).tolist()
         self.ranks.expect(_LONGEST_WAIT * seconds)
         return not failed
 
     def _any(self, here: bool) -> bool:
         return bool(float(self.ranks.max(torch.tensor([float(here)]))))
-
-
-_FLAGS = ("suspicious", "proven_by_checksum", "outputs_changed", "failed", "never_repeated", "partial", "spread")
-
-
-def _encode(row: Row) -> torch.Tensor:
-    return torch.tensor([*map(int, row.matches), *(int(getattr(row, name)) for name in _FLAGS)], dtype=torch.int64)
-
-
-def _decode(line: torch.Tensor) -> Row:
-    values = line.tolist()
-    count = len(PAIRS)
-    flags = dict(zip(_FLAGS, map(bool, values[count:]), strict=True))
-    return Row(tuple(Match(v) for v in values[:count]), **flags)

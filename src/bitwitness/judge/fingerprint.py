@@ -1,4 +1,4 @@
-"""What is compared between two executions of a step: bits first, sizes where bits may innocently differ."""
+"""What is compared between two executions of a step: bits first, sizes where bits may rightly differ."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bitwitness.judge.decide import Match
+from bitwitness.judge.agreement import Match
 from bitwitness.replay.run import Execution
 from bitwitness.stats import Features
 
@@ -21,9 +21,14 @@ _FLOOR = 1e-2
 
 The bias of an attention key has a gradient of zero, of which rounding alone is left: 1e-6 of the others', and never the same.
 """
+MARGIN = 10
+"""Times the largest gap that healthy executions of a parameter showed, up to which a gap proves nothing.
+
+A few calibrations see a few draws of what varies, so the widest gap to come is larger than the widest seen.
+"""
 _SINGLE = 0.1
 """What a change of the largest element weighs beside one of the whole norm: a norm of many hides it, but it is the
-less steady."""
+less steady. More would take a kernel's rounding for a fault, less would lose a single wrong element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +81,12 @@ class Fingerprint:
         ``spread`` float64 [P]: how far each parameter's gradients of healthy executions are apart.
         """
         if torch.equal(self.digest, other.digest):
-            return Match.EQUAL
+            return Match.EQUAL  # the same bits, whatever they are: two NaNs, too
         gaps = self.gaps(other)
-        if spread is not None and bool((gaps <= 10 * spread).all()):
+        # Within what healthy executions of this model showed already, each parameter by itself.
+        if spread is not None and bool((gaps <= MARGIN * spread).all()):
             return Match.EQUAL
-        allowed = torch.full_like(gaps, tolerance) if spread is None else torch.clamp(10 * spread, min=tolerance)
+        allowed = torch.full_like(gaps, tolerance) if spread is None else torch.clamp(MARGIN * spread, min=tolerance)
         return Match.NEAR if bool((gaps <= allowed).all()) else Match.FAR
 
     def gaps(self, other: Fingerprint) -> torch.Tensor:

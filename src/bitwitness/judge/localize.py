@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from bitwitness.judge.oracle import Discrepancy, compare_with_float64
+from bitwitness.capture.step import Pass, StepRecord
+from bitwitness.oracle.live import Discrepancy, compare_with_float64
 from bitwitness.ranks import Ranks
 from bitwitness.replay.run import Replayer
-from bitwitness.tap.capture import Pass, StepRecord
 from bitwitness.tap.trace import OperatorTrace
 
 
@@ -26,18 +26,18 @@ class Located:
 
     ``culprit``: the rank whose result lies outside what dtype and operator allow by float64; None where neither does,
     or float64
-    cannot be asked. ``lawful``: both lie within it, so that two algorithms differ, and nobody errs.
+    cannot be asked. ``within_allowance``: both lie within it, so that two algorithms differ, and nobody errs.
     """
 
     site: str
     line: str
     culprit: int | None
     evidence: dict[str, Any]
-    lawful: bool = False
+    within_allowance: bool = False
 
     def as_text(self) -> str:
-        """Return it as JSON, to be told to other ranks."""
-        return json.dumps([self.site, self.line, self.culprit, self.evidence, self.lawful])
+        """Return it as JSON, to be sent to other ranks."""
+        return json.dumps([self.site, self.line, self.culprit, self.evidence, self.within_allowance])
 
     @classmethod
     def from_text(cls, text: str) -> Located | None:
@@ -55,16 +55,16 @@ SAME = Located("", "", None, {})
 
 
 def locate(
-    ranks: Ranks, replayer: Replayer, record: StepRecord, guests: dict[int, list[Pass]], owner: int, witness: int
+    ranks: Ranks, replayer: Replayer, record: StepRecord, received: dict[int, list[Pass]], owner: int, witness: int
 ) -> Located | None:
     """Find the first operator at which the devices of ``owner`` and ``witness`` part on ``owner``'s step; collective.
 
     Parameters
     ----------
-    guests
-        Capsules that ran on this rank; the witness has the owner's among them.
+    received
+        The payloads of other ranks that ran on this one, by rank; the witness has the owner's among them.
     owner, witness
-        Two ranks whose executions of the owner's capsule differ.
+        Two ranks whose executions of the owner's payload differ.
 
     Returns
     -------
@@ -72,13 +72,14 @@ def locate(
 
     """
     concerned = ranks.rank in (owner, witness)
-    passes = guests.get(owner) if ranks.rank == witness else record.passes()
+    passes = received.get(owner) if ranks.rank == witness else record.passes()
     able = passes is not None if concerned else replayer.lockstep
     if replayer.lockstep:
         able = not bool(ranks.max(torch.tensor([float(passes is None)])))  # all run together, or none
     if not able:
         return _shared(ranks, None, witness)
     first = None
+    # Twice, on both: only what repeats on the witness can be held against the owner, or the other way around.
     mine, again = (_hashes(replayer, record, passes) for _ in range(2))
     other = witness if ranks.rank == owner else owner
     if concerned:
@@ -88,10 +89,11 @@ def locate(
         first = _first_difference(mine, theirs, steady)
     if replayer.lockstep:
         found_one = bool(ranks.max(torch.tensor([float(first is not None)])))
-        if found_one and not concerned:
+        if found_one and not concerned:  # as often as the two who look closer: replays exchange something
             replayer.run(record, passes, around=OperatorTrace().tap)
     if first is None:
         return _shared(ranks, SAME if concerned else None, witness)
+    # A third run, in which that one operator is kept whole: to keep all of them would take the memory of all activations.
     close = OperatorTrace(keep=first)
     replayer.run(record, passes, around=close.tap)
     if close.kept is None:
@@ -133,8 +135,8 @@ def _weigh(close: OperatorTrace, here: Discrepancy, there: Discrepancy, owner: i
         f"rank {witness}": here.as_dict(),
         "operator_inputs": [list(t.shape) for t in call.args if isinstance(t, torch.Tensor)],
     }
-    lawful = here.comparable and there.comparable and culprit is None
-    return Located(str(call.site()), close.line, culprit, evidence, lawful)
+    within_allowance = here.comparable and there.comparable and culprit is None
+    return Located(str(call.site()), close.line, culprit, evidence, within_allowance)
 
 
 def _worse(a: Discrepancy, b: Discrepancy) -> bool:
@@ -150,6 +152,6 @@ def _swap_json(ranks: Ranks, other: int, value: dict[str, Any]) -> dict[str, Any
 
 
 def _shared(ranks: Ranks, located: Located | None, source: int) -> Located | None:
-    """Tell every rank what the witness found."""
-    heard = ranks.tell("" if located is None else located.as_text(), source)
+    """Return, on every rank, what the witness found."""
+    heard = ranks.broadcast_text("" if located is None else located.as_text(), source)
     return Located.from_text(heard)

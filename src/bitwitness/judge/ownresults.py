@@ -16,8 +16,11 @@ from bitwitness.judge.decide import CANNOT, Judgement
 from bitwitness.judge.localize import Located
 from bitwitness.ranks import Ranks
 
-OFTEN = 3  # steps
-_GROSS = 0.1  # of the element's size, beyond the bound of rounding: no reduced precision of products explains it
+OFTEN = 3
+"""Steps in which a device's own results have to be contradicted: as many as make transients persistent (`judge.judge`)."""
+# Share of the element's size that it is off by, beyond the bound of rounding: no reduced precision of products explains it,
+# the coarsest being bfloat16's, 2^-8 a factor.
+_GROSS = 0.1
 
 
 class OwnResults:
@@ -36,8 +39,8 @@ class OwnResults:
             return judgement, None
         mine = max(filter(_contradicted, findings), key=lambda finding: float(finding.evidence["ratio"]), default=None)
         text = "" if mine is None else json.dumps([mine.site.short, to_jsonable(mine.evidence)])
-        told = {rank: json.loads(heard) for rank, heard in enumerate(self._ranks.tell_all(text)) if heard}
-        self._steps.update(told.keys())
+        told = {rank: json.loads(heard) for rank, heard in enumerate(self._ranks.gather_text(text)) if heard}
+        self._steps.update(told.keys())  # on every rank alike, so that all reach the verdict in the same step
         guilty = [rank for rank in told if self._steps[rank] >= OFTEN]
         if not guilty:
             return judgement, None
@@ -54,7 +57,7 @@ class OwnResults:
 
 
 def _contradicted(finding: Finding) -> bool:
-    """Tell whether a finding is a checksum's whose worst element was recomputed in float64, and is grossly off."""
+    """Return whether a finding is a checksum's whose worst element was recomputed in float64, and is grossly off."""
     evidence = finding.evidence
     if finding.sensor != "checksum" or finding.severity is not Severity.ERROR or "expected" not in evidence:
         return False

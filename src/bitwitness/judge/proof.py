@@ -8,21 +8,22 @@ from typing import Any
 
 import torch
 
+from bitwitness.capture.step import StepRecord
 from bitwitness.errors import SideChannelError
 from bitwitness.finding import Cause, Severity, to_jsonable
+from bitwitness.judge.agreement import LOCAL, Match, spreading
 from bitwitness.judge.alone import contradicts_operators, examine
-from bitwitness.judge.decide import CANNOT, LOCAL, Judgement, Match, spreading
-from bitwitness.judge.experiments import Experiments, Laboratory
+from bitwitness.judge.decide import CANNOT, Judgement
+from bitwitness.judge.experiments import Experiments, ReplayExperiments
 from bitwitness.judge.fingerprint import Fingerprint
 from bitwitness.judge.localize import Located, locate
 from bitwitness.replay.errors import ReplayError
 from bitwitness.sense.checksum import ChecksumSensor
-from bitwitness.tap.capture import StepRecord
 from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.operators import OperatorTap
 
 _CONTRADICTS = "an operator's result contradicts float64"
-_ASKED = 2  # devices, one after the other: the other ranks wait
+_ASKED = 2  # accused devices that are asked, one after the other: the other ranks wait
 
 
 class OperatorProof:
@@ -30,14 +31,14 @@ class OperatorProof:
 
     Parameters
     ----------
-    laboratory
+    experiments
         Makes the experiments, over its ranks.
 
     """
 
-    def __init__(self, laboratory: Laboratory) -> None:
-        self._laboratory = laboratory
-        self._ranks = laboratory.ranks
+    def __init__(self, experiments: ReplayExperiments) -> None:
+        self._experiments = experiments
+        self._ranks = experiments.ranks
 
     def name_operator(
         self, record: StepRecord, found: Experiments, *, anyone_suspicious: bool
@@ -47,18 +48,20 @@ class OperatorProof:
         try:
             if judgement.disputed or judgement.unproven:
                 pair = judgement.disputed or judgement.unproven
-                located = locate(self._ranks, self._laboratory.replayer, record, found.guests, *pair)
+                located = locate(self._ranks, self._experiments.replayer, record, found.received, *pair)
                 return self._settle(judgement, located, record, found)
+            # Nobody else could be asked, so every operator is, one by one, against float64.
             if self._no_other_device(found) and anyone_suspicious:
                 return self._each_alone(record, found)
             if judgement.cause is Cause.PERSISTENT_HARDWARE and not self._no_other_device(found):
                 size, owner = self._ranks.size, judgement.ranks[0]
+                # A device of the two that ran its step, and that is not accused itself.
                 witness = next(r for r in ((owner + 1) % size, (owner + 2) % size) if r not in judgement.ranks[1:])
-                located = locate(self._ranks, self._laboratory.replayer, record, found.guests, owner, witness)
+                located = locate(self._ranks, self._experiments.replayer, record, found.received, owner, witness)
                 return judgement, located if located is not None and located.parted else None
             if judgement.reason != CANNOT:
                 return self._accused(record, found)
-        except SideChannelError:
+        except SideChannelError:  # a rank is lost: that is somebody else's to handle
             raise
         except Exception as error:
             found.problem = f"the operator was not named: {type(error).__name__}: {error}"
@@ -68,7 +71,7 @@ class OperatorProof:
         return _without_proof(judgement), None
 
     def _no_other_device(self, found: Experiments) -> bool:
-        """Tell whether no rank's step was run on another rank's device."""
+        """Return whether no rank's step was run on another rank's device."""
         return self._ranks.size == 1 or not any(row.made()[-1] > LOCAL[-1] for row in found.rows)
 
     def _settle(
@@ -80,18 +83,18 @@ class OperatorProof:
         if located is not None and located.culprit is not None:
             reason = "two devices contradict each other, and float64 contradicts this one"
             return Judgement(Cause.PERSISTENT_HARDWARE, (located.culprit,), reason=reason, wrong=wrong), located
-        # What parts first may be lawful, or not repeat its bits, and what is wrong come later: each operator is asked, on
-        # both devices.
+        # The first difference may lie within the allowance, or not repeat its bits, and the wrong one come later:
+        # each operator is asked, on both devices.
         for rank in pair:
             alone = self._examined(record, rank)
             if alone is not None:
                 return Judgement(Cause.PERSISTENT_HARDWARE, (rank,), reason=_CONTRADICTS, wrong=wrong), alone
         if located is not None and not located.parted:
-            if self._laboratory.replayer.compiled:
+            if self._experiments.replayer.compiled:
                 return self._compiled_alone(judgement, record, found), None
             return _contradicts_itself(judgement), None
-        if located is not None and located.lawful:
-            self._laboratory.learn_algorithm(found)
+        if located is not None and located.within_allowance:
+            self._experiments.learn_algorithm(found)
             reason = (
                 f"rank {pair[0]} and rank {pair[1]} compute {located.site} in different ways, both within what "
                 f"float64 allows: another "
@@ -120,15 +123,15 @@ class OperatorProof:
         owner, replayed = judgement.ranks[0] if judgement.ranks else -1, found.executions[1]
         gap: float | None = None
         if self._ranks.rank == owner and judgement.far and replayed is not None:
-            gap = contradicts_operators(self._laboratory.replayer, record, replayed)
-        if not self._ranks.tell("" if gap is None else f"{gap:.3g}", max(owner, 0)):
+            gap = contradicts_operators(self._experiments.replayer, record, replayed)
+        if not self._ranks.broadcast_text("" if gap is None else f"{gap:.3g}", max(owner, 0)):
             return _without_proof(judgement)
         reason = "on this device alone compiled code gives another result than its operators do, one by one"
         return Judgement(Cause.PERSISTENT_HARDWARE, judgement.ranks, reason=reason, wrong=judgement.wrong)
 
     def _examined(self, record: StepRecord, rank: int, unchecked: set[str] | None = None) -> Located | None:
         """Have each operator of one rank's step compared with float64 there; collective."""
-        replayer, together = self._laboratory.replayer, self._laboratory.replayer.lockstep
+        replayer, together = self._experiments.replayer, self._experiments.replayer.lockstep
         found: Located | None = None
         problem = ""
         if self._ranks.rank == rank or together:
@@ -137,27 +140,28 @@ class OperatorProof:
             except ReplayError as error:
                 problem = str(error)
         if problem:
-            self._laboratory.covered[f"float64 was not asked: {problem}"] += 1
+            self._experiments.covered[f"float64 was not asked: {problem}"] += 1
         mine = found is not None and self._ranks.rank == rank
         text = found.as_text() if found is not None and mine else ""
-        heard = self._ranks.tell(text, rank)
+        heard = self._ranks.broadcast_text(text, rank)
         return Located.from_text(heard)
 
     def _each_alone(self, record: StepRecord, found: Experiments) -> tuple[Judgement, Located | None]:
         """Ask float64 on every rank by itself, where no other device could be asked; collective."""
-        judgement, replayer = found.judgement, self._laboratory.replayer
+        judgement, replayer = found.judgement, self._experiments.replayer
         if judgement.reason == CANNOT:
             return judgement, None
         unchecked: set[str] = set()
         together = replayer.lockstep or self._ranks.size > 1
         examined = examine(replayer, record, self._ranks.rank, unchecked=unchecked, together=together)
-        told = self._ranks.tell_all("" if examined.located is None else examined.located.as_text())
+        told = self._ranks.gather_text("" if examined.located is None else examined.located.as_text())
         guilty = [rank for rank, text in enumerate(told) if text]
         if guilty:
             wrong = judgement.wrong
             located = Located.from_text(told[guilty[0]])
             return Judgement(Cause.PERSISTENT_HARDWARE, tuple(guilty), reason=_CONTRADICTS, wrong=wrong), located
         replayed = found.executions[1]
+        # Two replays may share one fault of the device; a heal takes what they gave only if float64 bears them out.
         if judgement.heal and not self._vouched_for(found, examined.fingerprint):
             reason = (
                 "two replays agree, and one whose operators float64 was asked about gives another result than they do"
@@ -178,26 +182,26 @@ class OperatorProof:
         return judgement, None
 
     def _vouched_for(self, found: Experiments, examined: Fingerprint) -> bool:
-        """Tell whether the replays that are to heal gave what the execution gave whose operators are right; collective."""
-        replayed, tolerance = found.executions[2], self._laboratory.tolerance
+        """Return whether the replays that are to heal gave what the execution gave whose operators are right; collective."""
+        replayed, tolerance = found.executions[2], self._experiments.tolerance
         far = replayed is None or replayed.compare(examined, tolerance, found.spreads) is Match.FAR
-        agreed = self._laboratory.replayer.compiled or not far
+        agreed = self._experiments.replayer.compiled or not far
         return not bool(self._ranks.max(torch.tensor([float(not agreed)])))
 
     def by_checksum(self, record: StepRecord, culprit: int) -> dict[str, Any]:
         """Replay on the culprit with every matrix product checked; return the first that fails, for all ranks."""
         text = ""
-        if self._ranks.rank == culprit or self._laboratory.replayer.lockstep:
+        if self._ranks.rank == culprit or self._experiments.replayer.lockstep:
             sensor, tracker = ChecksumSensor(), ModuleTracker()
             try:
-                self._laboratory.replayer.run(record, around=lambda: OperatorTap(tracker, sensor, sensor.select))
+                self._experiments.replayer.run(record, around=lambda: OperatorTap(tracker, sensor, sensor.select))
                 failed = [
                     finding for finding in sensor.drain(record.step, culprit) if finding.severity is Severity.ERROR
                 ]
             except ReplayError:
                 failed = []
             text = json.dumps({"site": failed[0].site.short, **to_jsonable(failed[0].evidence)}) if failed else ""
-        heard = self._ranks.tell(text, culprit)
+        heard = self._ranks.broadcast_text(text, culprit)
         return {"checksum": json.loads(heard)} if heard else {}
 
 

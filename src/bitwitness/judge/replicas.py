@@ -14,8 +14,11 @@ from bitwitness.ranks import Ranks
 from bitwitness.stats import norms_of
 from bitwitness.stats.digest import bit_hashes
 
+# Share of the gradients that differ where ranks share none. A few may be equal all the same: those that are zero on all.
 _NEARLY_ALL = 0.9
-_CONSTANT = 1e-3  # clipping scales all gradients of a rank alike, but for rounding
+# By how much one rank's factors between its gradients before and after may differ. Clipping scales all alike, but for
+# rounding, and a reduction does not.
+_CONSTANT = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ def find_desync(ranks: Ranks, names: list[str], hashes: torch.Tensor) -> Desync 
 
 
 def train_apart(ranks: Ranks, gradients: Sequence[torch.Tensor | None], local: NDArray[np.float64]) -> bool:
-    """Tell whether ranks whose weights differ share no gradients, as in local SGD; collective.
+    """Return whether ranks whose weights differ share no gradients, as in local SGD; collective.
 
     A device that computes wrongly, or a reduction that goes wrong on one rank, makes one rank's gradients differ. Here nearly
     all differ and no majority of the ranks agrees on any; and where two ranks have no majority, each one's are its own local
@@ -89,7 +92,7 @@ def train_apart(ranks: Ranks, gradients: Sequence[torch.Tensor | None], local: N
     if found is None or found.majority or found.count < _NEARLY_ALL * somewhere:
         return False
     if ranks.size > 2:
-        return True
+        return True  # nearly all differ, and no majority agrees on any: no single fault does that
     return not bool(ranks.max(torch.tensor([float(not _in_proportion(mine, local[there.numpy()]))])))
 
 

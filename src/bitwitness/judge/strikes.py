@@ -44,7 +44,7 @@ class Strikes:
         self._fired = False
 
     def anomaly(self) -> bool:
-        """Hear of an anomaly; return whether it is counted.
+        """Count an anomaly, unless it belongs to the last one; return whether it is counted.
 
         It is not within ``cooldown`` of the last counted one, nor while the checksum is on.
         """
@@ -95,7 +95,7 @@ class Strikes:
             self._fired = False
 
     def checksum_failed(self) -> None:
-        """Hear that a checksum failed on this rank; outside a window it is not the strike rule's business."""
+        """Note that a checksum failed on this rank; outside a window it is not the strike rule's business."""
         self._fired = self._fired or self.checksum_on
 
     def close_window(self, global_result: bool) -> tuple[bool, bool]:

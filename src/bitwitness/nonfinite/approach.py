@@ -18,9 +18,9 @@ import torch
 from bitwitness.finding import Finding, Severity
 from bitwitness.nonfinite.dtypes import dtype_name, wider
 from bitwitness.nonfinite.flags import measurable
+from bitwitness.nonfinite.messages import SENSOR
 from bitwitness.nonfinite.taint import Key, key_of
 from bitwitness.nonfinite.watch import watched
-from bitwitness.nonfinite.words import SENSOR
 from bitwitness.site import Site
 from bitwitness.stats.local import local_values
 from bitwitness.tap.compat import OpOverload
@@ -41,7 +41,7 @@ def narrow(tensor: torch.Tensor) -> bool:
 
 
 @dataclass(slots=True)
-class _Seen:
+class _NarrowResult:
     """One narrow result of the step that is sampled."""
 
     site: Site
@@ -76,7 +76,7 @@ class ApproachSensor:
 
     def __init__(self, extreme: float) -> None:
         self._extreme = extreme
-        self._seen: list[_Seen] = []
+        self._seen: list[_NarrowResult] = []
         self._sizes: list[torch.Tensor] = []
         self._known: dict[int, dict[Key, int]] = {}
         self._said: set[tuple[str, str]] = set()
@@ -103,17 +103,17 @@ class ApproachSensor:
             self._known.pop(tensor.untyped_storage().data_ptr(), None)
         line = current_line() if call.phase == "forward" else ("", 0, "")
         for position, tensor in enumerate(outputs):
-            self._measure(tensor, _Seen(call.site(f"out{position}"), tensor.dtype, line, inputs), wide)
+            self._measure(tensor, _NarrowResult(call.site(f"out{position}"), tensor.dtype, line, inputs), wide)
 
     def _index(self, tensor: torch.Tensor, call: OpCall) -> int:
         key = key_of(tensor)
         known = self._known.get(key[0], {}).get(key)
         if known is None:
-            self._measure(tensor, _Seen(call.site("in0"), tensor.dtype, ("", 0, ""), []), None)
+            self._measure(tensor, _NarrowResult(call.site("in0"), tensor.dtype, ("", 0, ""), []), None)
             known = len(self._seen) - 1
         return known
 
-    def _measure(self, tensor: torch.Tensor, seen: _Seen, wide: torch.Tensor | None) -> None:
+    def _measure(self, tensor: torch.Tensor, seen: _NarrowResult, wide: torch.Tensor | None) -> None:
         values = local_values(tensor.detach())
         flat = values.reshape(-1)
         sample = flat[:: max(1, flat.numel() // _SAMPLE)].float().abs()
@@ -157,13 +157,13 @@ class ApproachSensor:
             findings += self._rise(key, numbers, seen, shares, rows, step, rank)
         return findings
 
-    def _once(self, kind: str, one: _Seen) -> bool:
+    def _once(self, kind: str, one: _NarrowResult) -> bool:
         key = (kind, f"{one.site.module}/{one.site.op}")
         new = key not in self._said
         self._said.add(key)
         return new
 
-    def _overflow(self, one: _Seen, value: float, inputs: list[float]) -> tuple[str, Mapping[str, Any]] | None:
+    def _overflow(self, one: _NarrowResult, value: float, inputs: list[float]) -> tuple[str, Mapping[str, Any]] | None:
         """Tell of a result at or near the largest number, from inputs that are not."""
         most = torch.finfo(one.dtype).max
         share, full = value / most, value == most
@@ -188,7 +188,7 @@ class ApproachSensor:
         self,
         key: tuple[str, str],
         numbers: list[int],
-        seen: list[_Seen],
+        seen: list[_NarrowResult],
         shares: list[float],
         rows: list[list[float]],
         step: int,

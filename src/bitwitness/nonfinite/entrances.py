@@ -11,7 +11,7 @@ from bitwitness.nonfinite.flags import Flags
 from bitwitness.nonfinite.frames import FrameLog
 from bitwitness.nonfinite.origin import Extent, Kind, Origin
 from bitwitness.nonfinite.strays import Strays
-from bitwitness.nonfinite.taint import NONE, Origins, Provenance, Value
+from bitwitness.nonfinite.taint import NONE, Origins, Provenance, Taint
 from bitwitness.site import Site
 from bitwitness.tap.frames import current_line
 from bitwitness.tap.operators import OpCall
@@ -20,7 +20,7 @@ MEASURED = 32  # origins whose tensors are measured
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class EnteringTensor:
     """A tensor that enters a step from outside: what it is, what it is called, and what else is known of it."""
 
     kind: Kind
@@ -48,7 +48,7 @@ class Entrances:
 
     def __init__(
         self,
-        entries: Mapping[int, Entry],
+        entries: Mapping[int, EnteringTensor],
         strays: Strays,
         frames: FrameLog,
         origins: list[Origin],
@@ -62,28 +62,28 @@ class Entrances:
         self._frames = frames
         self._origins = origins
         self._provenance = provenance
-        self._entered: dict[Entry, int] = {}
+        self._entered: dict[EnteringTensor, int] = {}
 
-    def entry(self, tensor: torch.Tensor) -> Entry | None:
+    def entry(self, tensor: torch.Tensor) -> EnteringTensor | None:
         """Return what is known of a tensor, by where it lies."""
         return self.entries.get(tensor.untyped_storage().data_ptr())
 
-    def take(self, tensor: torch.Tensor, flags: Flags, call: OpCall | None) -> Value:
+    def take(self, tensor: torch.Tensor, flags: Flags, call: OpCall | None) -> Taint:
         """Tell where the non-finite values of a tensor come from that no operator made just so."""
         before = self._provenance.written(tensor)
         before = before if before.origins else self._strays.get(tensor) or before
         if before.origins:
             nan_from, inf_from = before.nan_from or before.inf_from, before.inf_from or before.nan_from
-            return Value(flags, nan_from if flags.nan else NONE, inf_from if flags.inf else NONE)
+            return Taint(flags, nan_from if flags.nan else NONE, inf_from if flags.inf else NONE)
         entry = self.entry(tensor) or self._unknown(call)
         mask = flags == Flags(neg=True) and entry.kind not in (Kind.PARAMETER, Kind.TERM)
         if mask or (flags.inf and not flags.nan and not entry.name):
-            entry = Entry(Kind.CONSTANT, entry.name)
+            entry = EnteringTensor(Kind.CONSTANT, entry.name)
         number = self._enter(entry, tensor, flags, call)
         if self._origins[number].kind is Kind.CONSTANT and not flags.nan:  # it may be known for no mask by now
             self.constants |= {number}
         origins = frozenset({number})
-        return Value(flags, origins if flags.nan else NONE, origins if flags.inf else NONE)
+        return Taint(flags, origins if flags.nan else NONE, origins if flags.inf else NONE)
 
     def no_mask(self, numbers: Origins) -> Origins | None:
         """Take infinities that were named and thought a mask's for the batch's; None if none of them was."""
@@ -94,17 +94,17 @@ class Entrances:
                 return frozenset({number})
         return None
 
-    def _unknown(self, call: OpCall | None) -> Entry:
+    def _unknown(self, call: OpCall | None) -> EnteringTensor:
         """Tell what a tensor is that nobody has named: a constant or, where parameters are gathered, one of these."""
         if self.gathered is None:
-            return Entry(Kind.CONSTANT, "")
+            return EnteringTensor(Kind.CONSTANT, "")
         module = "" if call is None else call.module
         if not self.gathered:
-            return Entry(Kind.RECEIVED, module)
+            return EnteringTensor(Kind.RECEIVED, module)
         here = [name for name in self.gathered if name.rpartition(".")[0] == module]
-        return Entry(Kind.PARAMETER, (here or self.gathered)[0])
+        return EnteringTensor(Kind.PARAMETER, (here or self.gathered)[0])
 
-    def _enter(self, entry: Entry, tensor: torch.Tensor, flags: Flags, call: OpCall | None) -> int:
+    def _enter(self, entry: EnteringTensor, tensor: torch.Tensor, flags: Flags, call: OpCall | None) -> int:
         if entry.name and entry in self._entered:
             return self._entered[entry]
         number = len(self._origins)
@@ -125,7 +125,7 @@ class Entrances:
         return number
 
 
-def _site(entry: Entry, call: OpCall | None) -> Site:
+def _site(entry: EnteringTensor, call: OpCall | None) -> Site:
     match entry.kind:
         case Kind.PARAMETER | Kind.BUFFER:
             return Site.of_parameter(entry.name, "param")

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from bitwitness.capture.structure import tensors_of
 from bitwitness.nonfinite.flags import measurable
 from bitwitness.stats.local import local_values
-from bitwitness.tap.modules import ROOT, own_work
-from bitwitness.tap.structure import tensors_of
+from bitwitness.tap.modules import ROOT
+from bitwitness.tap.ownwork import own_work
 
 SHOWN = 21
+"""As many frames as ``DebugUnderflowOverflow`` of transformers shows, whose report this follows."""
 HEADER = "abs min  abs max  metadata"
 
 
@@ -31,7 +33,7 @@ def extent(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(slots=True)
-class Frame:
+class ModuleFrame:
     """One module's forward: its path, class, and the extents of what went in and came out."""
 
     path: str
@@ -57,7 +59,7 @@ class FrameLog:
     """Notes every module's forward while `watching`."""
 
     def __init__(self) -> None:
-        self.frames: list[Frame] = []
+        self.frames: list[ModuleFrame] = []
         self._last: str | None = None
         self._full = False
 
@@ -90,7 +92,7 @@ class FrameLog:
                 labels = [f"output[{i}]" for i in range(len(made))] if len(made) > 1 else ["output"]
                 rows = [*given, *zip(labels, made, strict=True)]
                 extents = [(label, extent(tensor)) for label, tensor in rows if measurable(tensor)]
-            self.frames.append(Frame(path, type(module).__name__, module, extents))
+            self.frames.append(ModuleFrame(path, type(module).__name__, module, extents))
 
         return note
 

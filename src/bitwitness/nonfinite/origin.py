@@ -172,7 +172,7 @@ class Trace:
     problem
         Why the step could not be traced, or not through its loss code.
     seconds
-        How long the replay took, by `tap.clock.stopwatch`.
+        How long the replay took, by `tap.timer.stopwatch`.
 
     """
 

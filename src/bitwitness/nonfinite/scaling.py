@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bitwitness.finding import Finding, Severity
+from bitwitness.nonfinite.messages import SENSOR
 from bitwitness.nonfinite.origin import Told
-from bitwitness.nonfinite.words import SENSOR
 from bitwitness.site import Site
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 
 from bitwitness.nonfinite.flags import flags_of, measurable
-from bitwitness.nonfinite.taint import Value
+from bitwitness.nonfinite.taint import Taint
 
 
 class Strays:
@@ -19,16 +19,16 @@ class Strays:
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
         self._missing = {id(t): t for t in tensors if measurable(t) and flags_of(t)}
-        self._known: dict[int, Value] = {}
+        self._known: dict[int, Taint] = {}
 
-    def meet(self, op: str, result: torch.Tensor, value: Value) -> None:
+    def meet(self, op: str, result: torch.Tensor, value: Taint) -> None:
         """Look whether an operator's bad result is one of them."""
         for key, tensor in list(self._missing.items()):
             if _made_by(tensor, op) and _same(tensor.detach(), result.detach()):
                 self._known[tensor.untyped_storage().data_ptr()] = value
                 del self._missing[key]
 
-    def get(self, tensor: torch.Tensor) -> Value | None:
+    def get(self, tensor: torch.Tensor) -> Taint | None:
         """Return what is known of a tensor's origins, by where it lies."""
         return self._known.get(tensor.untyped_storage().data_ptr())
 

@@ -18,7 +18,7 @@ NONE: Origins = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class Taint:
     """What one tensor holds, and from which origins (by number) its NaN and its infinities come."""
 
     flags: Flags = FINITE
@@ -31,7 +31,7 @@ class Value:
         return self.nan_from | self.inf_from
 
 
-CLEAN = Value()
+CLEAN = Taint()
 
 
 def key_of(tensor: torch.Tensor) -> Key:
@@ -45,8 +45,8 @@ def key_of(tensor: torch.Tensor) -> Key:
 class Provenance:
     """The values seen so far, by tensor; and what was ever written into each storage, for views of it."""
 
-    _values: dict[int, dict[Key, Value]] = field(default_factory=dict)
-    _storages: dict[int, Value] = field(default_factory=dict)
+    _values: dict[int, dict[Key, Taint]] = field(default_factory=dict)
+    _storages: dict[int, Taint] = field(default_factory=dict)
 
     def begin(self, tensor: torch.Tensor) -> None:
         """Forget what lay where a new tensor lies now."""
@@ -54,25 +54,25 @@ class Provenance:
         self._values[pointer] = {}
         self._storages.pop(pointer, None)
 
-    def put(self, tensor: torch.Tensor, value: Value) -> None:
+    def put(self, tensor: torch.Tensor, value: Taint) -> None:
         """Remember what a tensor holds."""
         key = key_of(tensor)
         self._values.setdefault(key[0], {})[key] = value
         if value.flags:
             before = self._storages.get(key[0], CLEAN)
-            self._storages[key[0]] = Value(FINITE, before.nan_from | value.nan_from, before.inf_from | value.inf_from)
+            self._storages[key[0]] = Taint(FINITE, before.nan_from | value.nan_from, before.inf_from | value.inf_from)
 
-    def get(self, tensor: torch.Tensor) -> Value | None:
+    def get(self, tensor: torch.Tensor) -> Taint | None:
         """Return what a tensor is known to hold, or None."""
         key = key_of(tensor)
         return self._values.get(key[0], {}).get(key)
 
-    def written(self, tensor: torch.Tensor) -> Value:
+    def written(self, tensor: torch.Tensor) -> Taint:
         """Return where non-finite values in a tensor's storage came from, as far as is known."""
         return self._storages.get(tensor.untyped_storage().data_ptr(), CLEAN)
 
 
-def joined(values: list[Value], flags: Flags, constants: Origins) -> Value | None:
+def joined(values: list[Taint], flags: Flags, constants: Origins) -> Taint | None:
     """Return where an operator's non-finite output came from, given its inputs; None if it is the operator's own doing.
 
     NaN comes from the inputs' NaN; without any, from infinities that are not just a mask's (``constants``): softmax of an
@@ -89,4 +89,4 @@ def joined(values: list[Value], flags: Flags, constants: Origins) -> Value | Non
         inf_from = nan_from
         if not inf_from:
             return None
-    return Value(flags, nan_from if flags.nan else NONE, inf_from if flags.inf else NONE)
+    return Taint(flags, nan_from if flags.nan else NONE, inf_from if flags.inf else NONE)

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
+from bitwitness.capture.lossgraph import Outside, sources_in
+from bitwitness.capture.step import StepRecord
 from bitwitness.nonfinite.making import SLOPES
-from bitwitness.tap.capture import StepRecord
 from bitwitness.tap.frames import NOWHERE, Line, line_text
-from bitwitness.tap.lossgraph import Outside, sources_in
 
 _LONGEST = 2000  # nodes of autograd's graph that are walked for one term
-_SHOWN = 4
+_SHOWN = 4  # terms of one loss; the line is read in a terminal
 _PLAIN = {op.removeprefix("_").replace("_", ""): op for op in SLOPES}
 
 

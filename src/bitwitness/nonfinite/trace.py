@@ -11,7 +11,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from bitwitness.nonfinite.entrances import Entry
+from bitwitness.capture.lossgraph import LossGraph, Outside, sources_in
+from bitwitness.capture.step import StepRecord
+from bitwitness.capture.structure import tensors_of
+from bitwitness.nonfinite.entrances import EnteringTensor
 from bitwitness.nonfinite.flags import all_finite, flags_of, measurable
 from bitwitness.nonfinite.frames import FrameLog
 from bitwitness.nonfinite.kinds import Mode, wanted
@@ -21,10 +24,7 @@ from bitwitness.nonfinite.taint import Origins
 from bitwitness.nonfinite.terms import terms_of
 from bitwitness.nonfinite.watch import OriginWatch
 from bitwitness.replay.run import Execution, Replayer
-from bitwitness.tap.capture import StepRecord
-from bitwitness.tap.clock import stopwatch
-from bitwitness.tap.lossgraph import LossGraph, Outside, sources_in
-from bitwitness.tap.structure import tensors_of
+from bitwitness.tap.timer import stopwatch
 
 _FROM_OUTSIDE = (Kind.PARAMETER, Kind.BUFFER, Kind.BATCH, Kind.TERM, Kind.CONSTANT, Kind.RECEIVED, Kind.UNKNOWN)
 
@@ -107,9 +107,9 @@ def _of_interest(origin: Origin, mode: Mode) -> bool:
     return origin.kind in _FROM_OUTSIDE or wanted(mode, accumulating=origin.accumulating)
 
 
-def _entries(root: nn.Module, record: StepRecord) -> dict[int, Entry]:
+def _entries(root: nn.Module, record: StepRecord) -> dict[int, EnteringTensor]:
     """Return what enters the step, by address."""
-    entries: dict[int, Entry] = {}
+    entries: dict[int, EnteringTensor] = {}
     for tensor, entry in _entering(root, record):
         local = tensor.to_local() if hasattr(type(tensor), "to_local") else tensor  # type: ignore[attr-defined]
         if measurable(local):
@@ -117,27 +117,27 @@ def _entries(root: nn.Module, record: StepRecord) -> dict[int, Entry]:
     return entries
 
 
-def _entering(root: nn.Module, record: StepRecord) -> Iterator[tuple[torch.Tensor, Entry]]:
+def _entering(root: nn.Module, record: StepRecord) -> Iterator[tuple[torch.Tensor, EnteringTensor]]:
     """Yield what the script gave to its loss code, gradients from outside, buffers and parameters."""
     yield from _read_by_the_loss(record)
     for term in terms_of(record, dict(root.named_parameters())):
-        yield term.tensor, Entry(Kind.TERM, f"loss[{term.reader}]", term.describe())
+        yield term.tensor, EnteringTensor(Kind.TERM, f"loss[{term.reader}]", term.describe())
     for forward in record.forwards:
         for grad in forward.output_grads:
             if grad is not None:
-                yield grad, Entry(Kind.UNKNOWN, "gradient")
+                yield grad, EnteringTensor(Kind.UNKNOWN, "gradient")
     for name, buffer in root.named_buffers():
-        yield buffer, Entry(Kind.BUFFER, name)
+        yield buffer, EnteringTensor(Kind.BUFFER, name)
     for name, parameter in root.named_parameters():
-        yield parameter, Entry(Kind.PARAMETER, name)
+        yield parameter, EnteringTensor(Kind.PARAMETER, name)
 
 
-def _read_by_the_loss(record: StepRecord) -> Iterator[tuple[torch.Tensor, Entry]]:
+def _read_by_the_loss(record: StepRecord) -> Iterator[tuple[torch.Tensor, EnteringTensor]]:
     for graph in record.graphs.values():
         for call in graph.calls.values():
             for source in sources_in((call.args, call.kwargs)):
                 if isinstance(source, Outside):
-                    yield source.tensor, Entry(Kind.BATCH, f"loss[{getattr(call.func, '__name__', 'call')}]")
+                    yield source.tensor, EnteringTensor(Kind.BATCH, f"loss[{getattr(call.func, '__name__', 'call')}]")
 
 
 def bad_parameters(root: nn.Module) -> list[str]:
@@ -156,7 +156,7 @@ def _batch_seen(root: nn.Module, watch: OriginWatch) -> Iterator[None]:
         for name, value in named:
             for tensor in tensors_of(value):
                 if measurable(tensor):
-                    watch.name(tensor, Entry(Kind.BATCH, name))
+                    watch.name(tensor, EnteringTensor(Kind.BATCH, name))
 
     handle = root.register_forward_pre_hook(note, with_kwargs=True, prepend=True)
     try:

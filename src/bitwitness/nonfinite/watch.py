@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bitwitness.nonfinite.entrances import MEASURED, Entrances, Entry
+from bitwitness.nonfinite.entrances import MEASURED, EnteringTensor, Entrances
 from bitwitness.nonfinite.exact import Exact, in_float64
 from bitwitness.nonfinite.flags import FINITE, Flags, flags_of, measurable
 from bitwitness.nonfinite.frames import FrameLog
@@ -21,7 +21,7 @@ from bitwitness.nonfinite.kept import KeptTensors, saved_by
 from bitwitness.nonfinite.kinds import MATRIX_PRODUCTS, accumulates, overwritten, puts_in
 from bitwitness.nonfinite.origin import Extent, Kind, Origin
 from bitwitness.nonfinite.strays import Strays
-from bitwitness.nonfinite.taint import CLEAN, NONE, Origins, Provenance, Value, joined
+from bitwitness.nonfinite.taint import CLEAN, NONE, Origins, Provenance, Taint, joined
 from bitwitness.tap.compat import OpOverload
 from bitwitness.tap.frames import NOWHERE, Line, current_line
 from bitwitness.tap.modules import ModuleTracker
@@ -59,7 +59,12 @@ class OriginWatch:
     """
 
     def __init__(
-        self, entries: Mapping[int, Entry], frames: FrameLog, *, scale: float = 1.0, strays: Strays | None = None
+        self,
+        entries: Mapping[int, EnteringTensor],
+        frames: FrameLog,
+        *,
+        scale: float = 1.0,
+        strays: Strays | None = None,
     ) -> None:
         self.origins: list[Origin] = []
         self._strays = Strays() if strays is None else strays
@@ -68,7 +73,7 @@ class OriginWatch:
         self._tracker = ModuleTracker()
         self._provenance = Provenance()
         self._entrances = Entrances(entries, self._strays, frames, self.origins, self._provenance)
-        self._inputs: list[tuple[torch.Tensor, Value]] = []
+        self._inputs: list[tuple[torch.Tensor, Taint]] = []
         self._copies: dict[int, torch.Tensor] = {}
         self._lines: dict[int, Line] = {}
         self._keeper = KeptTensors()
@@ -84,7 +89,7 @@ class OriginWatch:
         """The origins that are a constant of the model's author, a mask perhaps."""
         return self._entrances.constants
 
-    def name(self, tensor: torch.Tensor, entry: Entry) -> None:
+    def name(self, tensor: torch.Tensor, entry: EnteringTensor) -> None:
         """Say what a tensor is that enters the step."""
         self._entrances.entries[tensor.untyped_storage().data_ptr()] = entry
 
@@ -96,7 +101,7 @@ class OriginWatch:
         """Return the dispatch mode; enter it around each forward and each backward."""
         return OperatorTap(self._tracker, self._after, watched, before=self._before)
 
-    def value(self, tensor: torch.Tensor) -> Value:
+    def value(self, tensor: torch.Tensor) -> Taint:
         """Return what a tensor holds at the end, and where it comes from."""
         if not measurable(tensor):
             return CLEAN
@@ -123,11 +128,11 @@ class OriginWatch:
         entry = self._entrances.entry(tensor)
         return entry is not None and entry.kind is Kind.BUFFER and tensor.numel() <= _LARGEST_BUFFER
 
-    def _known(self, tensor: torch.Tensor, call: OpCall) -> Value:
+    def _known(self, tensor: torch.Tensor, call: OpCall) -> Taint:
         known = self._provenance.get(tensor)
         return self._looked_at(tensor, call) if known is None else known
 
-    def _looked_at(self, tensor: torch.Tensor, call: OpCall | None) -> Value:
+    def _looked_at(self, tensor: torch.Tensor, call: OpCall | None) -> Taint:
         flags = flags_of(tensor, nan_expected=bool(self._provenance.written(tensor).nan_from))
         value = CLEAN if not flags else self._entrances.take(tensor, flags, call)
         self._provenance.put(tensor, value)
@@ -167,7 +172,7 @@ class OriginWatch:
             if flags:
                 self._provenance.put(tensor, self._judge(call, [(tensor, flags)])[id(tensor)])
 
-    def _judge(self, call: OpCall, found: list[tuple[torch.Tensor, Flags]]) -> dict[int, Value]:
+    def _judge(self, call: OpCall, found: list[tuple[torch.Tensor, Flags]]) -> dict[int, Taint]:
         """Tell of each non-finite output where it comes from; the operator itself may be the origin."""
         inputs = [value for _, value in self._inputs]
         known = {id(t): joined(inputs, flags, self.constants) for t, flags in found if flags}
@@ -177,7 +182,7 @@ class OriginWatch:
         # A gradient is no mask: an infinity put in there is a fault.
         constant = call.phase == "forward" and puts_in(call.op, call.args, call.kwargs)
         mine: Origins | None = None
-        values: dict[int, Value] = {}
+        values: dict[int, Taint] = {}
         for tensor, flags in found:
             if not flags:
                 continue
@@ -185,11 +190,11 @@ class OriginWatch:
             if value is None:
                 batch = self._fed_by_batch(call)
                 mine = mine or (batch or frozenset({self._originate(call, found, constant=constant)}))
-                value = Value(flags, mine if flags.nan else NONE, mine if flags.inf else NONE)
+                value = Taint(flags, mine if flags.nan else NONE, mine if flags.inf else NONE)
             values[id(tensor)] = value
         return values
 
-    def _again(self, tensor: torch.Tensor, value: Value, call: OpCall) -> Value:
+    def _again(self, tensor: torch.Tensor, value: Taint, call: OpCall) -> Taint:
         """Look directly at an input before an operator is blamed: what we remember of its memory may be out of date."""
         seen = self._copies.get(id(tensor), tensor)
         flags = flags_of(seen)

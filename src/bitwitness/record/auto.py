@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from bitwitness.config.recording import RecordConfig
 from bitwitness.errors import BitwitnessError
 from bitwitness.record.recorder import Recorder
-from bitwitness.tap.compiled import CompileNotices
+from bitwitness.record.recording import ModelRecording
+from bitwitness.session.reporter import Reporter
+from bitwitness.session.roots import root_of
+from bitwitness.session.search import ModelSearch
+from bitwitness.session.session import sessions
 from bitwitness.tap.modules import in_backward, keywords_of_call, unwrap
+from bitwitness.tap.process_groups import wrappers_noticed
 
 
-class AutoRecorder:
+class AutoRecorder(ModelSearch[Recorder]):
     """Records every model with parameters that is called by no other module inside the ``with``.
 
     Parameters
@@ -31,43 +34,62 @@ class AutoRecorder:
     """
 
     def __init__(self, config: RecordConfig, out: str) -> None:
+        super().__init__()
         self._config = config
         self._out = out
-        self._stack = ExitStack()
-        self._met: set[int] = set()
-        self._alive: list[nn.Module] = []
-        self.recorders: list[Recorder] = []
+        self._reporter = Reporter(None, int(os.environ.get("RANK", "0")))
+        self._folders: list[str] = []
+        self._speaks = False
 
     def __enter__(self) -> Self:
-        for handle in (register_module_forward_pre_hook(self._meet), CompileNotices(self._meet)):
-            self._stack.callback(handle.remove)
+        self._stack.enter_context(wrappers_noticed(self._wrapped))
+        self._begin_search()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stack.__exit__(kind, error, trace)
+        self._calls.end()
+        for recorder in reversed(self.entered):
+            recorder.__exit__(kind, error, trace)
+        self._stack.close()
 
     def say(self) -> None:
         """Print where the recordings are, or that there is none."""
-        folders = [recorder.folder for recorder in self.recorders if recorder.folder is not None]
-        if folders and any(recorder.is_first_rank for recorder in self.recorders):
-            sys.stderr.write(f"bitwitness: recorded in {', '.join(folders)}\n")
-        elif not folders:
+        if self._folders and self._speaks:
+            sys.stderr.write(f"bitwitness: recorded in {', '.join(self._folders)}\n")
+        elif not self._folders:
             sys.stderr.write("bitwitness: nothing was recorded: no module with parameters was called\n")
 
-    def _meet(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or id(module) in self._met or in_backward():
+    # -- the search ----------------------------------------------------------------------------------------------
+
+    def _failed(self, error: Exception) -> None:
+        self._reporter.failure("search for models", error, 0)
+
+    def _watched_already(self) -> list[nn.Module]:
+        return [one.root for one in sessions() if any(isinstance(other, ModelRecording) for other in one.instruments)]
+
+    def _consider(self, module: nn.Module, args: Any) -> None:
+        if module in self._passed or in_backward():
             return
-        self._met |= {id(part) for part in module.modules()}
-        self._alive.append(module)  # or its identity could be given to another
         if next(unwrap(module).parameters(), None) is None:
-            return
+            self._passed.update(module.modules())
+        elif root_of(module) is not None and self._take_over(module, module):  # else it comes back as, or in, a model
+            self._passed.update(module.modules())
+            self._record(module, args)
+
+    def _record(self, module: nn.Module, args: Any) -> None:
         recorder = Recorder(module, out=self._out, config=self._config)
         try:
-            self._stack.enter_context(recorder)
+            recorder.start()
         except BitwitnessError as error:
-            sys.stderr.write(f"bitwitness: {type(unwrap(module)).__name__} is not recorded: {error}\n")
+            self._reporter.say(f"{type(unwrap(module)).__name__} is not recorded: {error}")
             return
-        self.recorders.append(recorder)
+        self.entered.append(recorder)
+        self._folders.append(str(recorder.folder))
+        self._speaks |= recorder.is_first_rank
         recorder.join(module, args, keywords_of_call() or {})
+
+    def _left(self, one: Recorder) -> None:
+        if not one.let_go():
+            self._folders.remove(str(one.folder))

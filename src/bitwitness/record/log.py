@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from bitwitness.record.values import Noted, Values
+from bitwitness.session.steps import StepClock
 from bitwitness.site import Site, matches
-from bitwitness.tap.clock import StepClock
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class Selection:
 
 
 @dataclass(slots=True)
-class Entry:
+class NodeValue:
     """One value of a node: where it was seen and what is known of it."""
 
     site: Site
@@ -80,13 +80,13 @@ class Log:
         self._nodes += 1
         return self._nodes - 1
 
-    def see(self, site: Site, tensor: torch.Tensor, *, overwritten: bool = False) -> Entry | None:
+    def see(self, site: Site, tensor: torch.Tensor, *, overwritten: bool = False) -> NodeValue | None:
         """Note a value now, to be added later; None if its site is not recorded. ``overwritten``: see `Values.note`."""
         if not self.selection.wants(site):
             return None
-        return Entry(site, self.values.note(tensor, site, overwritten=overwritten))
+        return NodeValue(site, self.values.note(tensor, site, overwritten=overwritten))
 
-    def add(self, entry: Entry, node: int, kind: str, *, args: str | None = None, stack: int = -1) -> None:
+    def add(self, entry: NodeValue, node: int, kind: str, *, args: str | None = None, stack: int = -1) -> None:
         """Add a row."""
         site, noted = entry.site, entry.noted
         self._seq += 1

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from bitwitness.record.log import Entry, Fail, Log
+from bitwitness.record.log import Fail, Log, NodeValue
 from bitwitness.site import Site
 from bitwitness.tap.frames import Stacks
 from bitwitness.tap.hooks import ModuleHook
-from bitwitness.tap.modules import ROOT, own_work
-from bitwitness.tap.randomness import in_replay
+from bitwitness.tap.modules import ROOT
+from bitwitness.tap.ownwork import in_replay, own_work
 
 
 def named_tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -113,7 +113,7 @@ class ModuleRecorder:
         self._fail = fail
         self._paths = {module: name or ROOT for name, module in root.named_modules()}
         self._calls: Counter[str] = Counter()
-        self._open: list[tuple[nn.Module, int, list[Entry], int, int]] = []
+        self._open: list[tuple[nn.Module, int, list[NodeValue], int, int]] = []
         self._hooks: list[ModuleHook] = []
         self.evaluating = False
         """The forward that runs is none of a step's."""

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from bitwitness.record.log import Entry, Fail, Log
+from bitwitness.record.log import Fail, Log, NodeValue
 from bitwitness.site import Site
 from bitwitness.tap.compat import OpOverload
 from bitwitness.tap.frames import Stacks
-from bitwitness.tap.modules import OWN, ModuleTracker, in_backward
+from bitwitness.tap.modules import ModuleTracker, in_backward
 from bitwitness.tap.operators import OpCall, OperatorTap, tensors_in
-from bitwitness.tap.randomness import in_replay
+from bitwitness.tap.ownwork import OWN, in_replay
 from bitwitness.tap.trace import computes, moves_between_ranks
 
 _SCRATCH = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_attention", "_fused_sdp")
@@ -65,7 +65,7 @@ class OperatorRecorder:
         self._tracker = tracker
         self._stacks = stacks
         self._fail = fail
-        self._inputs: list[Entry] = []
+        self._inputs: list[NodeValue] = []
         self._broken = False
 
     def tap(self) -> OperatorTap:
@@ -94,7 +94,7 @@ class OperatorRecorder:
 
     def _is_ours(self, call: OpCall) -> bool:
         """Tell whether an operator is the model's: not our own work, another model's, or a reducer's copying."""
-        if self._broken or call.module == OWN or in_replay() or not self._tracker.at_home:
+        if self._broken or call.module == OWN or in_replay() or not self._tracker.in_focus:
             return False
         return not self._log.backward or in_backward() or moves_between_ranks(call.func)
 

@@ -12,8 +12,7 @@ from torch.optim.optimizer import Optimizer
 
 from bitwitness.record.log import Fail, Log
 from bitwitness.site import Site
-from bitwitness.tap.modules import own_work
-from bitwitness.tap.randomness import in_replay
+from bitwitness.tap.ownwork import in_replay, own_work
 
 _NOT_SETTINGS = ("params", "param_names")
 

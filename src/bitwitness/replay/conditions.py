@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from bitwitness.capture.gradhooks import parameter_hooks
+from bitwitness.capture.reasons import PARAMETER_HOOKS
+from bitwitness.capture.step import Pass, StepRecord
 from bitwitness.replay.errors import ReplayError
 from bitwitness.stats import marks_of
-from bitwitness.tap.capture import Pass, StepRecord
-from bitwitness.tap.gradhooks import parameter_hooks
-from bitwitness.tap.modules import own_work
-from bitwitness.tap.reasons import PARAMETER_HOOKS
+from bitwitness.tap.ownwork import own_work
 
 
 def check_kept(record: StepRecord, passes: list[Pass]) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
 
+from bitwitness.capture.contents import Snapshot
+from bitwitness.capture.memory import Memory
 from bitwitness.replay.start import Starts
 from bitwitness.stats import Features
-from bitwitness.tap.contents import Snapshot
-from bitwitness.tap.memory import Memory
+
+Around = Callable[[], AbstractContextManager[object]]
+"""Returns a context for each forward and each backward of a replay: an operator tap, say."""
 
 
 @dataclass(slots=True)

@@ -13,13 +13,13 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
+from bitwitness.capture.randomness import randomness_kept
+from bitwitness.capture.step import Pass, StepRecord
 from bitwitness.replay.errors import ReplayError
 from bitwitness.replay.run import Execution, Replayer
-from bitwitness.tap.capture import Pass, StepRecord
 from bitwitness.tap.compat import keeping_versions, queue_after_backward
 from bitwitness.tap.compiled import distributed
 from bitwitness.tap.modes import scripts_modes_back
-from bitwitness.tap.randomness import randomness_kept
 
 _STATELESS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 

@@ -11,11 +11,11 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
+from bitwitness.capture.step import Pass, StepRecord
 from bitwitness.replay.run import Around, Execution, Replayer
 from bitwitness.stats import Features
-from bitwitness.tap.capture import Pass, StepRecord
 from bitwitness.tap.modes import scripts_modes_back
-from bitwitness.tap.modules import own_work
+from bitwitness.tap.ownwork import own_work
 from bitwitness.tap.sharded import ReduceTap
 
 
@@ -41,7 +41,7 @@ class LockstepReplayer(Replayer):
         """Execute the step again, with all ranks; see `Replayer.run`. ``grads`` are the reduced ones."""
         passes = record.passes() if passes is None else passes
         self.check(record, passes, strict=strict)
-        self._strict = strict
+        self._demand(strict=strict)
         outputs: list[torch.Tensor] = []
         done = Execution(self._joined([None] * len(self.parameters)), torch.zeros(0))
         with self._tap.aside() as parts, self._apart(passes), self._gradients_apart(zero_start=record.zero_start):
@@ -60,7 +60,7 @@ class LockstepReplayer(Replayer):
 
     def _backpropagate(self, group: Pass, outputs: list[torch.Tensor], done: Execution, around: Around) -> None:
         self._sync(reduce=group.sync)
-        found = self._starts(group, outputs, around, {})
+        found = self._passes.starts(group, outputs, around, {})
         done.note(found)
         with around(), scripts_modes_back(backward=True):
             torch.autograd.backward(found.roots, found.grads)

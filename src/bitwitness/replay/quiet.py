@@ -15,13 +15,15 @@ from typing import Any
 from torch import nn
 
 from bitwitness.replay.errors import ReplayError
+from bitwitness.tap.ownwork import in_replay
 from bitwitness.tap.patching import replaced
-from bitwitness.tap.randomness import in_replay
 
 _REPORTERS = {"LightningModule": ("log", "log_dict")}
 """Classes by name (they need not be installed), and methods of theirs that add to sums kept elsewhere."""
 
 _CLOCKS_APART_S = 0.02
+"""How far a file's time may lie behind ``time.time()``: Linux stamps files with the clock of its last tick (10 ms at
+100 Hz), and as much again. Wider would only refuse replays after files that were written just before a forward."""
 _LOOKS = ("stat", "lstat", "access", "listdir", "scandir", "mkdir")
 """Functions of `os` that tell whether a path is there, or what is in it."""
 _stat = os.stat

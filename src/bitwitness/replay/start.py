@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from bitwitness.capture.graphwalk import ForwardSpan, GraphSketch, sketch
+from bitwitness.capture.lossgraph import Held, LossGraph, Output
+from bitwitness.capture.step import Pass
 from bitwitness.replay.errors import ReplayError
-from bitwitness.tap.capture import Pass
+from bitwitness.replay.loss import LossRun
 from bitwitness.tap.frames import line_text
-from bitwitness.tap.graphwalk import ForwardSpan, GraphSketch, sketch
-from bitwitness.tap.lossgraph import Held, LossGraph, LossRun, Output
 
 Roots = list[tuple[torch.Tensor, torch.Tensor | None]]
 CANNOT_RUN = "the loss code cannot be run again: {}"

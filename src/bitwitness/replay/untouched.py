@@ -1,7 +1,7 @@
 """A re-execution leaves no trace: what it may have changed is looked at afterwards, put back, and told.
 
-Buffers, held state (`tap.heldstate`), gradients and the training's own outputs: the last two lie, where CUDA graphs or static
-buffers are used, in memory that the next run of the same code writes to.
+Buffers, held state (`capture.heldstate`), gradients and the training's own outputs: the last two lie, where CUDA graphs or
+static buffers are used, in memory that the next run of the same code writes to.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from bitwitness.capture.buffers import BufferKeeper
+from bitwitness.capture.contents import Snapshot, equal_values
+from bitwitness.capture.gradients import features_with_absent
+from bitwitness.capture.heldstate import HeldState
+from bitwitness.capture.leaves import LARGEST
+from bitwitness.capture.step import Pass
+from bitwitness.capture.surroundings import Reading
 from bitwitness.stats import Features
 from bitwitness.stats.local import local_values
-from bitwitness.tap.buffers import BufferKeeper
-from bitwitness.tap.capture import Pass
 from bitwitness.tap.compat import keeping_versions
-from bitwitness.tap.contents import Snapshot, equal_values
-from bitwitness.tap.gradients import features_with_absent
-from bitwitness.tap.heldstate import HeldState
-from bitwitness.tap.leaves import LARGEST
-from bitwitness.tap.modules import own_work
-from bitwitness.tap.surroundings import Reading
+from bitwitness.tap.ownwork import own_work
 
 STATIC = (
     "{what} lie in memory that a re-execution overwrites (CUDA graphs, static buffers); what was overwritten is put back, "

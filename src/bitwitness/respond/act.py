@@ -9,25 +9,25 @@ from typing import Literal
 import torch
 from torch import nn
 
+from bitwitness.capture.step import StepRecord
 from bitwitness.errors import EXIT_CONVICTED, SideChannelError
 from bitwitness.finding import Action, Cause, Verdict
 from bitwitness.judge.fingerprint import Fingerprint
-from bitwitness.judge.judge import Outcome
+from bitwitness.judge.verdict import Outcome
 from bitwitness.ranks import Ranks
 from bitwitness.replay.heal import buffers_moved, heal_alone, heal_together, stateful_reduction, write_results
 from bitwitness.replay.run import Replayer
 from bitwitness.respond.skip import Skip
 from bitwitness.respond.watchdog import Watchdog
 from bitwitness.stats import Features
-from bitwitness.tap.capture import StepRecord
 from bitwitness.tap.frames import line_text
 
 Act = Literal["observe", "protect", "stop"]
-_TRIES = 3
+_TRIES = 3  # a transient fault may strike a heal, too, hardly three; a fault that stays is stopped at, not healed
 
 
 @dataclass(frozen=True, slots=True)
-class Root:
+class HealTarget:
     """What healing works on.
 
     ``describe`` is called in each backward of a lockstep replay once the local gradients are there; ``take`` returns
@@ -46,7 +46,7 @@ class Root:
 class Responder:
     """Acts on verdicts as configured. ``observe`` never touches the training."""
 
-    def __init__(self, act: Act, ranks: Ranks, root: Root, watchdog: Watchdog) -> None:
+    def __init__(self, act: Act, ranks: Ranks, root: HealTarget, watchdog: Watchdog) -> None:
         self._act = act
         self._ranks = ranks
         self._root = root
@@ -71,7 +71,7 @@ class Responder:
             also = self._leave_out(record) + _unhealed(record, moved=moved)
             return replace(verdict, action=Action.HEALED, message=f"{verdict.message}; healed with it{also}"), None
         if judgement.heal or judgement.skip:
-            self.skip.begin(record.step)
+            self.skip.begin(record.number)
             why = "the gradient that entered the model was computed from wrong outputs, or executions do not agree"
             if unhealable is not None:
                 why = unhealable

@@ -27,7 +27,7 @@ from bitwitness.errors import TrainingStopped
 GRACE_S = 60.0
 """Seconds that a main thread has to end, after the training was stopped in another thread."""
 
-_CLOSING_S = 5.0
+_CLOSING_S = 5.0  # for the run folder's last lines, before the process ends with threads of the script's still running
 _LAST = -1_000_000  # among the finalizers of a process started by multiprocessing
 _ENDED_BY_LAUNCHER = ("popen_fork.py", "forkserver.py")
 

@@ -22,11 +22,11 @@ from torch.optim.optimizer import Optimizer
 
 from bitwitness.errors import EXIT_CONVICTED, TrainingStopped
 from bitwitness.respond.ending import end_from_elsewhere, end_now, interactive, seal
-from bitwitness.tap.compiled import Entry, HookedCall
-from bitwitness.tap.holdpoints import BackwardCall, HoldPoints, Relay, StepListener
+from bitwitness.tap.compiled import EntryPoint, HookedCall
 from bitwitness.tap.hooks import ModuleHook
+from bitwitness.tap.moments import BackwardCall, StepListener, StepMoments
 
-_ENOUGH = 3
+_ENOUGH = 3  # catches of the stop in one thread: a script may wrap a step in one handler and its loop in another
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +49,23 @@ class Finality:
         self._contained = 0
 
     @contextmanager
-    def over(self, entry: Entry, listener: StepListener, close: Callable[[], None]) -> Iterator[StepListener]:
-        """Take a guard in, for as long as it is on; give who is to be told of its steps instead of ``listener``.
-
-        ``close`` is called where the process is ended from here.
-        """
+    def over(self, entry: EntryPoint, close: Callable[[], None]) -> Iterator[None]:
+        """Take a guard in, for as long as it is on; ``close`` is called where the process is ended from here."""
         self._entries.add(entry.module)
         self._on.append(close)
-        relay = _Final(listener, self)
         try:
-            yield relay
+            yield
         finally:
-            relay.let_go()
             self._on.remove(close)
+
+    @contextmanager
+    def declared(self) -> Iterator[None]:
+        """Make a stop that is raised inside final."""
+        try:
+            yield
+        except TrainingStopped as error:
+            self.declare(error)
+            raise
 
     def exit_code(self, otherwise: int) -> int:
         """Return the process's exit code."""
@@ -104,7 +108,7 @@ class Finality:
         self.stop = stop
         for module in self._entries:
             self._refuse_forwards(module)
-        HoldPoints(_Refusal(self)).__enter__()  # never left
+        StepMoments(_Refusal(self)).__enter__()  # never left
         for told in list(self._told):
             with suppress(Exception):
                 told(stop)
@@ -132,7 +136,7 @@ class Finality:
             if called.training and torch.is_grad_enabled():
                 self.refuse()
 
-        if Entry(module, module).in_place:
+        if EntryPoint(module, module).in_place:
             HookedCall(module, before, _nothing)
         else:
             module.register_forward_pre_hook(ModuleHook(before), with_kwargs=True)
@@ -141,46 +145,18 @@ class Finality:
         raise TrainingStopped(stop.code, stop.reason)
 
 
-class _Final(Relay):
-    """Declares the stops that a guard's listener raises."""
-
-    def __init__(self, listener: StepListener, finality: Finality) -> None:
-        super().__init__(listener)
-        self._finality = finality
-
-    def hold(self, *, scaler: GradScaler | None = None, optimizer: Optimizer | None = None) -> None:
-        """Pass it on."""
-        with self._declared():
-            super().hold(scaler=scaler, optimizer=optimizer)
-
-    def closure_ended(self, optimizer: Optimizer) -> None:
-        """Pass it on."""
-        with self._declared():
-            super().closure_ended(optimizer)
-
-    @contextmanager
-    def around_backward(self, call: BackwardCall) -> Iterator[None]:
-        """Pass it on."""
-        with self._declared(), super().around_backward(call):
-            yield
-
-    @contextmanager
-    def _declared(self) -> Iterator[None]:
-        try:
-            yield
-        except TrainingStopped as error:
-            self._finality.declare(error)
-            raise
-
-
-class _Refusal(Relay):
+class _Refusal(StepListener):
     """Lets nothing through that trains."""
 
     def __init__(self, finality: Finality) -> None:
-        super().__init__(None)
         self._finality = finality
 
-    def hold(self, *, scaler: GradScaler | None = None, optimizer: Optimizer | None = None) -> None:
+    def clipping(self, gradients: list[torch.Tensor]) -> None:
+        """Refuse."""
+        del gradients
+        self._finality.refuse()
+
+    def gradients_ready(self, *, scaler: GradScaler | None = None, optimizer: Optimizer | None = None) -> None:
         """Refuse."""
         del scaler, optimizer
         self._finality.refuse()

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
 
-from bitwitness.judge.judge import FAULT_CODE
+from bitwitness.judge.verdict import FAULT_CODE
 
 Loudness = Literal["INFO", "WARNING", "ERROR"]
 

@@ -7,17 +7,13 @@ logs or clips them. What is left of them is zeroed before the next step's backwa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer
-
-from bitwitness.tap.holdpoints import BackwardCall, Relay, StepListener
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +37,7 @@ class Skip:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = list(parameters)
         self._ours = {id(p) for p in parameters}
-        self._step: int | None = None
+        self._record: int | None = None
         self._stepping: list[Optimizer] = []  # an optimizer's step may call its base class's, with hooks of its own
         self._away: dict[int, _Away] = {}
         self._left_out: dict[int, nn.Parameter] = {}
@@ -50,9 +46,9 @@ class Skip:
         """Skip steps of these parameters from now on."""
         self._parameters, self._ours = list(parameters), {id(p) for p in parameters}
 
-    def begin(self, step: int) -> None:
-        """Let no optimizer use the gradients of this step; one may be stepping now, by a closure."""
-        self._step = step
+    def begin(self, number: int) -> None:
+        """Let no optimizer use the gradients of the step record ``number``; one may be stepping now, by a closure."""
+        self._record = number
         for optimizer in self._stepping:
             self._take(optimizer)
 
@@ -66,7 +62,7 @@ class Skip:
     def before_step(self, optimizer: Optimizer) -> None:
         """Take the gradients away, if they are not to be used."""
         self._stepping.append(optimizer)
-        if self._step is not None or self._left_out:
+        if self._record is not None or self._left_out:
             self._take(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -82,14 +78,14 @@ class Skip:
         if away.settings is not None:
             _put_back(optimizer, away.settings)
 
-    def before_backward(self, step: int) -> None:
-        """Say that gradients of ``step`` are about to be added to what is there."""
+    def before_backward(self, number: int) -> None:
+        """Say that gradients of the step record ``number`` are about to be added to what is there."""
         self._left_out = {
             key: p for key, p in self._left_out.items() if p.grad is not None and bool(p.grad.detach().any())
         }
-        if self._step in (None, step):
+        if self._record in (None, number):
             return
-        self._step = None
+        self._record = None
         self._away.clear()  # of a closure, which zeroed the old ones
         with torch.no_grad():
             for parameter in self._parameters:
@@ -99,7 +95,7 @@ class Skip:
     def _unused(self, parameter: nn.Parameter) -> bool:
         """Tell whether a parameter's gradient is one that is not to be used."""
         if id(parameter) in self._ours:
-            return self._step is not None
+            return self._record is not None
         return id(parameter) in self._left_out
 
     def _take(self, optimizer: Optimizer) -> None:
@@ -131,36 +127,3 @@ def _put_back(optimizer: Optimizer, settings: list[dict[str, Any]]) -> None:
                 group[name].copy_(value)
             else:
                 group[name] = value
-
-
-class SkipPoints(Relay):
-    """Minds the moments at which a `Skip` acts; ``step`` gives the number of the root's step."""
-
-    def __init__(self, listener: StepListener, skip: Skip, step: Callable[[], int]) -> None:
-        super().__init__(listener)
-        self._skip = skip
-        self._current = step
-
-    def hold(self, *, scaler: GradScaler | None = None, optimizer: Optimizer | None = None) -> None:
-        """Pass it on; it may tell to skip."""
-        super().hold(scaler=scaler, optimizer=optimizer)
-        if optimizer is not None and scaler is None:
-            self._skip.before_step(optimizer)
-
-    def closure_begins(self, optimizer: Optimizer) -> None:
-        """Pass it on; the closure may tell to skip."""
-        super().closure_begins(optimizer)
-        self._skip.before_step(optimizer)
-
-    @contextmanager
-    def around_backward(self, call: BackwardCall) -> Iterator[None]:
-        """Pass it on; it may tell to skip."""
-        if call.accumulates:
-            self._skip.before_backward(self._current())
-        with super().around_backward(call):
-            yield
-
-    def optimizer_stepped(self, optimizer: Optimizer) -> None:
-        """Pass it on, after all is as it was."""
-        self._skip.after_step(optimizer)
-        super().optimizer_stepped(optimizer)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from bitwitness.errors import EXIT_RANK_LOST, SideChannelError
 from bitwitness.ranks import Ranks
-from bitwitness.respond.reporter import Reporter
+from bitwitness.session.reporter import Reporter
 
 
 class Watchdog:
@@ -26,7 +26,7 @@ class Watchdog:
     ranks, reporter
         Who is asked, and where it is said.
     deadline_s
-        Seconds after which the roll is called, and called again.
+        Seconds after which liveness is checked, and checked again.
 
     """
 
@@ -55,9 +55,9 @@ class Watchdog:
         while not lost:
             if done.wait(self._deadline_s):
                 return
-            roll = self._ranks.roll_call(final=False)
-            # A roll that cannot be called to its end: who began it, or who keeps the store, has ended meanwhile.
-            lost = bool(roll.absent or roll.problem)
+            found = self._ranks.check_liveness(final=False)
+            # A check that does not come to its end: who began it, or who keeps the store, has ended meanwhile.
+            lost = bool(found.absent or found.problem)
         if done.is_set():
             return  # the exchange that follows finds the rank lost by itself
         error = SideChannelError(

@@ -45,7 +45,7 @@ ACCUMULATION = 8.0
 
 
 _LOG_ROOT = math.log(1e17)
-"""Below it, a number's square times the elements of a row stays within float32."""
+"""Below it, a number's square times the elements of a row stays within float32: 1e34 times some 10,000 of them."""
 
 
 def bound(call: OpCall) -> dict[str, Any]:
@@ -63,6 +63,7 @@ def check_forward(call: OpCall) -> list[Invariant]:
     out, value = call.outputs[0], named["value"]
     if named.get("dropout_p") or _mask(named) is not None or not (out.numel() and value.numel()):
         return []
+    # Over the whole tensor, not per head: coarser, but two passes in all, and what is far too large leaves any range.
     low, high = value.aminmax()
     below, above = out.aminmax()
     excess = torch.maximum(low.double() - below.double(), above.double() - high.double())
@@ -94,6 +95,7 @@ class _Backward:
         tensors = (self._q, self._k, self._v, self._grad, self._out, self._dq, self._dk, self._dv)
         self._nq, self._nk, self._nv, self._ng, self._no, self._ndq, self._ndk, self._ndv = map(row_norms, tensors)
         self._heads = int(self._k.shape[1])
+        # |S| is at most |Q||K|: its relative error is multiplied by that when it is exponentiated.
         scores = _scale(named) * self._nq.amax() * self._nk.amax()
         self._u = unit_roundoff(self._dq.dtype)
         length = int(self._k.shape[-2])
@@ -147,6 +149,7 @@ class _Backward:
         rows = _times(self._grad, w)
         mask = _mask(self._named)
         if mask is not None:
+            # A row that is masked as a whole has no probabilities that could sum to one.
             alive = mask.any(-1) if mask.dtype is torch.bool else mask.amax(-1) > -math.inf
             rows = torch.where(alive, rows, 0.0)
         total = self._shared(rows)
@@ -157,6 +160,7 @@ class _Backward:
         lost = (self._q.shape[-2] + self._k.shape[-2]) * torch.finfo(torch.float32).tiny  # squares that underflowed
         threshold = (square + lost).sqrt() * self._relative + COMMON * self._u * total.abs()
         floor = torch.finfo(self._dq.dtype).smallest_normal * self._k.shape[-1]
+        # Sizes as small as these cannot make an infinite threshold: some result must be wrong that entered it.
         impossible = torch.isinf(threshold) & self._tame
         return largest(name, residual, (threshold + floor).masked_fill(impossible, 0.0), self._judged)
 

@@ -17,11 +17,13 @@ from torch import Tensor
 
 from bitwitness.errors import UsageError
 from bitwitness.finding import Finding, Severity
+from bitwitness.oracle.product import READERS, Product, product_of
+from bitwitness.oracle.row import compare_row_with_float64
+from bitwitness.oracle.worst import WorstElement
 from bitwitness.sense import attention
-from bitwitness.sense.confirm import Element, worst_element
 from bitwitness.sense.flops import carries_flops, flops_of
 from bitwitness.sense.invariant import FIGURES, Invariant, Signs
-from bitwitness.sense.matmul import READERS, Product, check_product, product_of
+from bitwitness.sense.matmul import check_product
 from bitwitness.sense.reference_checksum import check_reference
 from bitwitness.site import Site
 from bitwitness.tap.compat import OpOverload
@@ -40,7 +42,7 @@ class _Pending:
     dtype: torch.dtype
     shape: tuple[int, ...]
     inner: int | None
-    element: Element | None = None
+    element: WorstElement | None = None
 
 
 class ChecksumSensor:
@@ -75,14 +77,14 @@ class ChecksumSensor:
         self._dropped = 0
         self._unconfirmed = 0
         self.largest_ratio = 0.0
-        """The largest innocent residual over its threshold so far, of those that have reached the host."""
+        """The largest healthy residual over its threshold so far, of those that have reached the host."""
         self.one_in = 1
         """One operator in so many is checked, by turns; settle it between steps."""
         self._turn = 0
         self._place = 0
 
     def select(self, func: OpOverload) -> bool:
-        """Tell whether an operator is looked at: those that carry FLOPs."""
+        """Return whether an operator is looked at: those that carry FLOPs."""
         return carries_flops(func)
 
     def __call__(self, call: OpCall) -> None:
@@ -91,7 +93,7 @@ class ChecksumSensor:
         self._seen[call.op] += flops
         self._place += 1
         if self._place % self.one_in != self._turn % self.one_in:
-            return
+            return  # another step's turn
         with torch.no_grad():
             product = product_of(call) if call.op in READERS else None
             invariants = self._product(product) if product is not None else self._attention(call)
@@ -122,13 +124,14 @@ class ChecksumSensor:
         element = None
         on_host = output.device.type == "cpu" if self._deferred is None else not self._deferred
         if on_host:
+            # A product's inputs may be overwritten as soon as this returns, so it is confirmed now or never.
             ratio, index, _, _, overflowed = invariant.figures.tolist()
             if ratio <= 1:
                 self.largest_ratio = max(self.largest_ratio, ratio)
                 if not overflowed:
                     return
             elif product is not None and self._scheme == "signs":
-                element = worst_element(product, int(index))
+                element = compare_row_with_float64(product, int(index))
                 if not element.wrong:
                     self._unconfirmed += 1
                     return
@@ -192,8 +195,8 @@ def _failure(noted: _Pending, figures: dict[str, float], step: int, rank: int) -
     evidence["row"] = int(evidence.pop("index"))
     seen = f"{noted.invariant.name} is off by {figures['residual']:.4g} in row {evidence['row']}"
     if noted.element is not None:
-        evidence |= noted.element.as_dict()
-        seen += f" (element {noted.element.column} is {noted.element.value:.6g}, float64 {noted.element.expected:.6g})"
+        evidence |= {"column": noted.element.at, "value": noted.element.value, "expected": noted.element.expected}
+        seen += f" (element {noted.element.at} is {noted.element.value:.6g}, float64 {noted.element.expected:.6g})"
     message = (
         f"{site.short} computed a wrong result: {seen}; rounding explains {figures['threshold']:.4g}; "
         "recompute this operator from the same inputs, on this device and on another"

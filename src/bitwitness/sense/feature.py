@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from bitwitness.capture.light import LightStep, Vector
 from bitwitness.config import FeatureConfig
 from bitwitness.finding import Finding, Severity
 from bitwitness.sense.feature_rules import (
@@ -34,7 +35,6 @@ from bitwitness.sense.feature_rules import (
     judge_v3,
     squares,
 )
-from bitwitness.sense.light import LightStep, Vector
 from bitwitness.site import Site
 
 __all__ = ["V1_MINIMUM_STEPS", "FeatureSensor", "JumpRule", "JumpScheme", "tap_name"]
@@ -119,7 +119,7 @@ class FeatureSensor:
 
     @property
     def taps(self) -> bool:
-        """Whether V1 is on, and so needs `tap.norms.NormTap` and the values of `ascend.watch_gradient`."""
+        """Whether V1 is on, and so needs `capture.norms.NormTap` and the values of `ascend.watch_gradient`."""
         return "v1" in self._config.schemes
 
     def look(self, light: LightStep, sites: Sequence[Site] = (), values: Vector | None = None) -> list[Finding]:
@@ -214,7 +214,7 @@ def _average_finding(
     level: Level | None,
     total: int,
 ) -> Finding:
-    """Say that a parameter left its average; ``index``: its number among all, and among those sampled."""
+    """Return the finding that a parameter left its average; ``index``: its number among all, and among those sampled."""
     parameter, i = index
     evidence: dict[str, Any] = {
         "name": light.names[parameter],

@@ -19,13 +19,14 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from bitwitness.sense.light import Vector
+from bitwitness.capture.light import Vector
 
-V1_MINIMUM_STEPS = 7
-V2_MINIMUM_STEPS = 100
-BETA = 0.99
-WARM_UP = 10
-V3_UPPER = (1e6, 1e4)
+# The reference systems' own figures.
+V1_MINIMUM_STEPS = 7  # values of a tap before V1 looks at jumps
+V2_MINIMUM_STEPS = 100  # the same for V2
+BETA = 0.99  # weight of the past in the averages
+WARM_UP = 10  # learned values before an average is compared with
+V3_UPPER = (1e6, 1e4)  # times its average that a value may be: beyond is an error, a warning
 
 Mask = NDArray[np.bool_]
 Counts = NDArray[np.int64]

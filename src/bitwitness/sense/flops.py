@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from torch.utils.flop_counter import flop_registry
 
-from bitwitness.sense import attention, matmul
+from bitwitness.oracle.product import READERS
+from bitwitness.sense import attention
 from bitwitness.tap.compat import OpOverload
 from bitwitness.tap.operators import OpCall, tensors_in
 
@@ -23,11 +24,11 @@ _UNREAD_PRODUCTS = (
     "_grouped_mm",
     "_scaled_grouped_mm",
 )
-_WEIGHT_DIMENSIONS = 2
+_WEIGHT_DIMENSIONS = 2  # a recurrent layer's matrices; its biases do no work that counts
 
 
 def carries_flops(func: OpOverload) -> bool:
-    """Tell whether an operator does work that counts: matrix products, attention, convolution, recurrent layers."""
+    """Return whether an operator does work that counts: matrix products, attention, convolution, recurrent layers."""
     return _counter(func) is not None
 
 
@@ -39,7 +40,7 @@ def flops_of(call: OpCall) -> int:
 
 def _counter(func: OpOverload) -> Callable[[OpCall], int] | None:
     name = func.overloadpacket.__name__
-    if name in matmul.READERS or name in _UNREAD_PRODUCTS:
+    if name in READERS or name in _UNREAD_PRODUCTS:
         return _product
     if name in attention.FORWARD or name in attention.BACKWARD:
         return _attention

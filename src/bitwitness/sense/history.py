@@ -14,29 +14,47 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bitwitness.sense.light import Vector
+from bitwitness.capture.light import Vector
 
+# How fast the history moves. These figures are not derived; bench/detection shows what they find and how often they alarm.
 _MEMORY = 0.05  # weight of a new value: a mean over about 20 steps
-_FIRST = 8  # values that a first estimate is the median of: up to three wrong ones among them do no harm
-_WINDOW = 96  # steps from which the components are found
-_EVERY = 8  # steps between two such searches
+# Values that a first estimate is the median of: up to three wrong ones among them do no harm. More would see later.
+_FIRST = 8
+# Steps from which the components are found: some five times the mean's memory. The Gram matrix that is decomposed is of this
+# size, whatever the number of entries.
+_WINDOW = 96
+_EVERY = 8  # steps between two such searches, which cost more than all else here; a component needs as many steps
+# Components that are taken away. Too few leave what all gradients do together in the score; too many explain a fault, too.
 _COMPONENTS = 4
-_WINSOR = 3.0  # a value moves the history by at most this many deviations, so that a fault cannot poison it
+
+# Outliers. A fault shall neither poison the history nor hide in a component.
+_WINSOR = 3.0  # a value moves the history by at most this many deviations
 _CLIP = 4.0  # deviations beyond which an entry says no more about the components
 _ALONE = 2.0  # deviations that an entry's own movement may take part with
-_NORMAL = 1.25  # turns a mean absolute deviation into a standard deviation (normal values)
-_STALE = 4.0  # steps of absence after which an entry's score has shrunk by the square root of two
-_ALARM = 1.4  # a false alarm raises the threshold by this
-_CALM = 0.9998  # and each quiet step lowers it again: one false alarm in 1,700 steps is put up with
-_MOST = 4.0
-_EARLY = 0.25  # the first steps of a training move fast, all in one direction
+# Turns a mean absolute deviation into a standard deviation: sqrt(pi / 2) for normal values.
+_NORMAL = 1.25
+# Turns a median absolute deviation into a mean one, for normal values: 0.798 sigma over 0.674 sigma.
+_MEDIAN_TO_MEAN = 1.19
 
+# How much a score counts, and the threshold that it is held against.
+_STALE = 4.0  # steps of absence after which an entry's score has shrunk by the square root of two
+_RIPE = (
+    16.0  # values from which a score counts in full: a deviation that was learned from fewer is itself off by a fifth
+)
+_EARLY = 0.25  # what a score counts before the warm-up is over: the first steps move fast, all in one direction
+_ALARM = 1.4  # a false alarm raises the threshold by this
+_CALM = (
+    0.9998  # and each quiet step lowers it again: one false alarm in ln 1.4 / 0.0002, some 1,700 steps, is put up with
+)
+_MOST = 4.0  # the threshold never rises beyond this many times z: it would be blind to all but the grossest faults
+
+# Drifts: a cumulative sum (Page, 1954), for what is small and stays.
 _SLACK = 1.5  # deviations that a step may be off without counting as a drift
-_DRIFT_CLIP = 5.0
-_DRIFT = 1.1  # a drift counts from this many z on: with z = 9 some three steps at five deviations
-_RIPE = 16.0
-_LONG = 3  # warm-ups
-_TOGETHER = 8
+_DRIFT_CLIP = 5.0  # deviations that one step counts at most, so that no single step is a drift
+_DRIFT = 1.1  # a drift counts from this many z on: with z = 9 three steps at five deviations, 3 (5 - 1.5) > 9.9
+
+_LONG = 3  # warm-ups, after which a first absence means something
+_TOGETHER = 8  # entries whose median may stand for what all of them do: it takes four wrong ones to move it
 
 _SAVED = ("_seen", "_missed", "_absences", "_mean", "_deviation", "_rest", "_rests", "_first", "_past", "_up", "_down")
 
@@ -192,7 +210,9 @@ class History:
         if self._components is None:
             return z, np.clip(z, -_ALONE, _ALONE), known
         part = np.clip(z, -_CLIP, _CLIP)
-        for _ in range(3):  # entries that do not fit are pulled to what the others predict of them
+        for _ in range(
+            3
+        ):  # a few rounds are enough: entries that do not fit are pulled to what the others predict of them
             explained = self._components @ (self._components.T @ part)
             part = explained + np.clip(z - explained, -_ALONE, _ALONE)
         left = z - self._components @ (self._components.T @ part)
@@ -219,8 +239,7 @@ class History:
         if ready.size:
             first = self._first[:, ready]
             self._mean[ready] = np.median(first, axis=0)
-            # 1.19: a median of absolute deviations, taken for a mean one
-            self._deviation[ready] = 1.19 * np.median(np.abs(first - self._mean[ready]), axis=0)
+            self._deviation[ready] = _MEDIAN_TO_MEAN * np.median(np.abs(first - self._mean[ready]), axis=0)
 
     def _learn_components(self, row: Vector) -> None:
         self._past = np.concatenate([self._past[-_WINDOW + 1 :], row[None]])

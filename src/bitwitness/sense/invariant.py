@@ -16,7 +16,8 @@ class Invariant:
     """One identity, checked on one call.
 
     ``figures``: float64 [5] on the operator's device, named by `FIGURES`: the largest residual over its threshold, the flat
-    index where it is, residual and threshold there, and how many rows overflowed lawfully. ``ratio`` above 1 is a failure.
+    index where it is, residual and threshold there, and how many rows overflowed by their own values. ``ratio`` above 1
+    is a failure.
     """
 
     name: str

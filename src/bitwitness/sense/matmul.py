@@ -11,100 +11,26 @@ columns ``B w`` of all blocks go through one product with A, which reads A once 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from bitwitness.numerics import unit_roundoff
+from bitwitness.oracle.limits import ACCUMULATION, ROUNDING, accumulation_roundoff, factor_roundoff
+from bitwitness.oracle.product import Product
 from bitwitness.sense.invariant import Invariant, Signs, largest
-from bitwitness.tap.operators import OpCall
 
-ROUNDING = 3.0
-"""Rounding of C, in units of u ||C_m||: independent roundings give sigma = 0.41, so 7 sigma; see bench/checksum_cost.py."""
-ACCUMULATION = 4.0
-"""What the order of summation leaves, in units of u32 (||A_m|| ||B|| + sqrt(K + N) ||C_m||); see bench/checksum_cost.py."""
 SERIAL = 0.25
-"""What a nearly serial sum of K equal terms leaves, in units of K u32 times its value."""
+"""What a nearly serial sum of K equal terms leaves, in units of K u32 times its value: 0.14 were seen, 207 u for K = 1,500."""
+# Blocks of columns with a checksum each, at most: thresholds shrink with the square root of their number, while the product
+# that checks them has two columns for each.
 _BLOCKS = 8
-_BLOCK_WIDTH = 128  # at least so many columns in a block
+# Columns in a block, at least: narrower ones would cost more than the threshold gains.
+_BLOCK_WIDTH = 128
 _UNDERFLOW = 2.0**-63
 """float32 loses the square of what is smaller; n such elements add up to no more than sqrt(n) times this."""
 _CHUNK = 1 << 19  # elements that are widened at a time: 2 MiB of float32, which stay in a core's cache
-_CHUNK_DEVICE = 1 << 26  # an accelerator wants few, large kernels
-
-
-@dataclass(frozen=True, slots=True)
-class Product:
-    """``out = alpha a @ b + beta bias``: a ``[*batch, M, K]``, b ``[*batch, K, N]``, out ``[*batch, M, N]``, strided.
-
-    ``bias`` is expanded to out's shape, or None.
-    """
-
-    a: Tensor
-    b: Tensor
-    out: Tensor
-    bias: Tensor | None = None
-    alpha: float = 1.0
-    beta: float = 1.0
-
-    @property
-    def flops(self) -> int:
-        """2 M N K, over the batch."""
-        return 2 * self.out.numel() * int(self.a.shape[-1])
-
-
-def _plain(call: OpCall) -> Product:
-    return Product(call.args[0], call.args[1], call.result)
-
-
-def _vector(call: OpCall) -> Product:
-    return Product(call.args[0], call.args[1].unsqueeze(-1), call.result.unsqueeze(-1))
-
-
-def _biased(call: OpCall) -> Product:
-    bias, a, b = call.args[:3]
-    return _with_bias(call, a, b, call.result, bias)
-
-
-def _biased_vector(call: OpCall) -> Product:
-    bias, a, b = call.args[:3]
-    return _with_bias(call, a, b.unsqueeze(-1), call.result.unsqueeze(-1), bias.unsqueeze(-1))
-
-
-def _summed_batch(call: OpCall) -> Product:
-    bias, a, b = call.args[:3]
-    return _with_bias(call, a.transpose(0, 1).flatten(1), b.flatten(0, 1), call.result, bias)
-
-
-def _with_bias(call: OpCall, a: Tensor, b: Tensor, out: Tensor, bias: Tensor) -> Product:
-    alpha, beta = call.kwargs.get("alpha", 1), call.kwargs.get("beta", 1)
-    if beta == 0:  # then the bias is not read, and may be NaN
-        return Product(a, b, out, None, alpha)
-    return Product(a, b, out, bias.expand(out.shape), alpha, beta)
-
-
-READERS: dict[str, Callable[[OpCall], Product]] = {
-    "mm": _plain,
-    "bmm": _plain,
-    "mv": _vector,
-    "addmm": _biased,
-    "baddbmm": _biased,
-    "addmv": _biased_vector,
-    "addbmm": _summed_batch,
-}
-"""How each matrix product's call is read, by operator."""
-
-
-def product_of(call: OpCall) -> Product | None:
-    """Read a call of one of `READERS`; None where it cannot be checked: other layouts, dtypes, ``out=``."""
-    if call.func._schema.is_mutable:
-        return None
-    product = READERS[call.op](call)
-    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-    checkable = all(t.layout is torch.strided and t.dtype in dtypes for t in (product.a, product.b, product.out))
-    return product if checkable and product.out.device.type != "meta" else None
+_CHUNK_DEVICE = 1 << 26  # an accelerator wants few, large kernels: 256 MiB of float32
 
 
 def check_product(product: Product, signs: Signs) -> Invariant | None:
@@ -117,6 +43,7 @@ def check_product(product: Product, signs: Signs) -> Invariant | None:
     if not out.numel():
         return None
     blocks = blocks_of(out)
+    # Our own sums shall round no more than the product's: a half type is summed in float32.
     wide = torch.float64 if out.dtype is torch.float64 else torch.float32
     w = signs(int(out.shape[-1]) // blocks, out.device, wide)
     expected = _times(a, _block_sums(b, w, blocks))
@@ -135,8 +62,8 @@ def check_product(product: Product, signs: Signs) -> Invariant | None:
     if out.dtype is not torch.float16:
         return largest("C w = A (B w)", residual, threshold, judged, per_row=blocks)
     reach = size >= torch.finfo(torch.float16).max  # a true bound of each element: below it, none can overflow
-    lawful = judged & reach & ~torch.isfinite(residual)
-    return largest("C w = A (B w)", residual, threshold, judged & ~lawful, lawful.any(-1))
+    overflowed = judged & reach & ~torch.isfinite(residual)
+    return largest("C w = A (B w)", residual, threshold, judged & ~overflowed, overflowed.any(-1))
 
 
 def blocks_of(out: Tensor) -> int:
@@ -149,7 +76,7 @@ def blocks_of(out: Tensor) -> int:
 
 
 def row_threshold(product: Product, norms: Tensor, size: Tensor, expected: Tensor) -> Tensor:
-    """Return the largest innocent residual, for weights of magnitude `Signs.scale`; all tensors ``[*batch, M, G]``.
+    """Return the largest healthy residual, for weights of magnitude `Signs.scale`; all tensors ``[*batch, M, G]``.
 
     Parameters
     ----------
@@ -166,7 +93,7 @@ def row_threshold(product: Product, norms: Tensor, size: Tensor, expected: Tenso
     out = product.out
     inner, columns = int(product.a.shape[-1]), int(out.shape[-1]) // int(norms.shape[-1])
     info = torch.finfo(out.dtype)
-    u, u_sum = unit_roundoff(out.dtype), unit_roundoff(torch.float64 if out.dtype is torch.float64 else torch.float32)
+    u, u_sum = unit_roundoff(out.dtype), accumulation_roundoff(out.dtype)
     scale = Signs.scale(columns)
     # A serial sum of n terms of one sign loses up to sqrt(n / 3) u of its value. Sums of random signs lose some u
     # ||A_m|| ||B||, and our own over the N columns sqrt(N) times a small part of that.
@@ -175,28 +102,18 @@ def row_threshold(product: Product, norms: Tensor, size: Tensor, expected: Tenso
     if columns == 1 and u > u_sum:
         by_size += ROUNDING * u  # a half type's product with a vector rounds its parts on their own, bias and all
     by_value = 0.0
-    if (
-        product.a.dtype is torch.bfloat16
-    ):  # `_row_sums` and `_times` round, each by at most u; the low part u times less
+    if product.a.dtype is torch.bfloat16:
+        # `_row_sums` and `_times` round, each by at most u; the low part u times less
         by_size += u * u
         by_value = 2 * u
     if columns == 1 or product.a.shape[-2] == 1:
         # A product with a vector is summed nearly serially; equal terms then round the same way each time, and the errors of
-        # n terms grow with n (seen: 207 u of the value for 1500).
+        # n terms grow with n.
         by_value += SERIAL * u_sum * inner
     floor = ROUNDING * (u * info.smallest_normal + (inner + columns) * torch.finfo(torch.float32).tiny)
     threshold = (scale * by_norm) * norms + floor
     threshold.add_(size, alpha=scale * by_size)
     return threshold.add_(expected.abs(), alpha=by_value) if by_value else threshold
-
-
-def factor_roundoff(out: Tensor) -> float:
-    """Return the unit roundoff to which torch may round a float32 product's factors on ``out``'s device (TF32, bfloat16)."""
-    if out.dtype is not torch.float32:
-        return 0.0
-    backend = torch.backends.cuda if out.device.type == "cuda" else torch.backends.mkldnn
-    allowed = getattr(backend.matmul, "fp32_precision", "ieee")
-    return {"tf32": 2.0**-11, "bf16": unit_roundoff(torch.bfloat16)}.get(str(allowed), 0.0)
 
 
 def _times(a: Tensor, v: Tensor) -> Tensor:

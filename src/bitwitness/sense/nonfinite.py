@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from bitwitness.capture.light import LightStep
 from bitwitness.finding import Finding, Severity
-from bitwitness.sense.light import LightStep
 from bitwitness.site import Site
 
-_NAMED = 3
+_NAMED = 3  # gradients, and buffers, that a message names; the evidence counts all
 
 
 class NonfiniteSensor:
@@ -33,7 +33,7 @@ class NonfiniteSensor:
         what = [f"gradient of {light.names[i]}" for i in bad[:_NAMED]] + (["loss"] if bad_losses else [])
         more = f" and {bad.size - _NAMED} more gradients" if bad.size > _NAMED else ""
         what += [f"buffer {name}" for name in light.buffers[:_NAMED]]
-        own = bool(what)
+        own = bool(what)  # what only the reduction brought here may be another rank's
         if light.reduced and not bad.size:
             what.append(f"{len(light.reduced)} gradients after their reduction ({light.reduced[0]})")
         if not what:

@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import numpy as np
 
+from bitwitness.capture.light import LightStep, Vector, log_sizes
 from bitwitness.finding import Finding
 from bitwitness.sense.history import History
-from bitwitness.sense.light import LightStep, Vector, log_sizes
 
 FEATURES = ("ln max|g|", "ln L2(g)", "ln max|g| - ln L2(g)")
+# Deviations of each feature below which nothing is told from chance, in natural logarithms: the largest element of a gradient
+# varies by more than its norm does, from one batch to the next. The same floors as the trend's.
 _FLOOR = (0.08, 0.05, 0.05)
-_EARLY_FLOOR = (0.3, 0.2, 0.3)  # until there is a history
-_NAMED = 3
-_EARLY = 8
+# The same until there is a history, when the spread of a few ranks in one step is all that is known.
+_EARLY_FLOOR = (0.3, 0.2, 0.3)
+_NAMED = 3  # suspicions of one step: the strongest say where to look, more say the same
+_EARLY = 8  # steps before the history's scores are used; it knows nothing sooner (`history`)
 
 
 class PeersSensor:
@@ -46,7 +49,7 @@ class PeersSensor:
         """Return suspicions, given the sum of all ranks' rows; at most three, the strongest first."""
         size = len(light.names)
         distance, spread = self._distance(light, total)
-        others = total[:size] - self.row(light)[:size]
+        others = total[:size] - self.row(light)[:size]  # how many other ranks have a value of each parameter
         self._latest = distance.reshape(-1)
         if self.history.steps < _EARLY:
             few = 1.0 + 2.0 / np.maximum(others - 1.0, 1.0)  # a deviation of two or three values is a poor guess

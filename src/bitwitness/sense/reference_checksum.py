@@ -14,11 +14,11 @@ import math
 
 import torch
 
+from bitwitness.oracle.product import Product
 from bitwitness.sense.invariant import Invariant, largest
-from bitwitness.sense.matmul import Product
 
-_PEAKED = 5.0
-_U = 2.0**-8
+_PEAKED = 5.0  # largest magnitude over mean one, by the formula in the module's text
+_U = 2.0**-8  # bfloat16's unit roundoff
 
 
 def check_reference(product: Product) -> Invariant | None:

@@ -10,16 +10,20 @@ from typing import Any
 
 import numpy as np
 
+from bitwitness.capture.light import LightStep, Vector, log_sizes
 from bitwitness.finding import Finding, Severity
 from bitwitness.sense.history import History
-from bitwitness.sense.light import LightStep, Vector, log_sizes
 from bitwitness.site import Site
 
 FEATURES = ("ln max|g|", "ln L2(g)", "ln max|g| - ln L2(g)")
-_FLOOR = (0.08, 0.05, 0.05)  # deviations below these are not told apart from chance, whatever the history says
-_LOSS_FLOOR = 0.05
-_LEVEL_FLOOR = 0.25  # with z = 9, all gradients grow tenfold before that alone is a suspicion
-_NAMED = 3
+# Deviations of each feature below which nothing is told from chance, whatever the history says; in natural logarithms, so
+# that with z = 9 a norm changes by half before it is suspected. The largest element varies more than the norm.
+_FLOOR = (0.08, 0.05, 0.05)
+_LOSS_FLOOR = 0.05  # the same of asinh of the loss: about 5 % of a loss that is not small
+_LEVEL_FLOOR = (
+    0.25  # with z = 9, all gradients grow tenfold before that alone is a suspicion: a bad batch may triple them
+)
+_NAMED = 3  # suspicions of one step: the strongest say where to look, more say the same
 
 
 class TrendSensor:
@@ -45,6 +49,7 @@ class TrendSensor:
         limit = self.history.threshold
         found = [self._parameter(light, int(i), table) for i in np.argsort(-strongest)[:_NAMED] if strongest[i] > limit]
         found += self._vanished(light)
+        # A drift only where nothing else is suspected: what stands out in one step moves the sums, too.
         found = found or self._drifted(light, scores)
         if abs(scores[-2]) > limit:
             message = f"the loss ({_loss(light):.6g}) is {scores[-2]:+.1f} deviations from its history"

@@ -23,14 +23,14 @@ from bitwitness.stats.local import local_parts
 
 WORD = 8  # bytes
 HALF_WORD = 4
-ROW_WORDS = 1021
+ROW_WORDS = 1021  # the largest prime below 1024; why a prime, see above
 ROW_BYTES = WORD * ROW_WORDS
 _CPU_ROWS = 64  # half a megabyte
 _DEVICE_ROWS = 8192  # 64 MiB: an accelerator is busy for much longer than the launches take
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, odd: the numbering step of splitmix64
 _SCRAMBLE = 0xD6E8FEB86659FD93 - (1 << 64)  # multiplier of Degski's 64-bit mixer
-_LOW_HALF = 0xFFFFFFFF
+_LOW_HALF = 0xFFFFFFFF  # int64 shifts to the right with its sign, which is masked away
 _COLUMNS_FROM = 1 << 32  # where the numbering of columns begins: rows never come so far
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

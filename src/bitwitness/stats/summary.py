@@ -14,7 +14,7 @@ from bitwitness.stats.digest import bit_hash
 from bitwitness.stats.local import local_values
 
 _CPU_BLOCK = 1 << 17  # elements: a megabyte of float64, which stays in the cache
-_DEVICE_BLOCK = 1 << 25
+_DEVICE_BLOCK = 1 << 25  # the same on an accelerator: 256 MiB of float64, and few launches even for large tensors
 _INTEGERS = (
     torch.bool,
     torch.uint8,
@@ -38,7 +38,7 @@ _FLOATS = (
     torch.float8_e8m0fnu,
 )
 _SIGN = torch.iinfo(torch.int64).min
-_LOW_HALF = 0xFFFFFFFF
+_LOW_HALF = 0xFFFFFFFF  # halves of words are added up: 2^31 of them fit an int64
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,7 @@
-"""The run folder: what a guarded run leaves behind, written as it goes, readable without us."""
+"""The run folder: what a guarded run leaves behind, written as it goes, readable without us, and without torch.
+
+Files that need torch say so in their first line; `tests/test_store.py` lists them.
+"""
 
 from bitwitness.store.reader import read_events
 from bitwitness.store.writer import RunWriter, claim_folder, release_folder

@@ -1,4 +1,4 @@
-"""Opens checkpoints of all common kinds; what is in them is described at once, and loaded tensor by tensor."""
+"""Opens checkpoints of all common kinds; what is in them is described at once, and loaded tensor by tensor: torch's."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 
 from bitwitness.errors import UsageError
 from bitwitness.store.dcp import METADATA, read_dcp
-from bitwitness.store.entry import Entry, Found, inside
+from bitwitness.store.entry import FoundTensors, TensorEntry, inside
 from bitwitness.store.tensorfile import TensorReader
 from bitwitness.store.torchfile import read_torch_file
 
 _INDEX = ".safetensors.index.json"
 _PICKLED = (".pt", ".pth", ".bin")
-_LARGEST_INDEX = 256 << 20
+_LARGEST_INDEX = 256 << 20  # bytes, read as a whole: a line for each tensor
 _KINDS = (
     "a .safetensors file, a .pt, .pth or .bin file of torch.save, a folder of *.safetensors, or a folder of "
     "torch.distributed.checkpoint (.metadata and *.distcp)"
@@ -38,7 +38,7 @@ class Checkpoint:
 
     """
 
-    def __init__(self, path: Path, found: Found) -> None:
+    def __init__(self, path: Path, found: FoundTensors) -> None:
         self.path = os.fspath(path)
         self.problems = found.problems
         self.ignored = found.ignored
@@ -60,7 +60,7 @@ class Checkpoint:
         except (OSError, RuntimeError, TypeError, ValueError, OverflowError, MemoryError) as error:
             raise UsageError(f"{self.path}: {name!r} cannot be read: {_short(error)}; the file is damaged") from error
 
-    def _entry(self, name: str) -> Entry:
+    def _entry(self, name: str) -> TensorEntry:
         if name not in self._entries:
             raise UsageError(f"{self.path} holds no tensor {name!r}; names() lists what it holds")
         return self._entries[name]
@@ -88,7 +88,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     return Checkpoint(place, found)
 
 
-def _file(path: Path) -> Found:
+def _file(path: Path) -> FoundTensors:
     if not path.exists():
         raise UsageError(f"{path} does not exist; expected {_KINDS}")
     if path.name.endswith(_INDEX):
@@ -100,7 +100,7 @@ def _file(path: Path) -> Found:
     raise UsageError(f"{path} is of no known kind; expected {_KINDS}")
 
 
-def _folder(folder: Path) -> Found:
+def _folder(folder: Path) -> FoundTensors:
     if (folder / METADATA).exists():
         return read_dcp(folder)
     indices = sorted(folder.glob(f"*{_INDEX}"))
@@ -117,7 +117,7 @@ def _folder(folder: Path) -> Found:
     return _merged(folder, [one.name for one in files])
 
 
-def _indexed(index: Path) -> Found:
+def _indexed(index: Path) -> FoundTensors:
     """Read the files that an index names, and hold them to it."""
     folder = index.parent
     if index.stat().st_size > _LARGEST_INDEX:
@@ -143,9 +143,9 @@ def _indexed(index: Path) -> Found:
     return found
 
 
-def _merged(folder: Path, files: list[str]) -> Found:
+def _merged(folder: Path, files: list[str]) -> FoundTensors:
     """Read the shards of a checkpoint; one that cannot be read is a problem, the same name in two is refused."""
-    whole = Found({}, [])
+    whole = FoundTensors({}, [])
     home: dict[str, str] = {}
     for file in files:
         path = inside(folder, file)
@@ -164,16 +164,16 @@ def _merged(folder: Path, files: list[str]) -> Found:
     return whole
 
 
-def _safetensors(path: Path) -> Found:
+def _safetensors(path: Path) -> FoundTensors:
     reader = TensorReader(path)
-    found = Found({}, [])
+    found = FoundTensors({}, [])
     for name in reader.keys():  # noqa: SIM118 - not a mapping
         try:
             dtype, shape, _, _ = reader.describe(name)
         except (UsageError, TypeError) as error:
             found.problems.append(f"{path}: {name!r} was left out: {_short(error)}")
             continue
-        found.entries[name] = Entry(dtype, shape, lambda name=name: reader.read(name))  # type: ignore[misc]
+        found.entries[name] = TensorEntry(dtype, shape, lambda name=name: reader.read(name))  # type: ignore[misc]
     return found
 
 

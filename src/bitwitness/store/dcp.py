@@ -1,4 +1,4 @@
-"""Checkpoints of `torch.distributed.checkpoint`: every tensor is put together from the chunks that the ranks wrote."""
+"""Checkpoints of `torch.distributed.checkpoint`: torch puts each tensor together from the chunks that the ranks wrote."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from bitwitness.errors import UsageError
 from bitwitness.store.dcp_metadata import Plain, read_metadata
-from bitwitness.store.entry import Entry, Found, inside, is_shape
+from bitwitness.store.entry import FoundTensors, TensorEntry, inside, is_shape
 from bitwitness.store.torchfile import tensor_from
 
 METADATA = ".metadata"
@@ -31,7 +31,7 @@ class _Chunk:
     length: int
 
 
-def read_dcp(folder: Path) -> Found:
+def read_dcp(folder: Path) -> FoundTensors:
     """Open a checkpoint of `torch.distributed.checkpoint`.
 
     Raises
@@ -46,7 +46,7 @@ def read_dcp(folder: Path) -> Found:
         raise UsageError(
             f"{folder / METADATA} is damaged: it describes no state; expected what torch's dcp.save writes"
         )
-    found = Found({}, [])
+    found = FoundTensors({}, [])
     for name, about in described.items():
         if not isinstance(name, str) or not isinstance(about, Plain) or "chunks" not in about.fields:
             found.ignored += 1  # numbers and objects are pickled one by one
@@ -69,13 +69,15 @@ def _stored(data: Any) -> dict[tuple[str, Sizes], dict[str, Any]]:
     return stored
 
 
-def _entry(folder: Path, name: str, about: Plain, stored: dict[tuple[str, Sizes], dict[str, Any]]) -> Entry:
+def _entry(folder: Path, name: str, about: Plain, stored: dict[tuple[str, Sizes], dict[str, Any]]) -> TensorEntry:
     shape, parts, properties = (about.fields.get(key) for key in ("size", "chunks", "properties"))
     dtype = properties.first("dtype") if isinstance(properties, Plain) else None
     if not is_shape(shape) or not isinstance(parts, list) or not isinstance(dtype, torch.dtype):
         raise UsageError("its description is damaged; expected dtype, size and chunks")
     chunks = {_chunk(part, name, shape, stored) for part in parts}
-    return Entry(dtype, shape, lambda: _whole(folder, name, dtype, shape, sorted(chunks, key=lambda c: c.offsets)))
+    return TensorEntry(
+        dtype, shape, lambda: _whole(folder, name, dtype, shape, sorted(chunks, key=lambda c: c.offsets))
+    )
 
 
 def _chunk(part: Any, name: str, shape: Sizes, stored: dict[tuple[str, Sizes], dict[str, Any]]) -> _Chunk:

@@ -1,4 +1,4 @@
-"""The metadata of `torch.distributed.checkpoint` is a pickle: it is read without calling anything that it names.
+"""The metadata of `torch.distributed.checkpoint` is a pickle that names torch's dtypes: it is read without calling anything.
 
 What it may name is listed here, and each name stands for something inert of ours: an object that keeps what it is given.
 Not even torch's own classes are called. A name that is not listed ends the reading.
@@ -15,7 +15,7 @@ import torch
 
 from bitwitness.errors import UsageError
 
-_LARGEST = 4 << 30
+_LARGEST = 4 << 30  # bytes: the metadata are read as a whole, and have some hundred bytes for each chunk of a tensor
 _DCP = "torch.distributed.checkpoint"
 _SHARD = "torch.distributed._shard"
 _MEGATRON = "megatron.core.dist_checkpointing"

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeGuard
-
-import torch
+from typing import TYPE_CHECKING, TypeGuard
 
 from bitwitness.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
 
 _DIMENSIONS = 64  # torch's operators take no more
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """What is said of a tensor, and how to get it; `read` raises `UsageError` where the two do not fit."""
 
     dtype: torch.dtype
@@ -24,10 +25,10 @@ class Entry:
 
 
 @dataclass(slots=True)
-class Found:
+class FoundTensors:
     """What a file or folder holds: tensors by name, what was left out and why, how many entries are no tensors."""
 
-    entries: dict[str, Entry]
+    entries: dict[str, TensorEntry]
     problems: list[str]
     ignored: int = 0
 

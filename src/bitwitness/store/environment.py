@@ -1,4 +1,4 @@
-"""What a run's numbers depend on beside its code: versions, variables, switches, seeds, hyperparameters, first weights.
+"""What a run's numbers depend on beside its code: versions, variables, torch's switches, seeds, hyperparameters, first weights.
 
 Recorded so that two runs can be compared before their numbers are (``bitwitness diff-env``). Variables go through an
 allow-list of names and name beginnings, and none whose name speaks of a secret is kept.
@@ -37,7 +37,7 @@ _PACKAGES = (
     "accelerate", "deepspeed", "flash_attn", "lightning", "numpy", "torch", "torch_npu", "torchvision", "transformers",
     "triton",
 )  # fmt: skip
-_LONGEST = 200
+_LONGEST = 200  # characters of a variable: what numbers depend on is a switch or a path, not a document
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:

@@ -22,7 +22,7 @@ _COLLECTIVES = ("Distributed", "MintDistributed")
 _GRADIENTS = "parameters_grad"
 _DIRECTIONS = ("forward", "backward")
 _DEEPEST = 64  # of containers inside one another, and of a shape
-_MOST_ELEMENTS = 1 << 62
+_MOST_ELEMENTS = 1 << 62  # of a tensor: counts are stored as int64, and this leaves room to add some up
 _NOT_IN_A_SITE = re.compile(r"[/#:@]")
 _HEX = re.compile(r"[0-9a-fA-F]{1,64}")
 
@@ -31,7 +31,7 @@ class Malformed(Exception):  # noqa: N818 - never leaves the reader but as a sen
     """A part of the file is not what the format says."""
 
 
-class Call(NamedTuple):
+class EntryName(NamedTuple):
     """What an entry's name tells."""
 
     kind: str
@@ -45,7 +45,7 @@ def clean(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def parse_name(name: str, parent: str) -> Call:
+def parse_name(name: str, parent: str) -> EntryName:
     """Read an entry's name; ``parent`` is the name of the module in which it ran, or empty."""
     parts = name.split(".")
     if parts[0] in _MODULES:
@@ -53,14 +53,14 @@ def parse_name(name: str, parent: str) -> Call:
             raise Malformed("expected Module.path.Class.forward.0, with backward or parameters_grad in other entries")
         gradient = parts[-2] == _GRADIENTS
         path = ".".join(parts[1:-3]) or "."
-        return Call(
+        return EntryName(
             "gradient" if gradient else "module", "grad" if gradient else parts[-2], in_site(path), in_site(parts[-3])
         )
     if len(parts) < 4 or parts[-1] not in _DIRECTIONS or not all(parts):
         raise Malformed("expected Functional.linear.0.forward, or another prefix, API, number and direction")
     op = parts[1] if parts[0] == "Aten" else ".".join(parts[1:-2])  # an Aten name ends with the overload
     kind, phase = ("collective", "comm") if parts[0] in _COLLECTIVES else ("op", parts[-1])
-    return Call(kind, phase, module_of(parent), in_site(_bare(op)))
+    return EntryName(kind, phase, module_of(parent), in_site(_bare(op)))
 
 
 def module_of(parent: str) -> str:
@@ -83,7 +83,7 @@ def in_site(text: str) -> str:
 # -- values ------------------------------------------------------------------------------------------------------
 
 
-class Value(NamedTuple):
+class EntryTensor(NamedTuple):
     """A tensor of an entry: its place, and what the file says of it."""
 
     slot: str
@@ -93,7 +93,7 @@ class Value(NamedTuple):
     measured: Measured
 
 
-def read_value(slot: str, found: Mapping[str, Any]) -> Value:
+def read_value(slot: str, found: Mapping[str, Any]) -> EntryTensor:
     """Read what the file says of one tensor."""
     shape, dtype, file = found.get("shape"), found.get("dtype"), found.get("data_name")
     if not isinstance(dtype, str):
@@ -105,7 +105,7 @@ def read_value(slot: str, found: Mapping[str, Any]) -> Value:
         raise Malformed(f"shape {short(shape)}; no tensor is that large")
     name = clean(dtype.rpartition(".")[2].lower())
     kept = clean(file) if isinstance(file, str) and file not in ("", "-1") else None
-    return Value(slot, name, tuple(shape), kept, _measured(found, count, name))
+    return EntryTensor(slot, name, tuple(shape), kept, _measured(found, count, name))
 
 
 def _measured(found: Mapping[str, Any], count: int, dtype: str) -> Measured:
@@ -193,7 +193,7 @@ def _named(found: Any, prefix: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield from tensors_in(item, f"{prefix}{clean(key)}")
 
 
-def values_of(call: Call, entry: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def values_of(call: EntryName, entry: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield an entry's tensors, arguments first."""
     backward = call.phase == "backward"
     swap = backward and call.kind == "module"  # a gradient enters where the output left

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from bitwitness.store.msprobe_entry import (
-    Call,
+    EntryName,
     Malformed,
     arguments_text,
     clean,
@@ -24,7 +24,7 @@ from bitwitness.store.rows import Measured, Row, to_table
 
 _MOST_ROWS = 1 << 32  # of a step, so that steps' numbers do not meet
 _MODULES = ("Module.", "Cell.")
-_LARGEST_INT32 = (1 << 31) - 1
+_LARGEST_INT32 = (1 << 31) - 1  # what a column of rows holds
 
 
 class StepReader:
@@ -45,7 +45,7 @@ class StepReader:
         self._step = step
         self._parents = parents
         self._stacks = stacks
-        self._calls: Counter[tuple[int, Call]] = Counter()
+        self._calls: Counter[tuple[int, EntryName]] = Counter()
         self._rows: list[Row] = []
         self._values: dict[int, Measured] = {}
         self._base = step * _MOST_ROWS
@@ -94,7 +94,7 @@ class StepReader:
             micro = 0
         return (parent if isinstance(parent, str) else ""), micro
 
-    def _row(self, node: int, micro: int, call: Call, *, args: str | None, stack: int) -> Row:
+    def _row(self, node: int, micro: int, call: EntryName, *, args: str | None, stack: int) -> Row:
         """Return what an entry's rows have in common; counts the call."""
         number = self._calls[micro, call]
         self._calls[micro, call] += 1

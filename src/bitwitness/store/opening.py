@@ -15,7 +15,7 @@ _EXPECTED = (
     "expected a run folder with a recording (what bitwitness record wrote), a dump of msprobe (step*/rank*/dump.json) "
     "or a folder of Ascend dump files"
 )
-_SHOWN = 5
+_SHOWN = 5  # names in a message: enough to recognise a folder by
 
 
 def open_source(path: str | os.PathLike[str]) -> Source:

@@ -29,11 +29,15 @@ if TYPE_CHECKING:
     import torch
 
 _ROWS_KEPT = 50_000
+"""Rows of one file of the table: fewer make Parquet's columns compress badly, more are lost when a process is killed."""
 _SECONDS_KEPT = 10.0
+"""After this time a step's rows are written though they are few, so that a run can be looked at while it goes on."""
 _QUEUE_BYTES = 512 << 20
+"""What may wait for the disk. Where that is full the training waits, too: a recording with gaps could not be compared."""
 _FILE_BYTES = 16 << 30
-_FIRST_RESERVE = 64 << 10  # bytes: some 300 tensors
-_MORE_RESERVE = 8
+"""Of one file of tensors; a file bears its name only when it is whole, so that a killed process loses no more than one."""
+_FIRST_RESERVE = 64 << 10  # bytes left in front of a file for its header: some 300 tensors
+_MORE_RESERVE = 8  # times as much, once a header did not fit; later files begin with that
 
 
 class _Job(NamedTuple):
@@ -44,7 +48,7 @@ class _Job(NamedTuple):
     always: bool = False
 
 
-class _Names:
+class _FileNames:
     """Decides in which file a tensor goes: a new one for each step, and where a header or a file is full."""
 
     def __init__(self) -> None:
@@ -110,7 +114,7 @@ class RecordingWriter:
         self._parts = {"stats": 0, "stacks": 0}
         self._stacks: list[tuple[int, str]] = []
         self._file: TensorFile | None = None
-        self._names = _Names()
+        self._names = _FileNames()
         self._thread = threading.Thread(target=self._work, name="bitwitness-recording", daemon=True)
         self._thread.start()
 
@@ -158,6 +162,15 @@ class RecordingWriter:
             self._ending = True
             self._change.notify_all()
         self._thread.join()
+
+    def delete(self) -> None:
+        """End, and delete what was written: it is of a step that never ended."""
+        self.close()
+        for pattern in ("stats-*", "stacks-*", "tensors/*"):
+            for path in self._folder.glob(pattern):
+                path.unlink(missing_ok=True)
+        with suppress(OSError):  # there is none
+            (self._folder / "tensors").rmdir()
 
     def _put(self, job: _Job) -> None:
         with self._change:

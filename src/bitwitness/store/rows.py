@@ -31,7 +31,6 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 _TEXT = pa.dictionary(pa.int32(), pa.string())
-STATISTICS = ("count", "nan", "pos_inf", "neg_inf", "zeros", "min", "max", "mean", "l2", "hash")
 
 SCHEMA = pa.schema(
     [

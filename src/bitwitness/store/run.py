@@ -24,7 +24,7 @@ _RANK = re.compile(r"rank(\d{5,})")
 _PART = re.compile(r"stats-(\d+)\.parquet")
 _FILE = re.compile(r"[\w][\w.-]*\.safetensors")
 _MOST_ROWS = 50_000_000  # of one file; ours hold some 50,000
-_OPEN_FILES = 8
+_OPEN_FILES = 8  # files of tensors that stay mapped: a comparison goes through a step in order, and a step has few
 
 
 def is_recording(path: Path) -> bool:

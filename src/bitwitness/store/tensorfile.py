@@ -104,7 +104,7 @@ class TensorFile:
 
 # -- reading -----------------------------------------------------------------------------------------------------
 
-_LONGEST_HEADER = 256 << 20
+_LONGEST_HEADER = 256 << 20  # read as a whole: at `ENTRY_BYTES` each, some 800,000 tensors
 
 
 class TensorReader:

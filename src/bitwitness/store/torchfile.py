@@ -15,14 +15,15 @@ from typing import Any
 import torch
 
 from bitwitness.errors import UsageError
-from bitwitness.store.entry import Entry, Found
+from bitwitness.store.entry import FoundTensors, TensorEntry
 
 _DEEPEST = 64
-_MOST_ENTRIES = 1_000_000
+"""Containers inside one another. Training states have a handful; a file made to break its reader has as many as it likes."""
+_MOST_ENTRIES = 1_000_000  # likewise: an optimizer's state has a few for each parameter
 _TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
-def read_torch_file(path: Path) -> Found:
+def read_torch_file(path: Path) -> FoundTensors:
     """Open a file of `torch.save`; its tensors are mapped, and nested names become one with dots.
 
     Raises
@@ -32,7 +33,7 @@ def read_torch_file(path: Path) -> Found:
 
     """
     content = _load(path, path.stat().st_size, str(path), mmap=True)
-    found, size = Found({}, []), path.stat().st_size
+    found, size = FoundTensors({}, []), path.stat().st_size
     for name, value in _flat(content, str(path)):
         if not isinstance(value, torch.Tensor):
             found.ignored += 1
@@ -42,7 +43,7 @@ def read_torch_file(path: Path) -> Found:
             found.problems.append(f"{path}: {name!r} was left out: {why}")
         else:
             tensor = value.detach()
-            found.entries[name] = Entry(tensor.dtype, tuple(tensor.shape), lambda tensor=tensor: tensor)  # type: ignore[misc]
+            found.entries[name] = TensorEntry(tensor.dtype, tuple(tensor.shape), lambda tensor=tensor: tensor)  # type: ignore[misc]
     return found
 
 

@@ -25,9 +25,10 @@ from bitwitness.finding import Event, Verdict, to_jsonable
 from bitwitness.store.redact import redacted
 
 SCHEMA = 1
+"""The run folder's format; it goes up where an older reader would misunderstand a newer folder."""
 _SHARED = "events.jsonl"
-_FILES_KEPT = 20
-_OURS = 0o700
+_FILES_KEPT = 20  # pieces of evidence with tensors: a device that fails at every step must not fill the disk
+_OURS = 0o700  # only the user may read it: values, command lines and paths are the user's
 
 
 class RunWriter:

@@ -1,1 +1,1 @@
-"""All that touches torch from within: hooks, dispatch modes, captures."""
+"""All that touches torch from within: hooks, dispatch modes, patches, the moments of a step."""

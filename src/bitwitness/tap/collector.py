@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from bitwitness.site import Site
-from bitwitness.tap.modules import own_work
+from bitwitness.tap.ownwork import in_replay, own_work
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MOST = 1 << 16  # values kept where nobody drains them, as in a script that never steps an optimizer
@@ -35,14 +35,11 @@ class GradientCollector:
     ----------
     uncovered
         Watched tensors whose gradient cannot be read, by their printable site, each with the reason.
-    paused
-        While True nothing is taken: a replayed backward is not the training's.
 
     """
 
     def __init__(self) -> None:
         self.uncovered: dict[str, str] = {}
-        self.paused = False
         self._taken: deque[tuple[Site, Tensor]] = deque(maxlen=_MOST)
         self._leaves: MutableMapping[Tensor, dict[Site, RemovableHandle]] = WeakTensorKeyDictionary()
         self._closed = False
@@ -90,7 +87,7 @@ class GradientCollector:
         return handle
 
     def _take(self, site: Site, grad: Tensor) -> None:
-        if self._closed or self.paused or torch.compiler.is_compiling():
+        if self._closed or torch.compiler.is_compiling() or in_replay():
             return
         if grad.layout is not torch.strided:
             self.uncovered[site.short] = f"its gradient is sparse ({grad.layout})"

@@ -96,6 +96,29 @@ def queue_after_backward(action: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(action)
 
 
+# -- threads: autograd computes an accelerator's gradients in threads of its own, where a ContextVar has its default --------
+
+_ERASES = hasattr(torch._C, "_remove_obj_from_tls")  # not in 2.12
+
+
+def carry(key: str) -> None:
+    """Mark this thread, and the threads in which autograd runs what this thread asks for meanwhile, until `carry_no_more`."""
+    torch._C._stash_obj_in_tls(key, True)  # noqa: FBT003
+
+
+def carry_no_more(key: str) -> None:
+    """Take the mark away, so that nothing is left whose end would need the interpreter when the thread ends."""
+    if _ERASES:
+        torch._C._remove_obj_from_tls(key)
+    else:
+        torch._C._stash_obj_in_tls(key, False)  # noqa: FBT003
+
+
+def carries(key: str) -> bool:
+    """Tell whether this thread is marked, or runs a backward that a marked one asked for."""
+    return torch._C._is_key_in_tls(key) and bool(torch._C._get_obj_in_tls(key))
+
+
 # -- what decides how something is computed ------------------------------------------------------------------------------
 
 mkldnn_enabled: Callable[[], bool] = torch._C._get_mkldnn_enabled
@@ -229,6 +252,9 @@ _LATER = (
     "torch._C._functorch.peek_interpreter_stack",
     "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack",
     "torch._C._get_tracing_state",
+    "torch._C._stash_obj_in_tls",
+    "torch._C._is_key_in_tls",
+    "torch._C._get_obj_in_tls",
     "torch.autograd.Variable._execution_engine.queue_callback",
     "torch.UntypedStorage._new_with_weak_ptr",
     "torch.nn.parallel.DistributedDataParallel._active_ddp_module",

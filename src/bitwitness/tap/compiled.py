@@ -55,7 +55,7 @@ def broadcasts(model: nn.Module) -> bool:
 
 
 @dataclass(frozen=True)
-class Entry:
+class EntryPoint:
     """Where the training enters a model.
 
     ``module`` is the outermost compiled module or, where none is compiled, the root: hooks on its calls see what enters and
@@ -80,27 +80,27 @@ class Entry:
         return running_wrapper() is not wrapper
 
 
-def find_entry(model: nn.Module, root: nn.Module) -> Entry:
+def find_entry(model: nn.Module, root: nn.Module) -> EntryPoint:
     """Return where a training that calls ``model`` enters it; ``root`` is the user's own module inside."""
     module: nn.Module | None = model
     while module is not None and module is not root and not is_compiled(module):
         module = dict(module._modules.items()).get("module")  # DistributedDataParallel's
     module = root if module is None else module
     if not is_compiled(module):
-        return Entry(module, module)
+        return EntryPoint(module, module)
     problem = _cuda_graphs(module)
     wrapper = distributed(module)
     if wrapper is None:
-        return Entry(module, module, problem)
+        return EntryPoint(module, module, problem)
     if not is_wrapped(module):
-        return Entry(module, root, "DistributedDataParallel.compile(): compile the module inside it instead")
+        return EntryPoint(module, root, "DistributedDataParallel.compile(): compile the module inside it instead")
     if wrapper.broadcast_buffers and next(root.buffers(), None) is not None:
         problem = (
             problem or "torch.compile around a DistributedDataParallel that broadcasts buffers: compile the inside"
         )
     # Dynamo leaves its region where DistributedDataParallel calls the module, and compiles that call by itself: the same
     # context around the same call finds the same compiled code.
-    return Entry(module, module.dynamo_ctx(wrapper.module.__call__), problem)  # type: ignore[operator]
+    return EntryPoint(module, module.dynamo_ctx(wrapper.module.__call__), problem)  # type: ignore[operator]
 
 
 def _cuda_graphs(module: nn.Module) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bitwitness.tap.compiled import Entry, HookedCall
+from bitwitness.tap.compiled import EntryPoint, HookedCall
 from bitwitness.tap.hooks import ModuleHook
 
 Before = Callable[[nn.Module | None, tuple[Any, ...], dict[str, Any]], None]
@@ -29,7 +29,7 @@ class ForwardHooks:
 
     """
 
-    def __init__(self, entry: Entry, root: nn.Module, before: Before, after: After) -> None:
+    def __init__(self, entry: EntryPoint, root: nn.Module, before: Before, after: After) -> None:
         self._entry = entry
         self._root = root
         self._before = before
@@ -65,7 +65,7 @@ class ForwardHooks:
 
     def _hook(self, module: nn.Module, before: ModuleHook, after: ModuleHook) -> None:
         self._handles += [
-            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
             module.register_forward_hook(after, with_kwargs=True, always_call=True),
         ]
 

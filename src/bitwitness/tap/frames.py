@@ -15,7 +15,13 @@ Line = tuple[str, int, str]
 NOWHERE: Line = ("", 0, "")
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # noqa: PTH120 - frames hold strings
-_OWN = tuple(_PACKAGE + part for part in ("tap", "guard", "judge", "inject", "sense", "stats", "nonfinite", "record"))
+_OWN = tuple(
+    _PACKAGE + part
+    for part in (
+        *("tap", "capture", "session", "guard", "judge", "oracle", "inject", "sense", "stats", "nonfinite", "record"),
+        *("respond", "ranks", "device"),
+    )
+)
 _REPLAY = _PACKAGE + "replay"
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep  # noqa: PTH120
 _NOT_THE_USERS = (*_OWN, _TORCH, "<")

@@ -12,13 +12,16 @@ from contextvars import ContextVar
 from typing import Any
 
 from bitwitness.tap.compat import (
+    default_device_mode,
     dispatch_depth,
     dispatch_modes,
     function_modes,
     heard,
     plain_tensors,
     pop_dispatch_mode,
+    pop_function_mode,
     push_dispatch_mode,
+    push_function_mode,
     unheard,
 )
 
@@ -72,6 +75,50 @@ def scripts_modes_back(*, backward: bool = False) -> Iterator[None]:
     """
     with heard(), plain_tensors() if backward else nullcontext():
         yield
+
+
+def put_below(mode: Any) -> None:
+    """Enter a function mode of ours below all of the script's: each of these, when it is left, pops what it finds on top.
+
+    Only the default device's mode stays below ours: it is found at the bottom when it is changed.
+    """
+    stack = function_modes()
+    if mode in stack:
+        return
+    default = default_device_mode()
+    below = 1 if stack and stack[0] is default else 0
+    above = [pop_function_mode() for _ in range(len(stack) - below)]
+    push_function_mode(mode)
+    for other in reversed(above):
+        push_function_mode(other)
+
+
+def put_at_the_bottom(mode: Any) -> None:
+    """Move a dispatch mode that was just entered below all others: each of these, when it is left, takes the one on top."""
+    _set([mode, *(other for other in dispatch_modes() if other is not mode)])
+
+
+def take_out(mode: Any) -> None:
+    """Leave a function mode, wherever it stands."""
+    above = []
+    while mode in function_modes():
+        top = pop_function_mode()
+        if top is not mode:
+            above.append(top)
+    for other in reversed(above):
+        push_function_mode(other)
+
+
+@contextmanager
+def others_above_aside(mode: Any) -> Iterator[None]:
+    """Have a dispatch mode on top inside, as it must be to leave; those above it come back on what is left."""
+    modes = dispatch_modes()
+    above = modes[modes.index(mode) + 1 :]
+    _set(modes[: modes.index(mode) + 1])
+    try:
+        yield
+    finally:
+        _set([*dispatch_modes(), *above])
 
 
 def _set(modes: list[Any]) -> None:

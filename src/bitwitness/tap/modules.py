@@ -8,9 +8,6 @@ forward operator) that it belongs to.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Self
 from weakref import WeakKeyDictionary
@@ -20,36 +17,10 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 
 from bitwitness.tap.compat import current_node, sequence_number
-from bitwitness.tap.modes import scripts_modes_off
+from bitwitness.tap.ownwork import given_place
 
 ROOT = "."
-OWN = "(bitwitness)"
-"""The module path of operators that bitwitness itself runs: a faulty device computes our checks wrongly, too."""
-REFERENCE = "(float64)"
-"""The same of those that compute what a device's results are held against; an emulated device does not spoil these."""
-
 _NODES_KEPT = 200_000  # micro-batches may be pipelined, so the nodes of some earlier forwards are kept: about 20 MB
-_own_work: ContextVar[tuple[str, str, int] | None] = ContextVar("bitwitness_own_work", default=None)
-
-
-@contextmanager
-def own_work(module: str = OWN, phase: str = "forward", call: int = 0) -> Iterator[None]:
-    """Mark the operators run inside as bitwitness's own, so that they are not counted among the model's.
-
-    With a place given, they stand in for the model's operator there: a device whose kernel fails on just that operator
-    fails on its recomputation, too.
-    """
-    token = _own_work.set((module, phase, call))
-    try:
-        with scripts_modes_off():
-            yield
-    finally:
-        _own_work.reset(token)
-
-
-def in_own_work() -> bool:
-    """Tell whether bitwitness itself is at work."""
-    return _own_work.get() is not None
 
 
 def in_backward() -> bool:
@@ -95,9 +66,9 @@ class ModuleTracker:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._users = 0
         self._recomputed_in: int | None = None
-        self._home: nn.Module | None = None
-        self._abroad: list[tuple[int, int]] = []
-        self._left_home = 0
+        self._focus: nn.Module | None = None
+        self._elsewhere: list[tuple[int, int]] = []
+        self._left_focus = 0
 
     def __enter__(self) -> Self:
         self._users += 1
@@ -133,10 +104,10 @@ class ModuleTracker:
                     paths.setdefault(parameter, name if path == ROOT else f"{path}.{name}")
         return paths
 
-    def settle(self, root: nn.Module) -> None:
-        """Say whose operators matter from now on, so that `at_home` can tell them from those of another model."""
-        self._home = root
-        self._abroad = [(-1, sequence_number())]
+    def focus_on(self, root: nn.Module) -> None:
+        """Say whose operators matter from now on, so that `in_focus` can tell them from those of another model."""
+        self._focus = root
+        self._elsewhere = [(-1, sequence_number())]
         self.name_tree(root)
 
     def begin(self, root: nn.Module) -> None:
@@ -145,25 +116,25 @@ class ModuleTracker:
             self._enter_module(root, ())
 
     @property
-    def at_home(self) -> bool:
-        """Whether what runs now belongs to the module given to `settle`, or to code outside of all modules."""
+    def in_focus(self) -> bool:
+        """Whether what runs now belongs to the module given to `focus_on`, or to code outside of all modules."""
         node = self.backward_node()
         if node is not None:
             number = node._sequence_nr()
-            return not any(first <= number < last for first, last in self._abroad)
-        return not self._stack or self._home is None or self._is_home(self._stack[0])
+            return not any(first <= number < last for first, last in self._elsewhere)
+        return not self._stack or self._focus is None or self._is_focus(self._stack[0])
 
-    def _is_home(self, module: nn.Module) -> bool:
-        return module in self._names or unwrap(module) is self._home
+    def _is_focus(self, module: nn.Module) -> bool:
+        return module in self._names or unwrap(module) is self._focus
 
     def _enter_module(self, module: nn.Module, _args: Any) -> None:
         if not self._stack:
             running: Any = current_node()
             self._recomputed_in = None if running is None else running._sequence_nr()
-            if module not in self._names and self._home is None:
+            if module not in self._names and self._focus is None:
                 self.name_tree(module)
-            self._left_home = sequence_number()
-            if running is None and (self._home is None or self._is_home(module)):
+            self._left_focus = sequence_number()
+            if running is None and (self._focus is None or self._is_focus(module)):
                 self.restart_calls()  # a recomputation inside backward goes on counting
         self._stack.append(module)
 
@@ -171,8 +142,8 @@ class ModuleTracker:
         if module in self._stack:  # a hook that raised may have kept us from entering
             while self._stack and self._stack.pop() is not module:
                 pass
-            if self._home is not None and not self._stack and not self._is_home(module):
-                self._abroad.append((self._left_home, sequence_number()))
+            if self._focus is not None and not self._stack and not self._is_focus(module):
+                self._elsewhere.append((self._left_focus, sequence_number()))
 
     def restart_calls(self) -> None:
         """Count operator calls from zero: a new forward or a new backward begins."""
@@ -191,7 +162,7 @@ class ModuleTracker:
 
     def locate(self, op: str) -> tuple[str, str, int]:
         """Return (module path, phase, call index) for an operator that is being dispatched now."""
-        if (place := _own_work.get()) is not None:
+        if (place := given_place()) is not None:
             return place
         node = self.backward_node()
         if node is not None:

@@ -16,8 +16,16 @@ from typing import Any, Self
 import torch
 
 from bitwitness.site import Site
-from bitwitness.tap.compat import OpOverload, TorchDispatchMode, is_traceable_wrapper_subclass_type, plain_tensors
-from bitwitness.tap.modules import ModuleTracker, own_work
+from bitwitness.tap.compat import (
+    OpOverload,
+    TorchDispatchMode,
+    dispatch_modes,
+    is_traceable_wrapper_subclass_type,
+    plain_tensors,
+)
+from bitwitness.tap.modes import others_above_aside
+from bitwitness.tap.modules import ModuleTracker
+from bitwitness.tap.ownwork import in_own_work, own_work
 
 
 @dataclass(slots=True)
@@ -76,6 +84,8 @@ class OperatorTap(TorchDispatchMode):
     before
         Called with the same `OpCall` (its result still None) before the operator runs; it may change its
         arguments.
+    own_work
+        Show bitwitness's own operators, too: those of another tap's handler, say.
 
     """
 
@@ -85,8 +95,11 @@ class OperatorTap(TorchDispatchMode):
         handler: Handler,
         select: Selector | None = None,
         before: Callable[[OpCall], None] | None = None,
+        *,
+        own_work: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._own_work = own_work
         self._before = before
         self._tracker = tracker
         self._handler = handler
@@ -101,7 +114,10 @@ class OperatorTap(TorchDispatchMode):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        # Another tap may have been entered since, and stay on: one of a recording does, until the backward has ended.
+        if self in dispatch_modes():
+            with others_above_aside(self):
+                super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         self._tracker.__exit__(kind, error, trace)
 
     def _name(self, func: OpOverload) -> str | None:
@@ -128,7 +144,7 @@ class OperatorTap(TorchDispatchMode):
         if types and any(map(_is_fake, types)):
             return func(*args, **kwargs)  # shapes alone are worked out, for a DTensor say: nothing is computed
         name = self._wanted[func] if func in self._wanted else self._name(func)
-        if name is None:
+        if name is None or (in_own_work() and not self._own_work):
             return func(*args, **kwargs)
         module, phase, call = self._tracker.locate(name)
         seen = OpCall(func, args, kwargs, None, name, module, phase, call)

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import torch
 
-from bitwitness.tap.compat import dispatch_modes, dynamo, pop_dispatch_mode, push_dispatch_mode
+from bitwitness.tap.compat import dynamo
 from bitwitness.tap.operators import OperatorTap
 
 
@@ -20,11 +20,6 @@ class OperatorWindow:
     def __init__(self, tap: OperatorTap) -> None:
         self._tap = tap
         self._eager: ExitStack | None = None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether operators are shown now."""
-        return self._eager is not None
 
     def open(self) -> None:
         """Show operators from now on."""
@@ -37,13 +32,7 @@ class OperatorWindow:
         """Show them no more; other modes stay as they are."""
         if self._eager is None:
             return
-        above = []
-        while self._tap in dispatch_modes() and (top := pop_dispatch_mode()) is not self._tap:
-            above.append(top)
-        push_dispatch_mode(self._tap)
         self._tap.__exit__(None, None, None)
-        for mode in reversed(above):
-            push_dispatch_mode(mode)
         self._eager.close()
         self._eager = None
 

@@ -20,7 +20,8 @@ from bitwitness.stats import Features, features_of
 from bitwitness.stats.local import is_wrapper
 from bitwitness.tap.compat import fsdp_groups, fsdp_module
 from bitwitness.tap.compiled import distributed
-from bitwitness.tap.modules import own_work, unwrap
+from bitwitness.tap.modules import unwrap
+from bitwitness.tap.ownwork import own_work
 
 WRAPPED = (
     "parameter {0} is a {1}, a class that wraps other tensors: gradients of such are sensed, and not computed again"

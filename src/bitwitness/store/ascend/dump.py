@@ -20,7 +20,9 @@ from bitwitness.store.ascend.dtypes import PACKED_BITS, dtype_name, format_name,
 from bitwitness.store.ascend.wire import AscendFileError, Field, Span, fields, signed
 
 NANO = 0x5A5A5A5A
+"""With what the dumps of small devices begin, where an ordinary one has its header's length."""
 _LARGEST_HEADER = 256 << 20
+"""A header is read as a whole; it names tensors in some hundred bytes each, so that no real one comes near."""
 Kind = Literal["input", "output", "buffer", "space"]
 
 

@@ -16,9 +16,10 @@ from bitwitness.store.ascend.status import CORES, Decoded, decode
 from bitwitness.store.ascend.wire import AscendFileError
 
 SIZE = 2048
-_MAGIC = 0x5A5A5A5A
+_MAGIC = 0x5A5A5A5A  # begins a record of the newer version
 _TASK = ("model_id", "stream_id", "task_id", "task_type", "pc_start", "para_base")
 _HEX = frozenset({"pc_start", "para_base", "kernel_code", "src_addr", "dst_addr"})
+# Of the older version, the units' places in the record: the offset of the task, and that of the status.
 _PLACES = {"DHA Atomic Add": (0, 512), "L2 Atomic Add": (128, 768), "AI Core": (256, 1040)}
 _HEAD = ("version", "valid", "acc_type", "rsv", "data_len")
 _THREAD = ("model_id", "stream_id", "task_id", "task_type", "context_id", "thread_id")
@@ -29,7 +30,7 @@ _UNITS = {
     2: ("AICPU", ("model_id", "stream_id", "task_id", "task_type", "context_id", "cpu_id", "thread_id", "status")),
     3: ("SDMA", (*_THREAD, "src_addr", "dst_addr", "channel_id", "status")),
 }
-_NO_THREAD = 65535
+_NO_THREAD = 65535  # what the device writes where a task has no thread
 
 
 @dataclass(frozen=True, slots=True)

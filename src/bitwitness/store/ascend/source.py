@@ -1,4 +1,8 @@
-"""A folder of Ascend dump files, read as if it were a recording of ours: a file is an operator's call, its tensors are rows."""
+"""A folder of Ascend dump files as a recording: a file is an operator's call, its tensors are rows, measured by torch.
+
+Rows carry the bit hash that recordings of ours do, so that the two can be compared; `stats` computes it, with torch. The files
+themselves (`dump`, `opdebug`, `convert`) are read without.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +26,13 @@ from bitwitness.store.ascend.opdebug import is_opdebug_name
 from bitwitness.store.rows import SCHEMA, Measured, Row, to_table
 
 _LOOKED_AT = 1000  # files, until a folder is held for something else
-_LARGEST_INT32 = (1 << 31) - 1
+_LARGEST_INT32 = (1 << 31) - 1  # what a column of rows holds
 _MOST_ROWS = 1 << 32  # of a step, so that steps' numbers do not meet
 _NOT_IN_A_SITE = re.compile(r"[/#:@]")
 _REFERENCE = re.compile(r"(.+)\|(input|output)\.(\d{1,9})", re.ASCII | re.DOTALL)
 
 
-class _Found(NamedTuple):
+class _NamedDump(NamedTuple):
     path: Path
     name: DumpName
 
@@ -72,13 +76,13 @@ class AscendSource:
         self.info: dict[str, Any] = {}
         self.problems: list[str] = []
         self._folder = Path(path)
-        self._files: dict[int, dict[int, list[_Found]]] = {}
+        self._files: dict[int, dict[int, list[_NamedDump]]] = {}
         self._known: dict[int, dict[str, Path]] = {}
         for file in dump_files(self._folder):
             name = _named(file)
             if name is not None:
                 rank, step = _place(file.parent)
-                self._files.setdefault(rank, {}).setdefault(step, []).append(_Found(file, name))
+                self._files.setdefault(rank, {}).setdefault(step, []).append(_NamedDump(file, name))
                 self._known.setdefault(rank, {})[self._relative(file)] = file
         if not self._files:
             raise UsageError(

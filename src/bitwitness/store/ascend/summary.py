@@ -14,7 +14,7 @@ from bitwitness.store.ascend.names import DumpName, Place, parse_name, place_of,
 from bitwitness.store.ascend.opdebug import Record, is_opdebug_name, read_opdebug
 
 _TABLES = (".csv", ".json", ".npy", ".safetensors", ".txt", ".part")
-_LONGEST_LINE = 1 << 16
+_LONGEST_LINE = 1 << 16  # bytes of a log's line that are looked at; a log may lack line ends where it is damaged
 _STREAM = re.compile(rb"stream_?id\s*[=:]\s*(\d+)", re.IGNORECASE)
 _TASK = re.compile(rb"task_?id\s*[=:]\s*(\d+)", re.IGNORECASE)
 _NAMED = re.compile(rb"(model_?name|model_?id|kernel_?name|op_?name|node_?name)\s*[=:]\s*([^\s,;\]]+)", re.IGNORECASE)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from bitwitness.errors import UsageError
 
-VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
-_LONGEST_VARINT = 10
+VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # wire types; 3 and 4, groups, are out of use
+_LONGEST_VARINT = 10  # bytes: 64 bits, seven to a byte
 
 
 class AscendFileError(UsageError):

@@ -1,0 +1,103 @@
+"""What holds other things, in Python: dictionaries, lists, objects with attributes, cells, and how to read and write each."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+import weakref
+from collections import ChainMap, UserDict, UserList, deque
+from types import CellType, FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+from torch import nn
+
+_DATA: tuple[type, ...] = (SimpleNamespace, argparse.Namespace, UserDict, UserList, ChainMap, threading.local)
+"""Classes of Python's own library whose objects hold what a script puts there."""
+_WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
+_SHOWN: frozenset[type] = frozenset((*_DATA, *_WEAK))
+_OWN = frozenset(vars(nn.Module())) | {"_is_full_backward_hook", "_compiled_call_impl", "forward"}
+"""A module's attributes that torch itself keeps; ``forward`` is captured by its own name."""
+_TRAINERS = ("lightning", "pytorch_lightning", "lightning_fabric", "transformers", "accelerate")
+_FOREIGN = frozenset(("torch", "numpy", "logging", "threading", *_TRAINERS))
+
+
+def read(thing: Any, keys: frozenset[str] | None = None) -> Any:
+    """Return what a container holds now, in a container of its own."""
+    if isinstance(thing, CellType):
+        try:
+            return {"value": thing.cell_contents}
+        except ValueError:  # an empty cell
+            return {}
+    if isinstance(thing, nn.Module):
+        return {key: value for key, value in vars(thing).items() if key not in _OWN and (keys is None or key in keys)}
+    if isinstance(thing, type):
+        return {key: vars(thing)[key] for key in keys or () if key in vars(thing)}
+    if isinstance(thing, dict):
+        return dict(thing) if keys is None else {key: thing[key] for key in keys if key in thing}
+    if isinstance(thing, _WEAK):
+        return dict(thing)
+    if isinstance(thing, list | deque):
+        return list(thing)
+    if isinstance(thing, set):
+        return set(thing)
+    return _attributes(thing, keys)
+
+
+def write(thing: Any, held: Any, keys: frozenset[str] | None = None) -> None:
+    """Put back into a container what `read` returned."""
+    if isinstance(thing, CellType):
+        thing.cell_contents = held["value"]
+    elif isinstance(thing, dict | weakref.WeakKeyDictionary | weakref.WeakValueDictionary) and keys is None:
+        thing.clear()
+        thing.update(held)
+    elif isinstance(thing, dict | nn.Module | threading.local):
+        names = thing if isinstance(thing, dict) else vars(thing)  # past the module's own __setattr__
+        for key in read(thing, keys).keys() - held.keys():
+            del names[key]
+        names.update(held)
+    elif isinstance(thing, list):
+        thing[:] = held
+    elif isinstance(thing, deque):
+        thing.clear()
+        thing.extend(held)
+    elif isinstance(thing, set):
+        thing.clear()
+        thing.update(held)
+    else:
+        _set_attributes(thing, held, keys)
+
+
+def _attributes(thing: Any, keys: frozenset[str] | None) -> dict[str, Any]:
+    slots = [name for kind in type(thing).__mro__ for name in _slots(kind)]
+    found = {name: getattr(thing, name) for name in slots if hasattr(thing, name)}
+    found |= getattr(thing, "__dict__", {})
+    return found if keys is None else {key: found[key] for key in keys if key in found}
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = kind.__dict__.get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(name for name in slots if not name.startswith("__"))
+
+
+def _set_attributes(thing: Any, held: dict[str, Any], keys: frozenset[str] | None) -> None:
+    put = type.__setattr__ if isinstance(thing, type) else object.__setattr__
+    for key in read(thing, keys):
+        if key not in held:
+            (type.__delattr__ if isinstance(thing, type) else object.__delattr__)(thing, key)
+    for key, value in held.items():
+        put(thing, key, value)
+
+
+def inside(value: Any, *, foreign: bool) -> Any:
+    """Return what a container or an object holds; None for anything else, and, unless ``foreign``, for the frameworks' own."""
+    if isinstance(value, dict | list | set | deque) or type(value) in _SHOWN:
+        return read(value)
+    if isinstance(value, tuple | frozenset):
+        return list(value)
+    if isinstance(value, nn.Module | ModuleType | FunctionType) or (callable(value) and not hasattr(value, "__dict__")):
+        return None
+    package = type(value).__module__.partition(".")[0]
+    if (not foreign and package in _FOREIGN) or (package in sys.stdlib_module_names and package != "__main__"):
+        return None
+    return read(value) if hasattr(value, "__dict__") or _attributes(value, None) else None

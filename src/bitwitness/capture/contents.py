@@ -1,0 +1,227 @@
+"""Python values whose content may change: read, compared and put back, exactly or not at all.
+
+A `Snapshot` holds containers with what was in them (by reference) and *leaves*, things that change within themselves:
+tensors, arrays, generators. What is plain (numbers, text) needs no more than its container's reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from bitwitness.capture.containers import inside, read, write
+from bitwitness.capture.leaves import LARGEST, UNTOLD, Position, content_of, kind_of, put_back, restorable
+from bitwitness.capture.lossgraph import version_of
+from bitwitness.capture.structure import PLAIN
+from bitwitness.stats.local import local_parts
+from bitwitness.tap.compat import keeping_versions
+
+Place = tuple[Any, ...]
+"""Where something was found: a module's position or a piece of code, and a name there."""
+
+_DEPTH = 6
+"""How far to go into containers within containers: a script's own state is seldom deeper, and a graph of objects has no end."""
+_MOST = 20_000
+"""Containers and leaves in one snapshot, since one is taken at every forward. More of them end replays; the first is named."""
+ARGUMENT = "argument"
+"""The first part of the place of what a forward was given, which may be an object of any library."""
+_MISSING = object()
+
+
+@dataclass(slots=True)
+class Container:
+    """Something that holds other things, and what it held. ``keys``: only these count, in a dictionary or of an object."""
+
+    place: Place
+    name: str
+    thing: Any
+    held: Any
+    keys: frozenset[str] | None = None
+
+    def changed(self) -> list[str]:
+        """Return the names of what is no longer as it was: the container itself, or keys of a namespace."""
+        now = read(self.thing, self.keys)
+        if isinstance(now, dict) and self.is_namespace:
+            return [
+                key for key in {**self.held, **now} if not same(self.held.get(key, _MISSING), now.get(key, _MISSING))
+            ]
+        return [] if _same_items(self.held, now) else [""]
+
+    @property
+    def is_namespace(self) -> bool:
+        """Whether its keys are names of places of their own."""
+        return len(self.place) == 1
+
+
+@dataclass(slots=True)
+class Leaf:
+    """A thing that changes within itself. ``content`` is None where it is not kept."""
+
+    place: Place
+    name: str
+    thing: Any
+    content: Any
+    version: int = 0
+
+    @property
+    def exact(self) -> bool:
+        """Whether it can be put back as it was."""
+        return (
+            self.content is not None and not isinstance(self.content, Position) and restorable(self.thing, self.content)
+        )
+
+    @property
+    def untold(self) -> bool:
+        """Whether it does not show what it holds."""
+        return kind_of(self.thing) == UNTOLD
+
+    def changed(self) -> bool:
+        """Tell whether its content is no longer what it was, as far as that is known."""
+        thing = self.thing
+        if isinstance(thing, torch.Tensor):
+            if self.content is None:
+                return version_of(thing) != self.version
+            return thing.shape != self.content.shape or not equal_values(thing.detach(), self.content)
+        return not _same_content(self.content, content_of(thing))
+
+    def restore(self) -> bool:
+        """Put its content back; return whether that was possible."""
+        if not self.exact:
+            return False
+        if isinstance(self.thing, torch.Tensor):
+            return _restore_tensor(self.thing, self.content)
+        put_back(self.thing, self.content)
+        return True
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """Containers and leaves as they were at one moment; ``left_out`` names the first for which there was no room."""
+
+    containers: list[Container] = field(default_factory=list)
+    leaves: list[Leaf] = field(default_factory=list)
+    nbytes: int = 0
+    left_out: str | None = None
+
+    def things(self) -> set[int]:
+        """Return the ``id`` of all that is known."""
+        return {id(one.thing) for one in self.containers} | {id(leaf.thing) for leaf in self.leaves}
+
+    def changed(self) -> dict[Place, str]:
+        """Return the places at which something differs now, with printable names."""
+        found: dict[Place, str] = {}
+        for one in self.containers:
+            for key in one.changed():
+                place = (*one.place, key) if one.is_namespace else one.place
+                found.setdefault(place, f"{one.name}.{key}" if one.is_namespace else one.name)
+        for leaf in self.leaves:
+            if leaf.place not in found and leaf.changed():
+                found[leaf.place] = leaf.name
+        return found
+
+    def restore(self) -> list[str]:
+        """Put all back; return the names of what could not be."""
+        for one in self.containers:
+            if one.changed():
+                write(one.thing, one.held, one.keys)
+        return [leaf.name for leaf in self.leaves if leaf.changed() and not leaf.restore()]
+
+
+class SnapshotWalk:
+    """Takes a snapshot.
+
+    Parameters
+    ----------
+    keep
+        Keep tensors' contents, up to `LARGEST` bytes in all; ``keep(place)`` says so for what is found at a place.
+
+    """
+
+    def __init__(self, keep: Callable[[Place], bool] = lambda _: True) -> None:
+        self.snapshot = Snapshot()
+        self._keep = keep
+        self._seen: set[int] = set()
+
+    def namespace(self, place: Place, name: str, thing: Any, keys: frozenset[str] | None = None) -> None:
+        """Take what a namespace holds (an object's attributes, some of a script's globals), each key a place."""
+        held = read(thing, keys)
+        self.snapshot.containers.append(Container(place, name, thing, held, keys))
+        for key, value in held.items():
+            self.enter((*place, key), f"{name}.{key}", value)
+
+    def enter(self, place: Place, name: str, value: Any, depth: int = 0) -> None:
+        """Take a value and all that it holds."""
+        if isinstance(value, PLAIN) or id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if len(self._seen) > _MOST:
+            self.snapshot.left_out = self.snapshot.left_out or name
+            return
+        if depth > _DEPTH:
+            return
+        if isinstance(value, torch.Tensor):
+            self._tensor(place, name, value)
+        elif kind_of(value) is not None:
+            self.snapshot.leaves.append(Leaf(place, name, value, content_of(value)))
+        elif (held := inside(value, foreign=place[0] == ARGUMENT)) is not None:
+            if not isinstance(value, tuple | frozenset):
+                self.snapshot.containers.append(Container(place, name, value, held))
+            for item in held.values() if isinstance(held, dict) else held:
+                self.enter(place, name, item, depth + 1)
+
+    def _tensor(self, place: Place, name: str, value: torch.Tensor) -> None:
+        if isinstance(value, nn.Parameter):
+            return  # the training's own; replays do not change parameters
+        size = value.numel() * value.element_size() if value.layout is torch.strided and not value.is_meta else LARGEST
+        content = None
+        if self._keep(place) and self.snapshot.nbytes + size <= LARGEST:
+            self.snapshot.nbytes += size
+            content = value.detach().clone()
+        self.snapshot.leaves.append(Leaf(place, name, value, content, version_of(value)))
+
+
+def same(a: Any, b: Any) -> bool:
+    """Tell whether two references are to the same thing, or to equal plain values."""
+    return a is b or (isinstance(a, PLAIN) and type(a) is type(b) and repr(a) == repr(b))  # NaN is what it was
+
+
+def _same_items(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, set):
+        return {id(item) for item in a} == {id(item) for item in b} or a == b
+    return len(a) == len(b) and all(map(same, a, b))
+
+
+def _same_content(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(_same_content(a[key], b[key]) for key in a)
+    if isinstance(a, tuple | list):
+        return type(a) is type(b) and len(a) == len(b) and all(map(_same_content, a, b))
+    if hasattr(a, "tobytes"):
+        return hasattr(b, "tobytes") and bool(a.tobytes() == b.tobytes())
+    return bool(a == b)
+
+
+def equal_values(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Tell whether two tensors hold the same values, a NaN being what it was."""
+    if a.layout is not torch.strided:
+        parts = local_parts(a), local_parts(b)
+        return len(parts[0]) == len(parts[1]) and all(map(equal_values, *parts))
+    if torch.equal(a, b):
+        return True
+    return a.is_floating_point() and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _restore_tensor(thing: torch.Tensor, content: torch.Tensor) -> bool:
+    if thing.shape != content.shape or thing.is_inference():
+        return False
+    with torch.no_grad(), keeping_versions((thing,)):
+        thing.detach().copy_(content)
+    return True

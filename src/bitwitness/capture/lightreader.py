@@ -1,0 +1,105 @@
+"""Brings what a light step is about to the host: the one wait of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from bitwitness.capture.gradients import LocalGradients
+from bitwitness.capture.light import LightStep
+from bitwitness.capture.root import RootTap
+from bitwitness.stats import Features, total_of
+from bitwitness.stats.local import local_values
+from bitwitness.tap.ownwork import own_work
+
+_LARGEST = 1 << 20  # elements of a buffer that is watched: running statistics, not position tables
+
+
+class LightReader:
+    """Reads one root's light steps.
+
+    Parameters
+    ----------
+    root, gradients
+        The root's taps.
+    rank
+        Whose steps these are.
+
+    """
+
+    def __init__(self, root: RootTap, gradients: LocalGradients, rank: int) -> None:
+        self._root = root
+        self._local = gradients
+        self._rank = rank
+        self._names = tuple(root.parameters)
+        self._buffers = self._finite_buffers()
+        self._spoiled: dict[str, int] = {}
+
+    def read(self, features: Features, losses: Sequence[torch.Tensor], scale: float, *, scaled: bool) -> LightStep:
+        """Return the step's sizes, divided by the loss scale."""
+        count = len(self._names)
+        with own_work(), torch.no_grad():
+            buffers = self._told_now()
+            sizes = torch.cat([features.l2, features.absmax, *self._totals(buffers)])
+            ends = [local_values(loss.detach()).reshape(1).to(sizes.device, _wide(loss)) for loss in losses]
+            numbers = torch.cat([sizes, *ends]).cpu().double().numpy()
+        l2, absmax = numbers[:count] / scale, numbers[count : 2 * count] / scale
+        # A float32 norm overflows where the values do not: the largest value is then the norm's better estimate.
+        l2 = np.where(np.isinf(l2) & np.isfinite(absmax), absmax, l2)
+        reduced, watched, spoiled = numbers[2 * count : 2 * count + 3]
+        if np.isfinite(spoiled) and len(buffers) < len(self._buffers):  # somebody put them right
+            self._spoiled = {name: step for name, step in self._spoiled.items() if name in buffers}
+        return LightStep(
+            step=self._root.record.step,
+            rank=self._rank,
+            names=self._names,
+            l2=l2,
+            absmax=absmax,
+            losses=tuple(float(value) / scale for value in numbers[2 * count + 3 :]),
+            scaled=scaled,
+            scale=scale,
+            reduced=() if np.isfinite(reduced) else self._bad(self._gradients()),
+            buffers=() if np.isfinite(watched) else self._newly_bad(buffers),
+        )
+
+    def _told_now(self) -> dict[str, torch.Tensor]:
+        """Return the buffers of which it would be told now: one that stays bad is told of at the step that it went bad at."""
+        step = self._root.record.step
+        return {name: buffer for name, buffer in self._buffers.items() if self._spoiled.get(name, step) == step}
+
+    def _totals(self, buffers: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Return one number each for all reduced gradients, the buffers, and the buffers that were told of before."""
+        device, reduced = self._root.device, self._local.reduced
+        whole = torch.zeros(1, device=device) if reduced is None else reduced.sum().reshape(1).to(device, torch.float32)
+        spoiled = [buffer for name, buffer in self._buffers.items() if name not in buffers]
+        return [whole, *(total_of(many, device).reshape(1) for many in (list(buffers.values()), spoiled))]
+
+    def _newly_bad(self, buffers: dict[str, torch.Tensor]) -> tuple[str, ...]:
+        bad = self._bad(buffers)
+        self._spoiled |= dict.fromkeys(bad, self._root.record.step)
+        return bad
+
+    def _gradients(self) -> dict[str, torch.Tensor]:
+        return {
+            name: p.grad for name, p in self._root.parameters.items() if p.grad is not None and not p.grad.is_sparse
+        }
+
+    def _finite_buffers(self) -> dict[str, torch.Tensor]:
+        """Return the buffers that hold finite numbers before the training: a mask of -inf is no running statistic."""
+        named = {
+            name: buffer
+            for name, buffer in self._root.root.named_buffers()
+            if buffer.is_floating_point() and 0 < buffer.numel() <= _LARGEST
+        }
+        bad = self._bad(named)
+        return {name: buffer for name, buffer in named.items() if name not in bad}
+
+    def _bad(self, named: dict[str, torch.Tensor]) -> tuple[str, ...]:
+        return tuple(name for name, tensor in named.items() if not bool(local_values(tensor).isfinite().all()))
+
+
+def _wide(loss: torch.Tensor) -> torch.dtype:
+    """Return a dtype that holds a loss without overflow."""
+    return torch.float64 if loss.dtype == torch.float64 else torch.float32

@@ -1,0 +1,275 @@
+"""What can be reached from a value: containers, objects and functions within one another, each as something to iterate over."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice, repeat
+from operator import is_not, itemgetter
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from bitwitness.capture.contents import Place
+from bitwitness.capture.structure import PLAIN
+from bitwitness.tap.modes import is_ours
+
+_LONG = 1000  # entries of a container, beyond which only their number is looked at
+_DEPTH = 5  # containers within containers, objects within objects
+FRAMEWORKS = frozenset(
+    (
+        "torch",
+        "lightning",
+        "lightning_fabric",
+        "lightning_utilities",
+        "pytorch_lightning",
+        "accelerate",
+        "numpy",
+        "logging",
+        "concurrent",
+        "asyncio",
+        "multiprocessing",
+        "weakref",
+        "bitwitness",
+    )
+)
+"""Packages whose objects change for reasons of their own, or hold the whole training."""
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+TORCHS = frozenset(vars(nn.Module()))
+"""What torch itself keeps in a module."""
+
+
+class Some:
+    """Some of the names of a mapping; iterates over their values."""
+
+    __slots__ = ("_get", "keys", "names")
+
+    def __init__(self, names: Mapping[str, Any], keys: Iterable[str]) -> None:
+        self.names = names
+        self.keys = tuple(keys)
+        # Two more than there are, so that it returns a tuple for one key, too; an itemgetter is ten times as quick as a loop.
+        self._get = itemgetter(*self.keys, *self.keys[:1], *self.keys[:1]) if self.keys else None
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            return islice(() if self._get is None else self._get(self.names), len(self.keys))
+        except KeyError:  # one has gone
+            return map(self.names.get, self.keys)
+
+
+class Without:
+    """How many names a mapping has, and the values of all but a few."""
+
+    __slots__ = ("_some", "names")
+
+    def __init__(self, names: Mapping[str, Any], left_out: frozenset[str]) -> None:
+        self.names = names
+        self._some = Some(names, [key for key in names if key not in left_out])
+
+    def __iter__(self) -> Iterator[Any]:
+        return chain((len(self.names),), self._some)
+
+
+class Theirs:
+    """A mapping's values that are not this package's own code."""
+
+    __slots__ = ("_names",)
+
+    def __init__(self, names: Mapping[Any, Any]) -> None:
+        self._names = names
+
+    def __iter__(self) -> Iterator[Any]:
+        return (value for value in self._names.values() if not is_ours(value))
+
+
+class Present:
+    """Which of a mapping's names stand for something: FSDP2 exchanges what they stand for, shards and whole parameters."""
+
+    __slots__ = ("names",)
+
+    def __init__(self, names: Mapping[str, Any]) -> None:
+        self.names = names
+
+    def __iter__(self) -> Iterator[bool]:
+        return map(is_not, self.names.values(), repeat(None))
+
+
+class Cell:
+    """A closure's cell."""
+
+    __slots__ = ("cell",)
+
+    def __init__(self, cell: CellType) -> None:
+        self.cell = cell
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            yield self.cell.cell_contents
+        except ValueError:
+            return  # not filled yet
+
+
+class Function:
+    """A function's code, default arguments and attributes."""
+
+    __slots__ = ("function",)
+
+    def __init__(self, function: FunctionType) -> None:
+        self.function = function
+
+    def __iter__(self) -> Iterator[Any]:
+        f = self.function
+        yield from (f.__code__, f.__defaults__, f.__kwdefaults__)
+        yield from f.__dict__.values()
+
+
+class Size:
+    """How many things a long container holds."""
+
+    __slots__ = ("container",)
+
+    def __init__(self, container: Any) -> None:
+        self.container = container
+
+    def __iter__(self) -> Iterator[Any]:
+        yield len(self.container)
+
+
+class Variable:
+    """A context variable's value here."""
+
+    __slots__ = ("variable",)
+
+    def __init__(self, variable: ContextVar[Any]) -> None:
+        self.variable = variable
+
+    def __iter__(self) -> Iterator[Any]:
+        yield self.variable.get(None)
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Something that holds values (``thing``): where it was found, and what iterates over the values.
+
+    ``keys`` name these, if they have names.
+    """
+
+    place: Place
+    name: str
+    values: Any
+    keys: Any = None
+    thing: Any = None
+
+    def names(self) -> list[str]:
+        """Return the values' names; none if they have none."""
+        return [] if self.keys is None else [str(key) for key in self.keys]
+
+
+class Search:
+    """Finds what values hold.
+
+    Parameters
+    ----------
+    owner
+        For whom; kept beside all that is found.
+    known
+        The ``id`` of modules that are looked at by themselves.
+    seen
+        What was found before, with its owners, by ``id``: each thing is taken once.
+    room
+        How much may be found.
+
+    """
+
+    def __init__(self, owner: object, known: set[int], seen: dict[int, tuple[Any, object]], room: int) -> None:
+        self.sources: list[Holder] = []
+        self.tensors: list[tuple[Place, str, torch.Tensor]] = []
+        self.left_out: str | None = None
+        """The first for which there was no room."""
+        self._owner = owner
+        self._known = known
+        self._seen = seen
+        self._room = room
+
+    def enter(self, place: Place, name: str, value: Any, depth: int) -> None:
+        """Take a value, and what it holds."""
+        if isinstance(value, PLAIN) or id(value) in self._seen or depth > _DEPTH:
+            return
+        if len(self.sources) >= self._room:
+            self.left_out = self.left_out or name
+            return
+        self._seen[id(value)] = value, self._owner
+        if isinstance(value, torch.Tensor):
+            self._tensor(place, name, value)
+        elif isinstance(value, nn.Module):
+            self._module(place, name, value, depth)
+        elif isinstance(value, dict | list | deque | set | tuple | frozenset) and len(value) > _LONG:
+            self._hold(place, name, Size(value), [], depth, thing=value)
+        elif isinstance(value, dict):
+            self._hold(place, name, value.values(), list(value.values()), depth, keys=value.keys(), thing=value)
+        elif isinstance(value, list | deque | set):
+            self._hold(place, name, value, list(value), depth, thing=value)
+        elif isinstance(value, tuple | frozenset):
+            for item in value:
+                self.enter(place, name, item, depth + 1)
+        else:
+            self._object(place, name, value, depth)
+
+    def _hold(
+        self, place: Place, name: str, values: Any, items: list[Any], depth: int, *, keys: Any = None, thing: Any
+    ) -> None:
+        self.sources.append(Holder(place, name, values, keys, thing))
+        for item in items:
+            self.enter(place, name, item, depth + 1)
+
+    def _object(self, place: Place, name: str, value: Any, depth: int) -> None:
+        view: Any = None
+        if isinstance(value, FunctionType):
+            view = Function(value) if value.__defaults__ or value.__kwdefaults__ or value.__dict__ else None
+        elif isinstance(value, ContextVar):
+            view = Variable(value)
+        elif isinstance(value, partial):
+            self._hold(place, name, value.keywords.values(), [value.func, *value.args], depth, thing=value)
+        elif isinstance(value, MethodType):
+            self.enter(place, name, value.__self__, depth + 1)
+        elif not isinstance(value, ModuleType) and _looked_into(value):
+            names = vars(value)
+            self._hold(place, name, names.values(), list(names.values()), depth, keys=names.keys(), thing=value)
+        if view is not None:
+            own = value.__dict__ if isinstance(value, FunctionType) else value
+            self._hold(place, name, view, list(view), depth, thing=own)
+
+    def _module(self, place: Place, name: str, value: nn.Module, depth: int) -> None:
+        """Take a module that is not one of the root's own: kept in a list, named by the code."""
+        if id(value) in self._known or type(value).__module__.startswith(("torch.nn.parallel", "torch.distributed")):
+            return
+        held = {key: item for key, item in vars(value).items() if key not in TORCHS}
+        self._hold(place, name, Some(vars(value), held), list(held.values()), depth, thing=value)
+        for buffer in value.buffers(recurse=False):
+            self._tensor(place, name, buffer)
+        for child in value.children():
+            self.enter(place, name, child, depth)
+
+    def _tensor(self, place: Place, name: str, value: torch.Tensor) -> None:
+        if (
+            value.layout is torch.strided
+            and not value.is_meta
+            and type(value) is torch.Tensor
+            and not value.is_quantized
+        ):
+            self.tensors.append((place, name, value))
+        if vars(value):
+            self.sources.append(Holder(place, name, vars(value).values(), vars(value).keys(), value))
+
+
+def _looked_into(value: Any) -> bool:
+    package, _, module = type(value).__module__.partition(".")
+    if package in FRAMEWORKS or (package == "transformers" and "configuration" not in module):
+        return isinstance(value, threading.local)
+    return hasattr(value, "__dict__") and not hasattr(type(value), "__next__")

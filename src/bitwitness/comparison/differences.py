@@ -1,0 +1,134 @@
+"""How far apart the matched rows of two steps are, and which of these differences are more than rounding noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+
+import numpy as np
+
+from bitwitness.comparison.align import Alignment, Pair
+from bitwitness.comparison.allowance import rms, roundoff
+from bitwitness.comparison.changes import changes
+from bitwitness.comparison.frame import Node, StepFrame
+from bitwitness.comparison.suspect import EarlierSteps
+
+NEGLIGIBLE = 1e-6
+"""Relative change by which statistics of equal numbers may differ, taken by another number of threads."""
+VIEWED = 100.0
+"""Times the noise by which a value may differ that is taken from one within it.
+
+A view or slice may hold the few elements of a large tensor that differ most, relative to their own size.
+"""
+
+Exact = Callable[[dict[tuple[int, int], float]], dict[tuple[int, int], float]]
+"""Returns the changes of pairs of rows by the values themselves, where they were kept, given those by statistics."""
+
+
+class Differences:
+    """The changes of one step of one rank, and what was found out about each node so far.
+
+    Parameters
+    ----------
+    a, b
+        The two steps.
+    alignment
+        What matches what.
+    earlier
+        What is known of this rank's earlier steps; it is carried on.
+    exact
+        Compares the values themselves, where they were kept.
+
+    Attributes
+    ----------
+    change_of
+        The relative change of each row of A that has a counterpart.
+    largest
+        The largest change among the results of each node of A that was looked at, by its number.
+    real
+        Numbers of nodes of A whose results differ by more than rounding explains.
+    parted_before
+        Whether something differed by more than rounding in an earlier step.
+
+    """
+
+    def __init__(
+        self, a: StepFrame, b: StepFrame, alignment: Alignment, earlier: EarlierSteps, exact: Exact | None = None
+    ) -> None:
+        self.a = a
+        self.b = b
+        self.alignment = alignment
+        self.earlier = earlier
+        self.parted_before = earlier.parted
+        self.has_values = exact is not None
+        self.change_of = self._measured(exact)
+        self.largest: dict[int, float] = {}
+        self.real: set[int] = set()
+        self._made_a = {pair.a.number: pair for pair in alignment.pairs if pair.a.outputs}
+        self._made_b = {pair.b.number: pair for pair in alignment.pairs if pair.b.outputs}
+        self._lone_a = {node.number: node for node in alignment.lone(first=True)}
+        self._lone_b = {node.number: node for node in alignment.lone(first=False)}
+
+    def _measured(self, exact: Exact | None) -> dict[int, float]:
+        rows = [rows for pair in self.alignment.pairs for rows in (*pair.inputs, *pair.outputs)]
+        if not rows:
+            return {}
+        left, right = (np.array(side, dtype=np.int64) for side in zip(*rows, strict=True))
+        found = changes(self.a, self.b, left, right).tolist()
+        if exact is not None:
+            found = list(exact(dict(zip(rows, found, strict=True))).values())
+        return dict(zip(left.tolist(), found, strict=True))
+
+    def is_noise(self, pair: Pair, row: int) -> bool:
+        """Return whether a row's change is what rounding explains; ask after all nodes were looked at."""
+        if row in {out for out, _ in pair.outputs}:
+            return pair.a.number in self.largest and pair.a.number not in self.real
+        return not self.is_real(pair.a, row)
+
+    def is_real(self, node: Node, row: int) -> bool:
+        """Return whether an input of a node differs by more than noise."""
+        change = self.change_of[row]
+        if change == 0.0:
+            return False
+        if self.parted_before:
+            return True  # statistics tell nothing of how far
+        producer = int(self.a.producer[row])
+        if producer in self.largest and producer != node.number:
+            return producer in self.real
+        return change > self.noise_limit()
+
+    def noise_limit(self) -> float:
+        """Return the change up to which a value that nobody is known to have made differs by noise."""
+        return NEGLIGIBLE + VIEWED * self.earlier.noise
+
+    def is_handed_on(self, row_a: int, row_b: int) -> bool:
+        """Return whether a value's difference may be its maker's: that differs, too, or only one run has it."""
+        if self.largest.get(int(self.a.producer[row_a]), 0.0) > 0:
+            return True
+        return any(self.lone_makers(row_a, row_b))
+
+    def lone_makers(self, row_a: int, row_b: int) -> tuple[Node | None, Node | None]:
+        """Return the nodes of A and of B that made these rows, each only if the other run has no such node."""
+        return self._lone_a.get(int(self.a.producer[row_a])), self._lone_b.get(int(self.b.producer[row_b]))
+
+    def differed_before(self, lone: Node, *, first: bool) -> bool:
+        """Return whether what a node read differed already that only run A (``first``) or only run B has."""
+        frame, made = (self.a, self._made_a) if first else (self.b, self._made_b)
+        pairs = [pair for row in lone.inputs if (pair := made.get(int(frame.producer[row]))) is not None]
+        if not pairs:  # who made what it read is not known, as in other tools' dumps
+            return self.earlier.parted
+        return any(pair.a.number in self.real for pair in pairs)
+
+    def dtypes(self, row_a: int, row_b: int) -> tuple[str, str]:
+        """Return both rows' dtypes."""
+        return self.a.text("dtype", row_a), self.b.text("dtype", row_b)
+
+    def roundoff(self, row_a: int, row_b: int) -> float:
+        """Return the coarser unit roundoff of two rows."""
+        return max(map(roundoff, self.dtypes(row_a, row_b)))
+
+    @cached_property
+    def usual_gradient(self) -> float:
+        """The median root mean square of the step's gradients in A; 0 without any."""
+        sizes = [rms(self.a, pair.outputs[0][0]) for pair in self.alignment.pairs if pair.a.kind == "gradient"]
+        return float(np.median(sizes)) if sizes else 0.0

@@ -1,0 +1,205 @@
+"""Why a node's results differ: a reason of its own, or an input that differs and that no matched operator made so.
+
+``computed``   inputs agree as far as their changes matter, and the result does not
+``argument``   it was called with other arguments (an epsilon, a scale, a learning rate)
+``dtype``      it computed in another precision
+``source``     it read something that differs and that no recorded operator made: a weight, a buffer, the batch, a view
+``unknown``    the same, and it has no name
+``missing``    only one of the runs has it, and what follows differs
+``random``     it draws random numbers, and drew others
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from bitwitness.comparison.align import Pair
+from bitwitness.comparison.allowance import roundoff
+from bitwitness.comparison.changes import BITS_DIFFER
+from bitwitness.comparison.describe import argument_differences, norms
+from bitwitness.comparison.differences import NEGLIGIBLE, VIEWED, Differences
+from bitwitness.comparison.frame import Node
+from bitwitness.oracle.names import is_random
+from bitwitness.oracle.recorded import arguments
+
+_FOLLOWED = 4.0
+"""Times a known change up to which a later reader sees that same change: statistics of one value vary less than this."""
+_SURE = 0.01
+"""Share of `NEGLIGIBLE` that a result has to differ by before other arguments are its reason: below, they did not matter."""
+_CASTS = ("_to_copy", "to", "type_as")
+
+
+class Reason(NamedTuple):
+    """Why a node's results differ: one of the kinds above, and words; ``lone``: the operator that only run ``side`` has."""
+
+    kind: str
+    text: str
+    lone: Node | None = None
+    side: str = ""
+
+
+class Reasons:
+    """Finds the reasons in one step of one rank; knows how far apart parameters and buffers are.
+
+    Parameters
+    ----------
+    differences
+        The step's changes.
+
+    """
+
+    def __init__(self, differences: Differences) -> None:
+        self._differences = differences
+        self._earlier = differences.earlier
+        self.a, self.b = differences.a, differences.b
+        state = [pair for pair in differences.alignment.pairs if pair.a.kind in ("parameter", "buffer")]
+        rows = [(self.a.text("name", row), row) for pair in state for row, _ in pair.outputs]
+        self._begun = {name: differences.change_of[row] for name, row in rows}
+        self._sizes = {name: int(self.a.count[row]) for name, row in rows}
+        self._written: dict[str, float] = {}
+
+    @property
+    def named(self) -> dict[str, float]:
+        """The latest change of each parameter and buffer of this step, by name."""
+        return self._begun | self._written
+
+    def remember(self, pair: Pair) -> None:
+        """Keep how far apart a parameter or buffer is that was just written: the next step reads it."""
+        for row, _ in pair.outputs:
+            name = self.a.text("name", row)
+            if name:
+                self._written[name] = self._differences.change_of[row]
+
+    # -- the node's own ------------------------------------------------------------------------------------------
+
+    def own(self, pair: Pair, worst: float, *, over: bool) -> Reason | None:
+        """Return the reason that lies in a node itself.
+
+        Parameters
+        ----------
+        worst
+            The change of its result that exceeds what is explained by most.
+        over
+            Whether that is more than rounding and its inputs' changes explain.
+
+        """
+        differences = self._differences
+        if text := self._other_dtype(pair):
+            return Reason("dtype", text)
+        carried = max((differences.change_of[row] for row, _ in pair.inputs), default=0.0)
+        first, second = self.a.text("args", pair.a.rows[0]), self.b.text("args", pair.b.rows[0])
+        if first != second and worst > max(NEGLIGIBLE * _SURE, _FOLLOWED * carried * (carried < NEGLIGIBLE)):
+            differing = argument_differences(arguments(first), arguments(second))
+            if differing and (over or worst > differences.roundoff(*pair.outputs[0])):
+                return Reason("argument", f"called with other arguments: {'; '.join(differing)}")
+        if not over:
+            return None
+        if not differences.has_values and any(differences.is_real(pair.a, row) for row, _ in pair.inputs):
+            return None  # statistics say too little of how far apart differing inputs are
+        if is_random(pair.a.op):
+            return Reason(
+                "random", "it draws random numbers, and drew others: another seed or another number of draws before"
+            )
+        if worst == BITS_DIFFER:
+            return None  # by how much is not known
+        return Reason("computed", "its inputs agree and its result does not")
+
+    def _other_dtype(self, pair: Pair) -> str:
+        """Return in which other dtype the result is, or an input that was cast for it; empty if in none."""
+        for row_a, row_b in (*pair.outputs[:1], *pair.inputs):
+            first, second = self._differences.dtypes(row_a, row_b)
+            if first != second and self._is_cast_here(pair, row_a, row_b):
+                return f"computed in {first} against {second}"
+        return ""
+
+    def _is_cast_here(self, pair: Pair, row_a: int, row_b: int) -> bool:
+        """Return whether another dtype begins here: it was not handed on by a matched operator."""
+        if (row_a, row_b) in pair.outputs:
+            return all(
+                self.a.text("dtype", i) == self.b.text("dtype", j) or self._is_cast_here(pair, i, j)
+                for i, j in pair.inputs
+            )
+        makers = self._differences.lone_makers(row_a, row_b)
+        return any(maker is not None and maker.op in _CASTS for maker in makers)
+
+    # -- where an input's difference comes from --------------------------------------------------------------------
+
+    def of_inputs(self, pair: Pair) -> Reason | None:
+        """Return why an input differs, if no matched operator made the difference."""
+        if pair.a.kind == "optimizer":
+            return None
+        differences = self._differences
+        for row_a, row_b in pair.inputs:
+            change = differences.change_of[row_a]
+            if change == 0.0:
+                continue
+            # Who made it: a node that only one run has, a matched one, or nobody who is recorded.
+            made = int(self.a.producer[row_a])
+            if any(differences.lone_makers(row_a, row_b)):
+                found = self._from_lone(pair, row_a, row_b, change)
+            elif made in differences.largest:
+                found = self._from_view(pair, row_a, change, differences.largest[made])
+            else:
+                found = self._from_outside(pair, row_a, row_b, change)
+            if found is not None:
+                return found
+        return None
+
+    def _from_lone(self, pair: Pair, row_a: int, row_b: int, change: float) -> Reason | None:
+        differences = self._differences
+        lone_a, lone_b = differences.lone_makers(row_a, row_b)
+        lone = lone_a or lone_b
+        assert lone is not None  # noqa: S101 - the caller asked
+        first, second = differences.dtypes(row_a, row_b)
+        if lone.op in _CASTS and first != second:
+            return None  # told as the dtype of what reads it
+        if change <= VIEWED * (self._earlier.noise + differences.roundoff(row_a, row_b)):
+            return None
+        if differences.differed_before(lone, first=lone_a is not None):
+            return None
+        side = "a" if lone_a is not None else "b"
+        reader = f"{pair.a.site}.{self.a.text('slot', row_a)}"
+        text = f"only run {side.upper()} has it, and its result matters to {reader}"
+        return Reason("missing", text, lone, side)
+
+    def _from_view(self, pair: Pair, row_a: int, change: float, made: float) -> Reason | None:
+        """Return the reason of an input whose maker's results differ by ``made``: less than it explains."""
+        own = roundoff(self.a.text("dtype", row_a))
+        if change <= VIEWED * (max(made, self._earlier.noise) + own) or pair.a.kind == "module":
+            return None
+        slot = self.a.text("slot", row_a)
+        return Reason(
+            "source", f"{slot} differs although what it is taken from agrees: another view (a transpose, a slice)"
+        )
+
+    def _from_outside(self, pair: Pair, row_a: int, row_b: int, change: float) -> Reason | None:
+        """Return the reason of an input that no recorded operator made."""
+        name = self.a.text("name", row_a) or self.b.text("name", row_b)
+        slot = self.a.text("slot", row_a)
+        late = self._differences.parted_before
+        known = self._written.get(name, self._earlier.named.get(name))
+        if known is None and late:
+            return None  # the runs parted before, and nobody recorded what became of this
+        if known is not None and (
+            change <= _FOLLOWED * known + NEGLIGIBLE or (late and self._is_gathered(name, row_a))
+        ):
+            return None
+        if not name and (self._earlier.parted or pair.a.kind == "module" or pair.a.phase == "backward"):
+            return None  # it may be what a function that was not recorded made of differing values
+        if change <= self._differences.noise_limit():
+            return None
+        if not name:
+            return Reason("unknown", f"{slot} differs, and no recorded operator made it")
+        first, second = self._differences.dtypes(row_a, row_b)
+        if first != second:
+            return Reason("dtype", f"{name} is {first} against {second}")
+        if self._begun.get(name) == 0.0 and not self._is_gathered(name, row_a):
+            text = f"{slot} differs although {name} agrees, of which it is a view: another one (a transpose, a slice)"
+            return Reason("source", text)
+        called = name if name.startswith("input ") else f"its {name}"
+        return Reason("source", f"{called} differs: {norms(self.a, self.b, row_a, row_b)}")
+
+    def _is_gathered(self, name: str, row: int) -> bool:
+        """Return whether a row shows the whole of a parameter of which this rank holds a part: it differs where others' do."""
+        count = int(self.a.count[row])
+        return self._sizes.get(name, count) != count

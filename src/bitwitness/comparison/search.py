@@ -1,0 +1,178 @@
+"""Which operators made the difference: error that was made here apart from error that was handed on.
+
+Nodes are looked at in the order of execution. A node is a *suspect* if its results differ by more than rounding explains, and
+there is a reason for it (`comparison.reasons`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cached_property
+
+from bitwitness.comparison.align import Pair
+from bitwitness.comparison.allowance import allowed, rms
+from bitwitness.comparison.differences import NEGLIGIBLE, Differences
+from bitwitness.comparison.reasons import Reason, Reasons
+from bitwitness.comparison.suspect import Suspect
+
+_GRADIENT = 1e-3
+"""Relative change by which a gradient of which nothing else is known may differ.
+
+Far above rounding in float32, for nothing is known of how many operators' roundings it has gathered.
+"""
+_CANCELLED = 1e-3
+"""Share of the usual gradient below which one may be rounding errors alone, as a key's bias has none."""
+_ILL_CONDITIONED = 1000.0
+"""Unit roundoffs: a result for which so much is explained says nothing about the noise of the others."""
+_LARGEST_NOISE = 0.05
+"""The same as a relative change, for dtypes whose unit roundoff is large: 1,000 of bfloat16's would be 400 %."""
+
+
+class SuspectSearch:
+    """Goes through one step of one rank; `suspects` yields what it finds, in order.
+
+    Parameters
+    ----------
+    differences
+        The step's changes, and what is known of the rank's earlier steps.
+    rank, step
+        Where they are from.
+
+    """
+
+    def __init__(self, differences: Differences, rank: int, step: int) -> None:
+        self.differences = differences
+        self._reasons = Reasons(differences)
+        self._earlier = differences.earlier
+        self._rank = rank
+        self._step = step
+        self._named_modules: set[str] = set()
+        self._real_modules: set[str] = set()
+
+    def suspects(self) -> Iterator[Suspect]:
+        """Yield the suspects in the order of execution."""
+        for pair in self.differences.alignment.pairs:
+            if pair.a.kind in ("parameter", "buffer"):
+                continue  # what reads them is looked at
+            suspect = self._look(pair)
+            self._reasons.remember(pair)
+            if suspect is not None and not (pair.a.kind == "module" and self._is_named_inside(pair.a.module)):
+                self._earlier.parted = True
+                self._named_modules.add(suspect.site.partition("/")[0])
+                yield suspect
+        self._earlier.named = self._reasons.named
+
+    def _is_seen_inside(self, pair: Pair) -> bool:
+        """Return whether a module's result was made by an operator that is recorded itself."""
+        inside = f"{pair.a.module}." if pair.a.module != "." else ""
+        late = self.differences.parted_before
+        if late and any(path.startswith(inside) and path != pair.a.module for path in self._real_modules):
+            return True
+        return pair.a.module in self._with_operators
+
+    @cached_property
+    def _with_operators(self) -> set[str]:
+        """The modules of which operators are recorded, and all modules around them."""
+        found: set[str] = set()
+        for path in {pair.a.module for pair in self.differences.alignment.pairs if pair.a.kind == "op"}:
+            parts = path.split(".")
+            found |= {".".join(parts[:i]) for i in range(1, len(parts) + 1)} | {"."}
+        return found
+
+    def _is_named_inside(self, path: str) -> bool:
+        """Return whether something inside a module was named already: the module's own difference is that."""
+        return (path == "." and bool(self._named_modules)) or any(
+            named == path or named.startswith(path + ".") for named in self._named_modules
+        )
+
+    def _look(self, pair: Pair) -> Suspect | None:
+        """Return a node as a suspect, if it is one; note how far its results are apart."""
+        differences = self.differences
+        results = [differences.change_of[row] for row, _ in pair.outputs]
+        differences.largest[pair.a.number] = max(results, default=0.0)
+        if max(results, default=0.0) == 0.0:
+            return None
+        # By noise that was seen so far, and by what the inputs brought along; rounding alone explains less.
+        explained, worst = self._worst(pair, results)
+        over = worst > explained
+        if not pair.inputs:
+            return self._without_inputs(pair, worst)
+        differing = any(differences.is_real(pair.a, row) for row, _ in pair.inputs)
+        # What reads a real difference has one, too, even where it is small: else the next reader would look like its maker.
+        if over or (differing and worst > 0):
+            differences.real.add(pair.a.number)
+            self._real_modules.add(pair.a.module)
+        elif explained <= min(_LARGEST_NOISE, _ILL_CONDITIONED * differences.roundoff(*pair.outputs[0])):
+            self._earlier.noise = max(self._earlier.noise, worst)
+        if pair.a.kind == "collective" or (pair.a.kind == "module" and self._is_seen_inside(pair)):
+            return None  # the one computes nothing, the other's operators are looked at themselves
+        reason = self._reasons.of_inputs(pair) if worst > 0 else None
+        if reason is not None:
+            differences.real.add(pair.a.number)
+            return self._suspect(pair, reason, worst, self._rounding(pair), clean=False)
+        reason = self._reasons.own(pair, worst, over=over)
+        if reason is None:
+            return None
+        # Another reason than rounding is weighed against rounding alone, not against what its own inputs explain.
+        if reason.kind != "computed":
+            explained = min(explained, self._rounding(pair))
+        return self._suspect(pair, reason, worst, explained, clean=not differing)
+
+    def _rounding(self, pair: Pair) -> float:
+        """Return what a node's own rounding explains, with equal inputs."""
+        return allowed(self.differences.a, self.differences.b, pair, 0, [0.0] * len(pair.inputs))
+
+    def _worst(self, pair: Pair, results: list[float]) -> tuple[float, float]:
+        """Return what is explained and what is seen, of the result that exceeds it most."""
+        carried = [self.differences.change_of[row] for row, _ in pair.inputs]
+        noisy = [c if c == 0.0 else max(c, self._earlier.noise) for c in carried]
+        best = (math.inf, 0.0)
+        for i, change in enumerate(results):
+            explained = allowed(self.differences.a, self.differences.b, pair, i, noisy)
+            ratio = change / explained if explained else math.inf
+            if i == 0 or ratio > best[1] / best[0]:
+                best = (explained, change)
+        return best
+
+    def _without_inputs(self, pair: Pair, worst: float) -> Suspect | None:
+        """Return a value that stands alone as a suspect, if it is one: a gradient, a saved point."""
+        differences, number = self.differences, pair.a.number
+        row_a, row_b = pair.outputs[0]
+        if pair.a.kind == "op":
+            differences.real.add(number)
+            reason = self._reasons.own(pair, worst, over=worst > NEGLIGIBLE)
+            return None if reason is None else self._suspect(pair, reason, worst, NEGLIGIBLE, clean=True)
+        if pair.a.kind == "collective":
+            differences.real.add(number)
+            return None  # it delivers what another rank differs in
+        if differences.is_handed_on(row_a, row_b) or self._earlier.parted or worst <= differences.noise_limit():
+            return None
+        if pair.a.kind != "gradient" or worst <= _GRADIENT:
+            return None
+        if rms(differences.a, row_a) < _CANCELLED * differences.usual_gradient:
+            return None
+        differences.real.add(number)
+        reason = Reason("unknown", "it differs, and no recorded operator made it")
+        return self._suspect(pair, reason, worst, NEGLIGIBLE, clean=True)
+
+    def _suspect(self, pair: Pair, reason: Reason, worst: float, explained: float, *, clean: bool) -> Suspect:
+        node = reason.lone or pair.a
+        frame = self.differences.b if reason.side == "b" else self.differences.a
+        slot = frame.text("slot", node.outputs[0]) if node.outputs else "out0"
+        return Suspect(
+            site=f"{node.site}.{slot}",
+            rank=self._rank,
+            step=self._step,
+            reason=reason.kind,
+            text=reason.text,
+            score=worst / explained if explained else math.inf,
+            change=worst,
+            explained=explained,
+            order=(self._step, pair.a.rows[-1]),
+            side=reason.side,
+            clean=clean,
+            stack=int(frame.stack[node.rows[0]]),
+            micro=node.micro,
+            pair=None if reason.lone else pair,
+        )

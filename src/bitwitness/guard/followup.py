@@ -1,0 +1,85 @@
+"""A step that sensors have looked at: what its findings call for, agreed with the other ranks, done, and learned from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from bitwitness.capture.light import LightStep
+from bitwitness.capture.step import StepRecord
+from bitwitness.finding import Finding
+from bitwitness.guard.deepsteps import DeepSteps
+from bitwitness.guard.investigation import Investigation
+from bitwitness.guard.sensors import STATISTICAL, Sensors
+from bitwitness.judge.fingerprint import Fingerprint
+from bitwitness.ranks import Ranks
+from bitwitness.sense.nonfinite import NonfiniteSensor
+from bitwitness.session.judging import CompleteStep
+from bitwitness.session.reader import StepReader
+
+
+@dataclass(frozen=True)
+class FollowUp:
+    """Follows one root's steps up; the parts are the guard's."""
+
+    reader: StepReader
+    sensors: Sensors
+    investigation: Investigation
+    deep: DeepSteps
+    ranks: Ranks
+
+    def look_again(self, record: StepRecord) -> None:
+        """Execute a step with compiled code once more, where its operators can be seen."""
+        if record.communicates:
+            return  # all ranks would have to agree first
+        with self.ranks.together():
+            self.sensors.operators.look_again(self.investigation.replayer, record)
+
+    def follow(self, step: CompleteStep, light: LightStep, findings: list[Finding], *, deep: bool) -> bool:
+        """Agree with the other ranks on what the findings call for, do it, and learn; return whether it was nothing."""
+        record = step.record
+        flagged = self.investigation.worth_asking(findings)
+        statistical = any(finding.sensor in STATISTICAL for finding in flagged)
+        hit = any(finding.sensor == NonfiniteSensor.name for finding in findings)
+        blamed = any(finding.sensor == NonfiniteSensor.name for finding in flagged)  # a verdict will say who made it
+        asked = (bool(flagged), statistical, hit, blamed, record.communicates)
+        agreed = self.deep.agree(self.ranks, record.number, *asked)
+        suspicious, by_history, hit, blamed, self.investigation.replayer.shared = agreed
+        calibrating = not suspicious and self.investigation.calibration_due(record.number)
+        if (suspicious or calibrating) and not step.stepped_early:
+            self.reader.edits.look_closely(record)
+        if suspicious:
+            self.deep.look_closely_after(record.number)
+            with self.ranks.together():
+                wrong = self.investigation.question(record, self._original(step), findings, light)
+            if wrong:
+                self.sensors.operators.ranges(light)
+                return False  # numbers that were proven wrong teach the sensors nothing
+        if hit and not blamed:
+            with self.ranks.together():
+                self.investigation.tracing.hit(record, light)
+        for finding in self.sensors.operators.ranges(light) if deep else ():
+            self.investigation.tracing.tell(finding)
+        if calibrating:
+            with self.ranks.together():
+                self.investigation.calibrate(record, self._original(step), light)
+        self._learn(light, false_alarm=by_history, hit=hit)
+        return not suspicious and not hit and not calibrating
+
+    def _learn(self, light: LightStep, *, false_alarm: bool, hit: bool) -> None:
+        if not hit:
+            self.investigation.tracing.clean(light)
+        self.sensors.learn(light, false_alarm=false_alarm)
+        self.deep.useful = self.ranks.size > 1 or self.sensors.operators.has_products
+        self.sensors.operators.look_at_one_product_in(self.deep.plan.one_in)
+
+    def _original(self, step: CompleteStep) -> Fingerprint:
+        """Return what the training itself computed, to be compared with replays."""
+        outputs = [
+            digest for group in step.record.passes() for forward in group.forwards for digest in forward.output_digests
+        ]
+        device = self.reader.root.device
+        hashes = torch.stack(outputs).to(device) if outputs else torch.zeros(0, dtype=torch.int64, device=device)
+        assert step.features is not None  # noqa: S101 - a step without is not looked at
+        return Fingerprint.from_features(self.reader.gradients.with_hashes(step.features), hashes)

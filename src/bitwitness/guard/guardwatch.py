@@ -1,0 +1,160 @@
+"""The guard's judgement of a step: what its sensors say, and what follows from that."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch.amp import GradScaler
+from torch.optim.optimizer import Optimizer
+
+from bitwitness.capture.light import LightStep
+from bitwitness.capture.training import Wants
+from bitwitness.config import Config
+from bitwitness.finding import Finding
+from bitwitness.guard.deepsteps import DeepSteps
+from bitwitness.guard.followup import FollowUp
+from bitwitness.guard.investigation import Investigation
+from bitwitness.guard.operatorsensors import OperatorSensors
+from bitwitness.guard.sensors import Sensors
+from bitwitness.guard.tracing import Tracing
+from bitwitness.guard.uneven import UnevenSteps
+from bitwitness.guard.watch import Watch
+from bitwitness.ranks import Ranks
+from bitwitness.session.judging import CompleteStep
+from bitwitness.session.reporter import Reporter
+from bitwitness.session.session import Session
+from bitwitness.tap.moments import BackwardCall
+
+# Ranges change slowly, and few trainings have narrow dtypes that overflow: they are measured on some deep steps.
+_RANGES_EVERY = 4
+
+
+class GuardWatch(Watch):
+    """Judges one root's steps by all sensors; proves, heals and stops as configured.
+
+    Parameters
+    ----------
+    session, ranks, reporter, config, optimizers
+        As for `Watch`.
+    clock
+        Returns seconds; times the reference schemes' strikes and checksum windows.
+
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        ranks: Ranks,
+        reporter: Reporter,
+        config: Config,
+        *,
+        optimizers: list[Optimizer] | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        wants = Wants(
+            config.replay.capture_limit_mib << 20,
+            taped=config.nonfinite.enabled or config.replay.enabled,
+            hashed=True,
+            unused=False,
+        )
+        super().__init__(session, ranks, reporter, config, wants=wants, deep=DeepSteps(config), optimizers=optimizers)
+        self._seconds = clock
+        self.sensors = Sensors(config, self.reader.root, ranks, reporter, clock)
+        self.investigation = Investigation(config, self.reader.root, self.reader.gradients, ranks, reporter)
+        self.uneven = UnevenSteps(self.reader, ranks, reporter, self.deep, self._ask_nobody)
+        self.investigation.interpret = self.uneven.interpret
+        self._follow_up = FollowUp(self.reader, self.sensors, self.investigation, self.deep, ranks)
+
+    def parameters_changed(self) -> None:
+        """Judge other parameters from now on."""
+        self.sensors.close()
+        self.sensors = Sensors(self.config, self.reader.root, self.ranks, self.reporter, self._seconds)
+        self.sensors.alone = self.uneven.now
+        self.investigation = self.investigation.renewed(self.reader.gradients)
+        self._follow_up = FollowUp(self.reader, self.sensors, self.investigation, self.deep, self.ranks)
+
+    def removed(self) -> None:
+        """Judge no more; remove every hook."""
+        self.uneven.close()
+        self.sensors.close()
+        super().removed()
+
+    def forked(self) -> None:
+        """Remove them in a child, too."""
+        super().forked()
+        self.uneven.close()
+        self.sensors.close()
+
+    def _ask_nobody(self, alone: bool) -> None:
+        self.sensors.alone = alone
+
+    @property
+    def operators(self) -> OperatorSensors:
+        """The sensors that look at operators."""
+        return self.sensors.operators
+
+    @property
+    def tracing(self) -> Tracing:
+        """What follows a step that is not finite."""
+        return self.investigation.tracing
+
+    @property
+    def ranges(self) -> bool:
+        """Whether the next deep step measures ranges."""
+        return self.deep.taken % _RANGES_EVERY == 0
+
+    def is_deep(self, number: int) -> bool:
+        """Tell whether a step's operators are looked at: the same steps on all ranks."""
+        return super().is_deep(number) or (self.config.checksum.enabled and self.sensors.reference.checksum_on)
+
+    # -- a step that is skipped keeps its gradients, away from the optimizer -------------------------------------
+
+    @contextmanager
+    def around_backward(self, call: BackwardCall) -> Iterator[None]:
+        """Let go of gradients that were skipped, before others are added; look at operators."""
+        if call.accumulates:
+            self.investigation.skip.before_backward(self.reader.root.record.number)
+        with super().around_backward(call):
+            yield
+
+    def gradients_ready(self, *, scaler: GradScaler | None = None, optimizer: Optimizer | None = None) -> None:
+        """Take gradients away that are not to be used."""
+        if optimizer is not None and scaler is None:
+            self.investigation.skip.before_step(optimizer)
+
+    def closure_begins(self, optimizer: Optimizer) -> None:
+        """Mind that the closure may lead to a skip."""
+        self.investigation.skip.before_step(optimizer)
+
+    def optimizer_stepped(self, optimizer: Optimizer) -> None:
+        """Put back what was taken away."""
+        self.investigation.skip.after_step(optimizer)
+        super().optimizer_stepped(optimizer)
+
+    # -- judging -------------------------------------------------------------------------------------------------
+
+    def look_at(self, step: CompleteStep) -> bool:
+        """Judge a step; return whether it was ordinary."""
+        light, record = step.light, step.record
+        assert light is not None  # noqa: S101 - `judge` has seen to it
+        deep = self.is_deep(record.number)
+        if self.uneven.now:
+            return self._look_alone(light, deep=deep)
+        if self.to_look_again(step):
+            self._follow_up.look_again(record)
+        findings = self.sensors.look(light, deep=deep, scale=light.scale)
+        if deep and not self.uneven.before:
+            findings += self.investigation.compare_replicas(record, light)
+        return self._follow_up.follow(step, light, findings, deep=deep)
+
+    def _look_alone(self, light: LightStep, *, deep: bool) -> bool:
+        """Look at a step that may have no counterpart on other ranks, and run nothing again."""
+        self.uneven.count()
+        findings: list[Finding] = self.sensors.look(light, deep=deep, scale=light.scale)
+        findings += self.operators.ranges(light) if deep else []
+        for finding in findings:
+            self.reporter.finding(finding)
+        self.sensors.learn(light)
+        return not findings

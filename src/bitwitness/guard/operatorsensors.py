@@ -1,0 +1,165 @@
+"""The sensors that look at single operators, on deep steps: one tap for all of them; one that fails is turned off and named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import Any
+
+from bitwitness.capture.light import LightStep
+from bitwitness.capture.root import RootTap
+from bitwitness.capture.step import StepRecord
+from bitwitness.finding import Finding
+from bitwitness.nonfinite.approach import ApproachSensor
+from bitwitness.replay.run import Replayer, ReplayError
+from bitwitness.sense.checksum import ChecksumSensor
+from bitwitness.session.reporter import Reporter
+from bitwitness.tap.modules import ModuleTracker
+from bitwitness.tap.operators import OpCall, OperatorTap
+
+
+class Switches:
+    """Asks sensors; one that fails is off from then on, and named.
+
+    Parameters
+    ----------
+    root
+        Whose step it is when one fails.
+    reporter
+        Told of it.
+
+    """
+
+    def __init__(self, root: RootTap, reporter: Reporter) -> None:
+        self._root = root
+        self._reporter = reporter
+        self.off: dict[str, str] = {}
+        """Sensors that were turned off, and why."""
+
+    def ask(self, name: str, sensor: Callable[[], list[Finding]]) -> list[Finding]:
+        """Return what a sensor says; nothing where it is off, or fails now."""
+        if name in self.off:
+            return []
+        try:
+            return sensor()
+        except Exception as error:
+            self.turn_off(name, error)
+            return []
+
+    def turn_off(self, name: str, error: Exception) -> None:
+        """Ask a sensor no more."""
+        self.off[name] = f"{type(error).__name__}: {error}"
+        self._reporter.failure(f"sensor {name} (now off)", error, self._root.record.step)
+
+
+class OperatorSensors:
+    """Holds one root's sensors of operators.
+
+    Parameters
+    ----------
+    root
+        Whose operators these are.
+    switches
+        Turn off what fails.
+    checksum
+        Checks matrix products and attention; None to leave them out.
+    approach
+        Measures how close results come to the ends of narrow dtypes; None to leave it out.
+
+    """
+
+    def __init__(
+        self, root: RootTap, switches: Switches, *, checksum: ChecksumSensor | None, approach: ApproachSensor | None
+    ) -> None:
+        self.checksum, self.approach = checksum, approach
+        self._switches = switches
+        self._active: dict[str, ChecksumSensor | ApproachSensor] = {}
+        self._tracker = ModuleTracker()
+        self._tracker.name_tree(root.root)
+        self._regions = root.regions
+        self.steps_looked_again = 0
+        self.not_looked_again: str | None = None
+        self._now = root.now
+        self._checking_seconds = 0.0
+
+    def tap(self, *, ranges: bool = True) -> AbstractContextManager[Any] | None:
+        """Return the dispatch mode of a deep step; what is compiled for the first time meanwhile can be so later.
+
+        ``ranges``: measure how close results come to the ends of narrow dtypes, too.
+        """
+        self._active = self._handlers()
+        if not ranges:
+            self._active.pop("approach", None)
+        if not self._active:
+            return None
+        stack = ExitStack()
+        stack.enter_context(self._regions.eagerly())
+        stack.enter_context(self._tap())
+        return stack
+
+    def _handlers(self) -> dict[str, ChecksumSensor | ApproachSensor]:
+        """Return the sensors that look at operators and are on."""
+        here = {"checksum": self.checksum, "approach": self.approach}
+        resting = self.approach is not None and self.approach.resting
+        return {
+            name: sensor
+            for name, sensor in here.items()
+            if sensor is not None and name not in self._switches.off and not (name == "approach" and resting)
+        }
+
+    def _tap(self) -> OperatorTap:
+        return OperatorTap(self._tracker, self._checked, self._wanted)
+
+    def _wanted(self, func: Any) -> bool:
+        return any(sensor.select(func) for sensor in self._active.values())
+
+    def look_again(self, replayer: Replayer, record: StepRecord) -> None:
+        """Execute a step with compiled code once more, eagerly, under the operator tap; its result is thrown away."""
+        self._active = self._handlers()
+        if not self._active:
+            return
+        try:
+            replayer.run(record, around=self._tap)
+            self.steps_looked_again += 1
+        except ReplayError as error:
+            self.not_looked_again = str(error)
+        except Exception as error:
+            self._switches.turn_off("checksum", error)
+
+    def _checked(self, call: OpCall) -> None:
+        started = self._now()
+        for name, sensor in self._active.items():
+            try:
+                if name not in self._switches.off and sensor.select(call.func):
+                    sensor(call)
+            except Exception as error:
+                self._switches.turn_off(name, error)
+        self._checking_seconds += self._now() - started
+
+    def failed_checksums(self, light: LightStep) -> list[Finding]:
+        """Return which of a deep step's products failed their checksums."""
+        if self.checksum is None:
+            return []
+        return self._switches.ask("checksum", partial(self.checksum.drain, light.step, light.rank))
+
+    def ranges(self, light: LightStep) -> list[Finding]:
+        """Return what a deep step's operators showed of the ends of their dtypes."""
+        if self.approach is None or "approach" not in self._active:
+            return []
+        return self._switches.ask("approach", partial(self.approach.drain, light.step, light.rank, scaled=light.scaled))
+
+    def take_checking_seconds(self) -> float:
+        """Return the seconds that operators' checks took since the last time."""
+        seconds, self._checking_seconds = self._checking_seconds, 0.0
+        return seconds
+
+    @property
+    def has_products(self) -> bool:
+        """Whether the model was seen to run any operator that can be checked."""
+        return self.checksum is not None and self.checksum.checked_any
+
+    def look_at_one_product_in(self, count: int) -> None:
+        """Have only a share of a deep step's operators checked, by turns."""
+        if self.checksum is not None:
+            self.checksum.one_in = count

@@ -1,0 +1,39 @@
+"""An operator run again in float64 on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from bitwitness.tap.compat import OpOverload
+from bitwitness.tap.operators import tensors_in
+
+
+def to_float64(value: Any) -> Any:
+    """Return an operator's arguments as float64 takes them: lists, tuples and dicts are gone through.
+
+    Floating tensors become detached float64 tensors on the CPU, other tensors move there, floating dtypes become float64 and
+    devices the CPU (an operator that casts or creates would leave float64 otherwise). What is float64 on the CPU already is
+    not copied, and complex numbers keep their precision.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().double() if value.is_floating_point() else value.detach().cpu()
+    if isinstance(value, torch.dtype):
+        return torch.float64 if value.is_floating_point else value
+    if isinstance(value, torch.device):
+        return torch.device("cpu")
+    if isinstance(value, list | tuple):
+        return type(value)(to_float64(item) for item in value)
+    if isinstance(value, dict):
+        return {key: to_float64(item) for key, item in value.items()}
+    return value
+
+
+def run_in_float64(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+    """Return the tensors that an operator gives for these arguments in float64, flat, in order.
+
+    Raises whatever the operator raises: not every one takes float64, or exists on the CPU.
+    """
+    return tensors_in(func(*to_float64(list(args)), **to_float64(dict(kwargs))))

@@ -1,0 +1,185 @@
+"""A call that has just run, recomputed on its device and in float64: the proof where no other device can be asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitwitness.oracle.defined import defined_results, is_wholly_defined, with_padding_filled
+from bitwitness.oracle.eligible import draws, is_torchs, is_unique
+from bitwitness.oracle.float64 import run_in_float64
+from bitwitness.oracle.limits import SINGLE, limit_of, may_overflow
+from bitwitness.oracle.worst import gaps
+from bitwitness.stats import bit_hash
+from bitwitness.stats.local import local_values
+from bitwitness.tap.operators import OpCall, tensors_in
+from bitwitness.tap.ownwork import REFERENCE, own_work
+from bitwitness.tap.trace import copied
+
+_CANCELLED = 0.01
+"""Share of the largest input's L2 below which a result is one that cancelled: its error is then relative to that share.
+
+A sum that comes to nothing has no relative accuracy. A larger share forgives more of what is wrong with small results.
+"""
+_STATEFUL = (
+    "an operator that is not torch's, and gave other bits the second time: it may depend on more than its arguments"
+)
+_LONGEST_REASON = 200  # characters: torch's messages may hold whole schemas
+
+
+@dataclass(frozen=True, slots=True)
+class Discrepancy:
+    """How far an operator's result is from float64's.
+
+    ``error``: L2 distance of the whole result relative to float64's L2 (or to 1 % of the largest input's, if the result
+    cancels to less: a sum that comes to nothing has no relative accuracy); ``single``: the same of the worst element,
+    beside its size and the usual one; ``at``: flat index of the worst element of the output that is furthest off;
+    ``value`` and ``expected``: the device's and float64's number there. ``allowed``: the error that the coarsest dtype among
+    inputs and results allows (a kernel may compute in it). ``comparable``: the operator could be run in float64; else
+    ``reason`` says why not. ``repeats``: running it once more on its device gave the same bits as ``value``'s result.
+    """
+
+    comparable: bool
+    error: float = 0.0
+    single: float = 0.0
+    allowed: float = 0.0
+    at: int = 0
+    value: float = 0.0
+    expected: float = 0.0
+    repeats: bool = True
+    reason: str = ""
+
+    @property
+    def outside(self) -> bool:
+        """Whether the result lies outside what its dtype and operator allow."""
+        return self.comparable and not (self.error <= self.allowed and self.single <= SINGLE * self.allowed)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields by name."""
+        return asdict(self)
+
+
+def compare_with_float64(call: OpCall) -> Discrepancy:
+    """Recompute ``call`` from its inputs, on its device and on the CPU in float64, and compare.
+
+    Parameters
+    ----------
+    call
+        A call with its result. Its inputs must be what they were before the call: an operator that changes them needs
+        copies. Results may be of any floating dtype and on any device.
+
+    Returns
+    -------
+    Discrepancy
+        Not comparable, with a reason, where the operator draws random numbers, its result is not the only right one, it may
+        depend on more than its arguments, its inputs are large enough to overflow, or it cannot be run in float64. The
+        limits are those of `oracle.limits`.
+
+    """
+    try:
+        with torch.no_grad():
+            return _compared(call)
+    except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:  # a layout that has no such operator
+        return _not_comparable(_said(error))
+
+
+def _compared(call: OpCall) -> Discrepancy:
+    func = call.func
+    if draws(func, call.args, call.kwargs) or not is_unique(func):
+        return _not_comparable("random, or not the only right result: not recomputed")
+    # In the operator's own place, so that a device whose kernel fails there fails again.
+    with own_work(call.module, call.phase, call.call):
+        again = _run_again(call)
+    repeats = all(bool(torch.equal(bit_hash(a), bit_hash(b))) for a, b in zip(again, call.outputs, strict=True))
+    try:
+        with own_work(REFERENCE):
+            exact = run_in_float64(func, call.args, call.kwargs)
+            # Twice where something may not follow from the arguments: padding, or an operator with a state of its own.
+            unsure = not repeats or not is_torchs(func)
+            twice = run_in_float64(func, call.args, call.kwargs) if unsure else exact
+    except Exception as error:  # a custom operator may refuse float64 in its own way
+        return _not_comparable(_said(error), repeats=repeats)
+    if not is_torchs(func) and not (repeats and all(map(torch.equal, exact, twice))):
+        return _not_comparable(_STATEFUL, repeats=repeats)
+    given = tensors_in([*call.args, *call.kwargs.values()])
+    inputs = [local_values(t) for t in given if t.is_floating_point() and t.numel()]
+    if may_overflow(call.outputs, inputs):
+        return _not_comparable("its inputs are large enough to overflow", repeats=repeats)
+    # The coarsest dtype of all, since a kernel may compute in any of them.
+    allowed = limit_of((*inputs, *call.outputs))
+    outputs = defined_results(call)
+    if not repeats and not is_wholly_defined(call):
+        outputs = with_padding_filled(outputs, again, exact, allowed)
+        exact = with_padding_filled(exact, twice, exact, allowed)
+    largest = max(inputs, key=_l2, default=None)
+    return replace(_distance(outputs, exact, largest), allowed=allowed, repeats=repeats)
+
+
+def _not_comparable(reason: str, *, repeats: bool = True) -> Discrepancy:
+    return Discrepancy(comparable=False, reason=reason, repeats=repeats)
+
+
+def _said(error: Exception) -> str:
+    return str(error).splitlines()[0][:_LONGEST_REASON]
+
+
+def _run_again(call: OpCall) -> tuple[Tensor, ...]:
+    """Return the results of a second run on the same device, which leaves the call's arguments as they are."""
+    args, kwargs = call.args, call.kwargs
+    if call.func._schema.is_mutable:
+        args, kwargs = copied(args), copied(kwargs)
+    return tensors_in(call.func(*args, **kwargs))
+
+
+def _l2(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor.detach().cpu().double()))
+
+
+def _distance(outputs: Sequence[Tensor], exact: Sequence[Tensor], largest: Tensor | None) -> Discrepancy:
+    """Return the distance of the output that is furthest off; ``largest`` is the largest floating input by L2."""
+    worst = _not_comparable("no floating output")
+    size = 0.0 if largest is None else _l2(largest)
+    usual_input = 0.0 if largest is None else size / largest.numel() ** 0.5
+    for actual, golden in zip(map(_dense, outputs), map(_dense, exact), strict=False):
+        if not actual.is_floating_point() or not actual.numel() or actual.numel() != golden.numel():
+            continue
+        # Both figures on one scale, so that the output named is the one that convicts, if any does.
+        found = _output_distance(actual, golden, size, usual_input)
+        if not worst.comparable or _badness(found) > _badness(worst):
+            worst = found
+    return worst
+
+
+def _output_distance(actual: Tensor, golden: Tensor, size: float, usual_input: float) -> Discrepancy:
+    """Return the distance of one output; ``size`` and ``usual_input`` are the largest input's L2 and root mean square."""
+    value = actual.detach().cpu().double().reshape(-1)
+    expected = golden.detach().double().reshape(-1)
+    # What float64 does not find finite either, in the result's range, is no error: zero by zero, say.
+    defined = value.isfinite() | golden.detach().to(actual.dtype).reshape(-1).isfinite()
+    gap = gaps(value, expected, defined)
+    finite = expected.masked_fill(~defined, 0.0)
+    norm = float(finite.norm())
+    # An element that should be zero has no size of its own; its neighbours say what rounding may leave there.
+    usual = max(norm / value.numel() ** 0.5, _CANCELLED * usual_input)
+    at = int(gap.argmax())
+    return Discrepancy(
+        comparable=True,
+        error=float(gap.norm()) / (max(norm, _CANCELLED * size) or 1.0),
+        single=float((gap / (finite.abs() + usual).clamp(min=torch.finfo(torch.float64).tiny)).max()),
+        at=at,
+        value=float(value[at]),
+        expected=float(expected[at]),
+    )
+
+
+def _badness(found: Discrepancy) -> float:
+    """Return one figure of both distances, by the limits that they are held against."""
+    return max(SINGLE * found.error, found.single)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor if tensor.layout is torch.strided else tensor.detach().to_dense()

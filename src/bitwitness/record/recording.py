@@ -1,0 +1,286 @@
+"""The recording of one model as an instrument of its session: what is recorded at which moment of a step."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import torch
+from torch.amp import GradScaler
+from torch.optim.optimizer import Optimizer
+
+from bitwitness.config.recording import RecordConfig
+from bitwitness.finding import Note, Severity
+from bitwitness.record.log import Log, Selection
+from bitwitness.record.meter import Meter
+from bitwitness.record.modules import ModuleRecorder, named_tensors
+from bitwitness.record.operators import OperatorRecorder
+from bitwitness.record.saved import SavedGradient, as_operator, recording
+from bitwitness.record.state import StateRecorder
+from bitwitness.record.values import Keeper, Values
+from bitwitness.session.instrument import Forward, Instrument, Kind
+from bitwitness.session.session import Session
+from bitwitness.site import Site
+from bitwitness.store import RunWriter
+from bitwitness.store.environment import hyperparameters
+from bitwitness.store.recording import RecordingWriter
+from bitwitness.tap.compiled import distributed
+from bitwitness.tap.frames import Stacks
+from bitwitness.tap.modules import ModuleTracker
+from bitwitness.tap.moments import BackwardCall
+from bitwitness.tap.opwindow import OperatorWindow, run_eagerly
+from bitwitness.tap.ownwork import own_work
+
+
+class ModelRecording(Instrument):
+    """Hands each moment of a step to the part that records it: modules, operators, state.
+
+    Parameters
+    ----------
+    session
+        Whose steps these are.
+    config
+        What to record.
+    run
+        The run folder's writer.
+    rank
+        Whose recording this is.
+
+    """
+
+    def __init__(self, session: Session, config: RecordConfig, run: RunWriter, rank: int) -> None:
+        self.session, self.config = session, config
+        self._run, self._rank = run, rank
+        self._writing = RecordingWriter(run.path / f"rank{rank:05d}", rank, self._ended)
+        content = config.content
+        self._meter = Meter(stats=content != "structure", hashed=content == "hash", zeros=config.zeros)
+        tensors = content == "tensors"
+        self._keeper = Keeper(self._writing, config.max_elements, waits=not config.async_dump) if tensors else None
+        self._values = Values(self._meter, self._keeper)
+        self._log = Log(session.clock, self._values, Selection(config.sites, config.phases))
+        self._stacks = Stacks() if config.stacks else None
+        self._tracker = ModuleTracker()
+        root = session.root
+        self._state = StateRecorder(root, self._log, self._fail, optimizer_state=config.optimizer_state)
+        what = {"enabled": config.modules, "operators": config.operators}
+        self._modules = ModuleRecorder(root, self._log, self._stacks, self._fail, reads=self._state.read_by, **what)
+        self._window = OperatorWindow(OperatorRecorder(self._log, self._tracker, self._stacks, self._fail).tap())
+        self._eager = ExitStack()
+        self._optimizers: list[Optimizer] = []
+        self._problem: str | None = None
+        self.records = False
+        """Whether the step that runs is recorded."""
+        self._gradients_recorded = False
+
+    # -- being on ------------------------------------------------------------------------------------------------
+
+    def added(self) -> None:
+        """Record from the next forward on."""
+        self.resumed()
+
+    def resumed(self) -> None:
+        """Record from the next forward on."""
+        self._mind_compiled(self.session.step)
+        recording.add(self)
+
+    def paused(self) -> None:
+        """Write what there is."""
+        recording.discard(self)
+        self.close_step()
+        self._eager.close()
+        if sys.exc_info()[0] is None:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what was recorded of whole steps; return when it is on disk."""
+        self._writing.flush()
+
+    def removed(self) -> None:
+        """Write what there is, and end."""
+        self.paused()
+        self._writing.close()
+
+    def drop(self) -> None:
+        """End, and leave nothing of what was recorded."""
+        self.session.remove(self)
+        self._writing.delete()
+
+    def forked(self) -> None:
+        """Let the parent write."""
+        recording.discard(self)
+        self._window.close()
+        self._modules.detach()
+        self._state.detach()
+        self._eager.close()
+
+    def _mind_compiled(self, step: int) -> None:
+        """Have compiled code run eagerly in a step that is recorded, and as compiled in others."""
+        self._eager.close()
+        if self.config.wants_step(step):
+            run_eagerly(self._eager)
+
+    def join_call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record a call of the root that has just begun, whose pre-hooks torch had already listed when ours were made."""
+        if module is self.session.root and self.session.in_forward:
+            self._modules.join(module, args, kwargs)
+
+    # -- values of the user's own --------------------------------------------------------------------------------
+
+    def save(self, value: Any, name: str) -> None:
+        """Record a value of the user's own, and its gradient; see `saved.save`."""
+        if not self.records:
+            return
+        differentiable = torch.is_grad_enabled()
+        with self._safely("saved values"):
+            for slot, tensor in named_tensors(value, "value"):
+                site = Site(".", as_operator(name), 0, "forward", slot)
+                self._log.record(site, tensor, self._log.node(), "saved")
+                if tensor.requires_grad and differentiable:
+                    tensor.register_hook(
+                        SavedGradient(self, Site(".", as_operator(name), 0, "backward", f"grad_{slot}"))
+                    )
+
+    def record_gradient(self, site: Site, grad: torch.Tensor) -> None:
+        """Record the gradient of a saved value."""
+        with self._safely("saved values"):
+            self._log.record(site, grad, self._log.node(), "saved")
+
+    # -- moments -------------------------------------------------------------------------------------------------
+
+    def step_begins(self, step: int) -> None:
+        """Write the step before; hook the modules, before anybody looks at what the step starts from."""
+        del step
+        self.close_step()
+        with self._safely("steps"):
+            self._open_step()
+
+    @contextmanager
+    def around_forward(self, forward: Forward) -> Iterator[None]:
+        """Record a call of the model, but for evaluations."""
+        if forward.kind in (Kind.TRAINING, Kind.INFERENCE):
+            with self._safely("steps"):
+                self._begin_forward()
+        elif forward.kind is Kind.EVALUATION:
+            self._window.close()
+            self._modules.evaluating = True
+        yield
+        self._modules.evaluating = False
+        if not torch.is_grad_enabled():
+            self._window.close()
+
+    def _begin_forward(self) -> None:
+        if not self.records:
+            self._open_step()
+        if self.records:
+            self._modules.new_forward()
+            if self.config.operators:
+                self._tracker.focus_on(self.session.root)
+                self._window.open()
+                self._tracker.begin(self.session.root)
+
+    def _open_step(self) -> None:
+        if not self.config.wants_step(self.session.step) or self._problem is not None:
+            return
+        self.records, self._gradients_recorded = True, False
+        if self._keeper is not None:
+            self._keeper.begin_step(self.session.step)
+        self._values.new_step()
+        self._modules.attach()
+        self._state.attach_local(reduced=distributed(self.session.model) is not None)
+        self._state.begin_step()
+
+    def close_step(self) -> None:
+        """Write what was recorded of the step."""
+        self._window.close()
+        if not self.records:
+            return
+        self.records = False
+        self._modules.detach()
+        self._state.detach()
+        with self._safely("rows"):
+            self._state.read_by_none()
+            stacks = [] if self._stacks is None else self._stacks.take_new()
+            self._writing.rows(self._log.take(), self._meter.drain(), stacks)
+            self._writing.step_ended()
+
+    @contextmanager
+    def around_backward(self, call: BackwardCall) -> Iterator[None]:
+        """Record a backward; one inside another is part of it."""
+        if self.session.backward_depth > 1:
+            yield
+            return
+        if self.records:
+            with self._safely("loss"):
+                self._state.read_by_none()
+                for i, root in enumerate(call.roots):
+                    if isinstance(root, torch.Tensor):
+                        self._log.record(Site(".", "loss", i, "forward", "value"), root, self._log.node(), "saved")
+            self._log.backward = True
+        try:
+            yield
+        finally:
+            self._log.backward = False
+            if not call.retains:
+                self._window.close()
+
+    def gradients_ready(self, *, scaler: GradScaler | None = None, optimizer: Optimizer | None = None) -> None:
+        """Record the complete gradients, and what an optimizer is about to read."""
+        self._window.close()
+        if not self.records or (optimizer is not None and not self.session.owns(optimizer)):
+            return
+        with self._safely("gradients"):
+            if not self._gradients_recorded:
+                self._gradients_recorded = True
+                self._state.gradients()
+            if optimizer is not None and scaler is None:
+                self._state.before_optimizer(optimizer)
+
+    def closure_ended(self, optimizer: Optimizer) -> None:
+        """Record the gradients that it completed."""
+        self.gradients_ready(optimizer=optimizer)
+
+    def optimizer_stepped(self, optimizer: Optimizer) -> None:
+        """Record what an optimizer made of the parameters; the step may end here."""
+        if not self.session.owns(optimizer):
+            return
+        if self.config.steps is not None:
+            self._mind_compiled(self.session.step + 1)
+        if not self.records:
+            return
+        with self._safely("optimizer"):
+            self._state.after_optimizer(optimizer)
+            if not any(optimizer is known for known in self._optimizers):
+                self._optimizers.append(optimizer)
+                self._run.describe(optimizers=hyperparameters(self._optimizers))
+
+    # -- failing open --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _safely(self, part: str) -> Iterator[None]:
+        try:
+            with own_work(), torch.no_grad():
+                yield
+        except Exception as error:
+            self._fail(part, error)
+
+    def _fail(self, part: str, error: BaseException) -> None:
+        self._note(f"the recording of {part} ended at step {self.session.step}: {type(error).__name__}: {error}")
+
+    def failed(self, moment: str, error: Exception) -> None:
+        """Say what ended the recording."""
+        self._fail(moment, error)
+
+    def _ended(self, problem: str) -> None:
+        """Say that nothing can be written any more; called on the writer's thread."""
+        self._problem = problem
+        self._note(
+            f"the recording in {self._run.path} ended at step {self.session.step}: {problem}. The training goes on; what was "
+            "written before is readable. Free the space or give another --out"
+        )
+
+    def _note(self, text: str) -> None:
+        with suppress(Exception):
+            sys.stderr.write(f"bitwitness: rank {self._rank}: {text}\n")
+        self._run.event(Note(text, self.session.step, self._rank, "record", Severity.WARNING))

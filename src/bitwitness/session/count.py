@@ -1,0 +1,138 @@
+"""Which step runs: told by what the training does, and counted once for all who watch it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim.optimizer import Optimizer
+
+from bitwitness.session.instrument import Kind
+from bitwitness.session.steps import StepClock, TrainingForwards
+from bitwitness.tap.compat import in_transform
+from bitwitness.tap.owners import Owners, optimizers_of
+
+
+class StepCount:
+    """Counts one model's steps.
+
+    Parameters
+    ----------
+    root
+        The user's own module.
+
+    Attributes
+    ----------
+    clock
+        The count.
+    forwards
+        Training forwards so far.
+
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self.clock = StepClock()
+        self.forwards = 0
+        self._training = TrainingForwards(root)
+        self._asked = False
+        self._backpropagated = False
+        self._looked_at = False
+        self._followed = False  # by a forward, after its gradients were looked at
+        self._in_closures = False
+        self._scalers: list[GradScaler] = []
+        self.follow_parameters()
+
+    def follow_parameters(self) -> None:
+        """Find out anew whose steps count: the model's parameters were replaced."""
+        self.parameters = list(self._root.parameters())
+        self.owners = Owners(self.parameters, None)
+
+    def trained(self) -> None:
+        """Take the model for one that is trained: forwards without gradients are evaluations."""
+        self._training.inferring = False
+
+    # -- what a forward is for -----------------------------------------------------------------------------------
+
+    def kind_of_forward(self) -> Kind:
+        """Tell what the forward that begins now is for."""
+        if in_transform():
+            return Kind.TRANSFORMED
+        if self._training.inferring and not torch.is_grad_enabled() and not self._asked:
+            self._asked = True
+            if optimizers_of(self._root):  # a trainer's check before the first step, say
+                self.trained()
+        if self._training.evaluates():
+            return Kind.EVALUATION
+        return Kind.TRAINING if torch.is_grad_enabled() else Kind.INFERENCE
+
+    def forward_begins(self, kind: Kind) -> bool:
+        """Count a forward; return whether it is the first of a step."""
+        if kind not in (Kind.TRAINING, Kind.INFERENCE):
+            return False
+        self.forwards += kind is Kind.TRAINING
+        self._followed |= self._looked_at
+        if kind is Kind.INFERENCE and self.clock.begun:
+            self.clock.end_step()
+        if self._backpropagated:
+            self._backpropagated = False
+            self.clock.micro += 1
+        return self.begin_step()
+
+    def begin_step(self) -> bool:
+        """Say that the training computes; return whether a step begins with that."""
+        first = self.clock.begin_forward()
+        if first:
+            self._backpropagated = self._looked_at = self._followed = False
+        return first
+
+    def backward_ended(self) -> bool:
+        """Count a backward; return whether a step begins with it: of a model whose parts are called, nothing else tells."""
+        self._backpropagated = True
+        return not self.forwards and self.begin_step()
+
+    # -- what ends a step ----------------------------------------------------------------------------------------
+
+    def are_ours(self, gradients: list[torch.Tensor]) -> bool:
+        """Tell whether some gradients are the model's."""
+        given = set(map(id, gradients))
+        return any(id(parameter.grad) in given for parameter in self.parameters)
+
+    def gradients_ready(self, scaler: GradScaler | None, optimizer: Optimizer | None) -> None:
+        """Note that the model's gradients are about to be used."""
+        ours = optimizer is None or self.owners.ours(optimizer)
+        self._looked_at |= ours
+        self._followed &= not ours
+        if scaler is not None and ours:
+            self._scalers.append(scaler)
+
+    def closure_begins(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer runs the forwards and backwards of its step by itself."""
+        self._in_closures |= self.owners.ours(optimizer)
+
+    def optimizer_stepped(self, optimizer: Optimizer) -> None:
+        """End the step, if it was the model's."""
+        if self.owners.ours(optimizer):
+            self._in_closures = False
+            self._end()
+
+    def scaler_updated(self, scaler: GradScaler) -> None:
+        """End the step, which the scaler may have skipped, if it serves the model's optimizers."""
+        if any(scaler is known for known in self._scalers):
+            self._scalers.clear()
+            self._end()
+
+    def zeroed(self, owner: Optimizer | nn.Module) -> bool:
+        """End a step that the script skips by itself: it looked at the gradients, to clip them, and then let them go.
+
+        Return whether another has begun: its forward ran before the script let go of the gradients.
+        """
+        if not self._looked_at or not self.clock.begun or self._in_closures or not self.owners.covers(owner):
+            return False
+        followed = self._followed
+        self._end()
+        return followed and self.begin_step()
+
+    def _end(self) -> None:
+        self.clock.end_step()
+        self._looked_at = self._followed = False

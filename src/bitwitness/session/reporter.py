@@ -1,0 +1,160 @@
+"""Where everything that the guard has to say goes: the run folder, and plain lines on this rank's stderr."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from bitwitness.errors import SideChannelError
+from bitwitness.finding import Event, Finding, Note, Severity, Verdict
+from bitwitness.ranks import Ranks
+from bitwitness.store import RunWriter
+
+_SPEAKS_FREELY = 8  # lines of one kind, then only the 8th, 16th, 32nd …: a terminal is read by people
+_FINDINGS_KEPT = 10_000  # a kilobyte each
+
+
+class Reporter:
+    """Writes events and prints lines for one rank.
+
+    Parameters
+    ----------
+    writer
+        The run folder's writer; None records nothing.
+    rank
+        Whose lines these are.
+    quiet
+        Print warnings and errors only.
+    on_event
+        Called with each event, as it is recorded; an error in it is told once, and ends it.
+
+    Attributes
+    ----------
+    findings, verdicts
+        What was recorded so far; of findings the newest 10,000.
+
+    """
+
+    def __init__(
+        self,
+        writer: RunWriter | None,
+        rank: int,
+        *,
+        quiet: bool = False,
+        on_event: Callable[[Event], None] | None = None,
+    ) -> None:
+        self._writer = writer
+        self._rank = rank
+        self._quiet = quiet
+        self.model = ""
+        """Which model its lines are about, where a process trains several: ``Critic, model 2``."""
+        self._said: set[str] = set()
+        self._spoken: Counter[str] = Counter()
+        self.failures: dict[str, str] = {}
+        self.findings: deque[Finding] = deque(maxlen=_FINDINGS_KEPT)
+        self.verdicts: list[Verdict] = []
+        self._on_event = on_event
+
+    def say(self, text: str) -> None:
+        """Print a line on stderr."""
+        try:
+            model = f", {self.model}" if self.model else ""
+            sys.stderr.write(f"bitwitness [rank {self._rank}{model}] {text}\n")
+            sys.stderr.flush()
+        except (OSError, ValueError):
+            pass  # a closed stderr must not end a training
+
+    def event(self, event: Event, *, shared: bool = False) -> None:
+        """Record an event; with ``shared`` it also goes to the file of all ranks (kept by the lowest one)."""
+        if self._writer is not None:
+            self._writer.event(event)
+            if shared:
+                self._writer.shared_event(event)
+        if isinstance(event, Finding):
+            self.findings.append(event)
+        elif isinstance(event, Verdict):
+            self.verdicts.append(event)
+        self._pass_on(event)
+
+    def _pass_on(self, event: Event) -> None:
+        """Hand an event to the caller's function, which may do no harm."""
+        if (tell := self._on_event) is None:
+            return
+        try:
+            tell(event)
+        except Exception as error:
+            self._on_event = None
+            self.failure("on_event callback", error, event.step)
+
+    @property
+    def records(self) -> bool:
+        """Whether there is a run folder, whose ``run.json`` this rank keeps."""
+        return self._writer is not None and self._rank == 0
+
+    def describe(self, **fields: Any) -> None:
+        """Set fields of ``run.json``."""
+        if self._writer is not None:
+            self._writer.describe(**fields)
+
+    def keep_tensors(self, step: int, tensors: Mapping[str, torch.Tensor]) -> str | None:
+        """Keep tensors beside the events; return the file's name in the run folder, or None."""
+        return None if self._writer is None else self._writer.tensors(step, tensors)
+
+    def finding(self, finding: Finding) -> None:
+        """Record a suspicion, and print it unless it is only informative."""
+        self.event(finding)
+        if finding.severity is Severity.INFO:
+            return
+        self._spoken[finding.sensor] += 1
+        times = self._spoken[finding.sensor]
+        # A sensor that has spoken often is printed at the 8th, 16th, 32nd … time only; all of it is recorded.
+        if times < _SPEAKS_FREELY or not times & (times - 1):
+            often = f" (time {times}; those between are recorded only)" if times >= _SPEAKS_FREELY else ""
+            self.say(f"step {finding.step}: suspicion ({finding.sensor}): {finding.message}{often}")
+
+    def verdict(self, verdict: Verdict, *, speak: bool) -> None:
+        """Record a verdict on every rank; one rank prints it."""
+        self.event(verdict, shared=True)
+        if speak:
+            self.say(f"VERDICT step {verdict.step}: {verdict.cause}, action {verdict.action}: {verdict.message}")
+
+    def note(self, note: Note, *, speak: bool = False) -> None:
+        """Record a remark; print it where ``speak`` or not quiet."""
+        self.event(note)
+        if speak or (note.severity is not Severity.INFO and not self._quiet):
+            self.say(note.message)
+
+    def once(self, message: str, *, severity: Severity = Severity.WARNING) -> None:
+        """Say something the first time only."""
+        if message not in self._said:
+            self._said.add(message)
+            self.note(Note(message, rank=self._rank, severity=severity))
+
+    def failure(self, part: str, error: BaseException, step: int) -> None:
+        """Report an error of our own, once for each part; it is kept for the coverage table."""
+        if part in self.failures:
+            return
+        self.failures[part] = f"{type(error).__name__}: {error}"
+        where = traceback.extract_tb(error.__traceback__)
+        at = f" at {where[-1].filename}:{where[-1].lineno}" if where else ""
+        message = (
+            f"the guard failed in its {part} and does without it; the training is untouched: {self.failures[part]}{at}"
+        )
+        self.note(Note(message, step, self._rank, severity=Severity.WARNING), speak=True)
+
+    def rank_lost(self, error: SideChannelError, ranks: Ranks, step: int) -> str:
+        """Say that a rank is gone; return the line."""
+        self.say(f"step {step}: {error}")  # at once: a launcher may end this process within a tenth of a second
+        found = ranks.check_liveness()
+        line = f"step {step}: the ranks can no longer be questioned ({found}); this rank ends instead of waiting"
+        self.say(line)
+        if self._writer is not None:
+            self._writer.take_over(found.absent)
+        evidence = {"absent": list(found.absent), "late": list(found.late)}
+        self.event(Note(line, step, self._rank, "ranks", Severity.ERROR, evidence=evidence), shared=True)
+        return line

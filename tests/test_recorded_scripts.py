@@ -1,0 +1,115 @@
+"""``bitwitness record``: which of a script's calls are models of its own, and where each is recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from jobs import dry_run
+from ranks import forked
+from torch import nn
+
+import bitwitness as bw
+from bitwitness.config.recording import RecordConfig
+from bitwitness.record.auto import AutoRecorder
+
+
+def recorded(
+    script: Callable[[], None], out: Path, capsys: pytest.CaptureFixture[str], **settings: object
+) -> list[str]:
+    """Run a script under a search; return the folders that are named at its end."""
+    search = AutoRecorder(RecordConfig(**settings), str(out))
+    with search:
+        script()
+    search.say()
+    said = capsys.readouterr().err
+    return said.partition("recorded in ")[2].split()
+
+
+def train(net: nn.Module, steps: int = 2, inputs: int = 4) -> None:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        net(torch.randn(3, inputs)).square().mean().backward()
+        optimizer.step()
+
+
+class Sized(nn.Module):
+    """Looks in its constructor for the size of what its first part gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 6)
+        self.head = nn.Linear(self.body(torch.zeros(1, 4)).shape[1], 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))
+
+
+def test_a_model_that_looks_for_a_size_is_one_recording(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    assert recorded(lambda: train(Sized()), out, capsys) == [str(out)]
+    assert bw.Run(out).steps() == [0, 1]
+
+
+def test_the_dry_run_of_lazy_modules_is_no_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def script() -> None:
+        net = nn.Sequential(nn.LazyLinear(6), nn.Linear(6, 2))
+        net(torch.zeros(1, 4))
+        train(net)
+
+    out = tmp_path / "run"
+    assert recorded(script, out, capsys) == [str(out)]
+    assert bw.Run(out).steps() == [0, 1]
+
+
+def test_two_models_have_a_folder_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def script() -> None:
+        train(nn.Linear(4, 2))
+        train(nn.Linear(4, 3))
+
+    out = tmp_path / "run"
+    assert recorded(script, out, capsys) == [f"{out},", f"{out}-2"]
+
+
+def test_a_part_that_was_called_first_is_recorded_with_its_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was recorded of the part alone is of no step, and goes, tensors and all."""
+
+    def script() -> None:
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        net[0](torch.zeros(1, 4)).sum().backward()
+        net.zero_grad()
+        train(net)
+
+    out = tmp_path / "run"
+    assert recorded(script, out, capsys, content="tensors") == [str(out)]
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert bw.Run(out).steps() == [0, 1]
+    assert "0" in {row["module"] for row in bw.Run(out).rows().to_pylist()}
+
+
+def test_a_model_that_infers_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def script() -> None:
+        net = nn.Linear(4, 2).eval().requires_grad_(requires_grad=False)
+        with torch.no_grad():
+            net(torch.ones(1, 4))
+
+    out = tmp_path / "run"
+    assert recorded(script, out, capsys) == [str(out)]
+    assert bw.Run(out).steps() == [0]
+
+
+@pytest.mark.ranks
+def test_a_dry_run_before_the_wrapper_leaves_one_recording_of_all_ranks(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    arguments = ["-m", "bitwitness", "record", "--out", str(out), dry_run.__file__]
+    launched = forked(2, arguments, tmp_path / "logs")
+    assert launched.code == 0, launched.text
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["logs", "run"]
+    run = bw.Run(out)
+    assert run.steps() == list(range(dry_run.STEPS))
+    assert sorted(path.name for path in out.glob("rank*")) == ["rank00000", "rank00001"]
