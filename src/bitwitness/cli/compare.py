@@ -14,7 +14,7 @@ from bitwitness.cli.progress import progress_bar
 from bitwitness.errors import EXIT_FINDINGS, UsageError
 
 _SHOWN = 10  # places on the terminal: the first ones matter, the rest follow from them; the CSV has all
-_WIDTH = 110
+_WIDTH = 110  # columns where no terminal says its own: a place and its figures fit one line
 
 
 def add_parser(verbs: Any) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 from bitwitness.errors import EXIT_FINDINGS
 
-_SHOWN = 8
-_WIDTH = 60
+_SHOWN = 8  # differences of one kind: a screen holds all kinds; --json has the rest
+_WIDTH = 60  # columns of one value: both sides fit a line
 
 
 def add_parser(verbs: Any) -> None:

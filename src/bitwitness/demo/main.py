@@ -10,7 +10,7 @@ from pathlib import Path
 from bitwitness.demo.launch import torchrun
 from bitwitness.demo.story import tell
 
-RANKS = 4
+RANKS = 4  # one for each fault, and as many healthy ones
 FAULTS = """\
 # A transient: one bit of one number, once, in the backward of one matrix product on rank 1.
 [[fault]]

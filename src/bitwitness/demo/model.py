@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-BYTES = 256
+BYTES = 256  # the alphabet: any byte
 
 
 class Attention(nn.Module):

@@ -18,8 +18,8 @@ from bitwitness.guard import Guard
 from bitwitness.inject.device import FaultyDevice
 from bitwitness.inject.faults import load_faults
 
-CONTEXT = 64
-BATCH = 2
+CONTEXT = 64  # bytes; it and BATCH are small, since every rank has one core at most
+BATCH = 2  # sequences a rank
 
 
 def main() -> None:

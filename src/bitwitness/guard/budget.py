@@ -93,7 +93,7 @@ class Budget:
             "deep_step_costs": round((fixed + checks / plan.one_in) / self._usual_step(), 4),
             "deep_every": plan.every,
             "products_checked": f"1 in {plan.one_in}",
-            "exceeded": self.light_share + deep > 1.2 * self.price,
+            "exceeded": self.light_share + deep > 1.2 * self.price,  # a fifth more is within what these times spread
             "persistent_wrong_product_seen_within": plan.every * plan.one_in,
             "corrupt_replica_seen_within": plan.every,
         }
@@ -106,4 +106,4 @@ class Budget:
         usual = median(self._light)
         checks = median(checking * one_in for _, checking, one_in in self._deep)
         fixed = median(guarded - usual - checking for guarded, checking, _ in self._deep)
-        return max(fixed, 0.05 * checks), checks
+        return max(fixed, 0.05 * checks), checks  # a difference of medians: noise may leave less than any step costs

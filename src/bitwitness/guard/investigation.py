@@ -267,7 +267,7 @@ class Investigation:
     def _end(self, code: int, message: str, step: int) -> NoReturn:
         """End together with the other ranks; one that is lost now changes nothing about why."""
         try:
-            self._ranks.barrier(min(30.0, self._config.ranks.deadline_s))
+            self._ranks.barrier(min(30.0, self._config.ranks.deadline_s))  # seconds; an end need not wait longer
         except SideChannelError as error:
             self._reporter.rank_lost(error, self._ranks, step)
         raise TrainingStopped(code, message)

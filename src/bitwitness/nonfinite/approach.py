@@ -197,7 +197,7 @@ class ApproachSensor:
         """Take a step into an operator class's history; tell of a rise that leads to an overflow."""
         known = self.classes.setdefault(key, OperatorClass())
         top = max(numbers, key=lambda i: shares[i] if math.isfinite(shares[i]) else 0.0)
-        known.largest = [*known.largest[-63:], (step, shares[top])]
+        known.largest = [*known.largest[-63:], (step, shares[top])]  # 64 points: a slope needs no more
         known.where = seen[top].site.short
         known.subnormal = sum(rows[i][1] for i in numbers) / len(numbers)
         known.underflow = sum(rows[i][2] for i in numbers) / len(numbers)

@@ -251,7 +251,7 @@ class History:
     def _find_components(self) -> None:
         count = min(_COMPONENTS, len(self._past) // _EVERY)
         energy, directions = np.linalg.eigh(self._past @ self._past.T)
-        kept = energy[-count:] > 1e-9
+        kept = energy[-count:] > 1e-9  # a direction without energy is rounding, and would be divided by it
         scale = np.sqrt(energy[-count:][kept])
         self._components = (self._past.T @ directions[:, -count:][:, kept]) / scale if kept.any() else None
 
