@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from ranks import forked
+
+from bitwitness.demo.launch import Launched
+from bitwitness.demo.seed import main as seed
 
 pytestmark = pytest.mark.ranks
 
@@ -33,9 +38,14 @@ def test_the_demo_heals_one_fault_and_names_the_other(tmp_path: Path) -> None:
     assert "bit-equal after all 40 steps; the last is step 39" in told
 
 
-def test_the_documents_searches_find_their_lines(tmp_path: Path) -> None:
-    done = demo(tmp_path, "--seed")
-    assert done.returncode == 0, done.stdout + done.stderr
+def launch(ranks: int, arguments: list[str], logs: Path, *, echo: bool, environment: dict[str, str]) -> Launched:
+    return forked(ranks, arguments, logs, environment=environment)
+
+
+def test_the_documents_searches_find_their_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # on forked ranks: what torchrun adds is in the demo above
+    code = seed(argparse.Namespace(out=str(tmp_path)), launch)
+    assert code == 0, capsys.readouterr()
     logs = sorted((tmp_path / "logs").rglob("stderr.log"))
     assert len(logs) == 8
     for log in logs:

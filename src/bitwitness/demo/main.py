@@ -49,20 +49,17 @@ def main(args: argparse.Namespace) -> int:
 def _run(out: Path, steps: int, started: float) -> int:
     faults = out / "faults.toml"
     faults.write_text(FAULTS)
-    print(
-        f"1. {steps} steps of a byte-level GPT on {RANKS} gloo ranks, no fault, no guard (for comparison later)",
-        flush=True,
-    )
     clean, guarded = out / "clean", out / "guarded"
     clean.mkdir(exist_ok=True)
     guarded.mkdir(exist_ok=True)
-    common = ["-m", "bitwitness.demo.train", "--steps", str(steps)]
-    torchrun(RANKS, [*common, "--out", str(clean), "--unguarded"], out / "logs-clean", echo=False)
-    print("2. the same under guard (act = protect), on devices that compute wrongly:", flush=True)
-    print("".join(f"     {line}\n" for line in FAULTS.splitlines() if line.startswith("#")), end="", flush=True)
-    launched = torchrun(
-        RANKS, [*common, "--out", str(guarded), "--faults", str(faults)], out / "logs-guarded", echo=False
+    print(
+        f"1. {steps} steps of a byte-level GPT on {RANKS} gloo ranks, no fault, no guard (for comparison later)\n"
+        "2. the same steps in the same processes, under guard (act = protect), on devices that compute wrongly:",
+        flush=True,
     )
+    print("".join(f"     {line}\n" for line in FAULTS.splitlines() if line.startswith("#")), end="", flush=True)
+    where = ["--clean", str(clean), "--out", str(guarded), "--faults", str(faults)]
+    launched = torchrun(RANKS, ["-m", "bitwitness.demo.train", "--steps", str(steps), *where], out / "logs", echo=False)
     for log in launched.logs:
         if log.name == "stderr.log":
             print("".join(f"   {line}\n" for line in log.read_text().splitlines() if "VERDICT" in line), end="")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from bitwitness.demo.launch import torchrun
+from bitwitness.demo.launch import Launched, torchrun
 from bitwitness.demo.silent_detect import FAULTY_RANK, STEPS
 from bitwitness.demo.story import tell_verdicts
 from bitwitness.store import read_events
@@ -18,24 +19,27 @@ EXPECTED = ("Silent detect strike", "Feature value detection strikes out", "Glob
 ONLY_IF_A_PRODUCT_FAILS = ("CheckSum detects MatMul error on rank", "SilentCheck detects SDC error")
 
 
-def main(args: argparse.Namespace) -> int:
-    """Run it; return 0 if every line that the document shows was found, and the faulty rank was named."""
+def main(args: argparse.Namespace, launch: Callable[..., Launched] = torchrun) -> int:
+    """Run it; return 0 if every line that the document shows was found, and the faulty rank was named.
+
+    ``launch``: what starts the ranks, as `torchrun` does.
+    """
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="bitwitness-seed-") as scratch:
         out = Path(args.out or scratch)
         out.mkdir(parents=True, exist_ok=True)
-        found = _run(out)
+        found = _run(out, launch)
     print(f"\n({time.monotonic() - started:.0f} s in all)")
     return 0 if found else 1
 
 
-def _run(out: Path) -> bool:
+def _run(out: Path, launch: Callable[..., Launched]) -> bool:
     print(
         f"Dense(1, 8), ReLU, fault operator, Dense(8, 8) on {RANKS} gloo ranks, {STEPS} steps; every 5th step the operator"
     )
     print(f"sets the highest exponent bit of one element on rank {FAULTY_RANK}. One step counts as one second.")
     print(f"$ export MS_NPU_ASD_CONFIG={ASD_CONFIG!r}", flush=True)
-    launched = torchrun(
+    launched = launch(
         RANKS,
         ["-m", "bitwitness.demo.silent_detect", str(out / "run")],
         out / "logs",

@@ -1,11 +1,13 @@
-"""One rank of the demo's training, started by torchrun: ``python -m bitwitness.demo.train --out RUN [--faults FILE]``."""
+"""One rank of the demo's two trainings, without faults and with them.
+
+Started by ``torchrun --nproc-per-node 4 -m bitwitness.demo.train --steps 45 --clean CLEAN --out GUARDED --faults FILE``.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-from contextlib import ExitStack
 from hashlib import sha256
 from pathlib import Path
 
@@ -23,29 +25,32 @@ BATCH = 2  # sequences a rank
 
 
 def main() -> None:
-    """Train; write the weights' bit hash and the loss of each step to ``weights.jsonl`` (rank 0)."""
+    """Train plain, then under guard; write each one's weights (bit hash) and losses to ``weights.jsonl`` (rank 0)."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--faults", type=Path)
-    parser.add_argument("--unguarded", action="store_true")
+    parser.add_argument("--clean", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--faults", type=Path, required=True)
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    torch.manual_seed(0)
-    model = DistributedDataParallel(ByteGPT(context=CONTEXT))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    with ExitStack() as stack:
-        if args.faults is not None:
-            stack.enter_context(FaultyDevice(load_faults(args.faults), rank=rank))
-        if not args.unguarded:
-            stack.enter_context(Guard(model, optimizer, out=args.out / "run", act="protect", deep_every=10))
-        train(model, optimizer, args.steps, args.out / "weights.jsonl" if rank == 0 else None)
+    model, optimizer = build()
+    train(model, optimizer, args.steps, args.clean)
+    model, optimizer = build()
+    device = FaultyDevice(load_faults(args.faults), rank=dist.get_rank())
+    with device, Guard(model, optimizer, out=args.out / "run", act="protect", deep_every=10):
+        train(model, optimizer, args.steps, args.out)
     dist.destroy_process_group()
 
 
-def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int, log: Path | None) -> None:
+def build() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+    """Return the model, the same each time, and its optimizer."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(ByteGPT(context=CONTEXT))
+    return model, torch.optim.AdamW(model.parameters(), lr=3e-4)
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int, out: Path) -> None:
     """Run the loop that any user would write."""
     text = standard_library()
     generator = torch.Generator().manual_seed(1000 + dist.get_rank())
@@ -56,7 +61,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int, 
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if log is not None:
+        if dist.get_rank() == 0:
             # Bytes, not torch's operators: on an emulated device each of these would be looked at.
             weights = sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters()))
             line = {
@@ -64,7 +69,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int, 
                 "loss": float(loss.detach()),
                 "weights": weights.hexdigest()[:16],
             }
-            with log.open("a") as file:
+            with (out / "weights.jsonl").open("a") as file:
                 file.write(json.dumps(line) + "\n")
             if step % 10 == 0:
                 print(f"step {step:3d}  loss {line['loss']:.4f}  weights {line['weights']}", flush=True)
