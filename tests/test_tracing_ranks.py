@@ -12,7 +12,8 @@ from ranks import forked
 JOB = Path(__file__).parent / "jobs" / "nonfinite.py"
 WRAPPERS = ("ddp", "fsdp")
 CASES = [f"{wrapper}-{what}" for wrapper in WRAPPERS for what in ("none", "log", "parameter", "reduction")] + [
-    "ddp-term"
+    "ddp-term",
+    "fsdp-cast",
 ]
 pytestmark = pytest.mark.ranks
 
@@ -54,6 +55,17 @@ def test_an_overflow_in_the_reduction_is_nobodys_operator(findings, wrapper: str
         assert [f["kind"] for f in found] == ["collective"]
         assert "the reduction across ranks made" in found[0]["message"]
         assert "while this rank's own are finite" in found[0]["message"]
+
+
+def test_an_overflow_in_the_cast_for_the_reduction_is_told_of_the_cast_or_the_reduction(findings) -> None:
+    for told in findings["fsdp-cast"]:
+        found = [f for f in told if f["kind"] not in ("approach", "extreme")]
+        assert found
+        if found[0]["kind"] == "collective":  # until torch 2.14 one operator of FSDP2's casts and puts together
+            assert "the reduction across ranks made" in found[0]["message"]
+            continue
+        assert {f["site"].split("/")[1].split("#")[0] for f in found} == {"_to_copy"}
+        assert all("(float16) from finite inputs" in f["message"] for f in found)
 
 
 def test_a_rank_that_cannot_say_who_made_it_is_named_all_the_same_and_not_the_reduction(findings) -> None:

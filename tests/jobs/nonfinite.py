@@ -2,7 +2,8 @@
 
 ``python nonfinite.py CASE …``; a case is the wrapper (``ddp``, ``fsdp``), a dash, and what happens: ``log`` (rank 1's batch
 drives a logarithm of zero), ``parameter`` (rank 1's shard or replica), ``reduction`` (every rank's gradient is finite in
-float16, the sum is not), ``term`` (a term of rank 1's loss that no replay repeats), ``none``.
+float16, the sum is not), ``cast`` (none is, when FSDP2 casts it for the reduction), ``term`` (a term of rank 1's loss that no
+replay repeats), ``none``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import bitwitness as bw
+
+SIZES = {"reduction": 8e4, "cast": 3e5}
+"""The struck step's loss is so many times as large: the largest gradient is three quarters of it; float16 ends at 65504."""
 
 
 class Block(nn.Module):
@@ -40,7 +44,7 @@ class Net(nn.Module):
 
 
 def sum_in_half(_state, bucket):
-    """Sum in float16 before dividing: gradients of 4e4 on two ranks are beyond it."""
+    """Sum in float16 before dividing: two ranks' gradients are finite, their sum is not."""
     whole = bucket.buffer().half()
     dist.all_reduce(whole)
     done = allreduce_hook(None, bucket)
@@ -54,9 +58,12 @@ def build(case: str) -> tuple[nn.Module, str]:
     net = Net()
     if wrapper == "fsdp":
         mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
-        policy = MixedPrecisionPolicy(reduce_dtype=torch.float16 if what == "reduction" else torch.float32)
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float16 if what in SIZES else torch.float32)
         fully_shard(net.inner, mesh=mesh, mp_policy=policy)
         fully_shard(net, mesh=mesh, mp_policy=policy)
+        if what == "reduction":
+            net.inner.set_gradient_divide_factor(1.0)  # else it divides before it sums, and no sum overflows
+            net.set_gradient_divide_factor(1.0)
         return net, what
     net = DistributedDataParallel(net)
     if what == "reduction":
@@ -69,7 +76,7 @@ def train(case: str) -> list[dict]:
     rank = dist.get_rank()
     net, what = build(case)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-    torch.manual_seed(0 if what == "reduction" else rank)  # equal gradients add up
+    torch.manual_seed(0 if what in SIZES else rank)  # equal gradients add up
     with bw.trace_nonfinite(net, optimizer) as trace:
         for step in range(3):
             x = torch.randn(4, 8)
@@ -80,11 +87,10 @@ def train(case: str) -> list[dict]:
                 weight = next(net.parameters())
                 with torch.no_grad():
                     (weight.to_local() if hasattr(weight, "to_local") else weight)[0, 0] = float("nan")
-            size = 6e4 if case.startswith("ddp") else 3e5  # FSDP2 divides before it sums
             # before the model's forward: no replay goes back through it
             term = sum(p.square().sum() for p in net.parameters()) * 0 if struck and what == "term" else 0
             term = term.sqrt() if struck and what == "term" else 0
-            loss = net(x) * (size if what == "reduction" and step == 1 else 1.0) + term
+            loss = net(x) * (SIZES.get(what, 1.0) if step == 1 else 1.0) + term
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
