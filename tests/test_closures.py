@@ -81,7 +81,7 @@ def test_a_transient_is_healed_before_the_optimizer_goes_on(step, tmp_path) -> N
     assert all(map(torch.equal, plain, weights))
 
 
-def test_an_optimizer_that_asks_its_closure_several_times() -> None:
+def test_an_optimizer_that_asks_its_closure_several_times(capsys) -> None:
     def step(net, optimizer) -> None:
         x = torch.randn(8, 6)
 
@@ -96,5 +96,8 @@ def test_an_optimizer_that_asks_its_closure_several_times() -> None:
     plain, _ = train(step, kind=torch.optim.LBFGS)
     weights, guard = train(step, lambda *given: bw.Guard(*given, **ALWAYS), kind=torch.optim.LBFGS)
     assert all(map(torch.equal, plain, weights))
-    assert guard.coverage()["steps"]["held"] > STEPS
+    steps = guard.coverage()["steps"]
+    assert steps["held"] == STEPS
+    assert steps["judged"] > STEPS
+    assert f"{STEPS} steps ({steps['judged']} times gradients)" in capsys.readouterr().err
     assert guard.coverage()["verdicts"] == []

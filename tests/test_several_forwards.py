@@ -131,6 +131,28 @@ def test_layers_that_are_frozen_for_good_are_no_longer_watched() -> None:
     assert guard.coverage()["verdicts"] == []
 
 
+@pytest.mark.parametrize("when", ["before the forward", "after the backward"])
+def test_the_step_in_which_layers_are_frozen_accuses_nobody(when: str, capsys) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    with bw.Guard(net, optimizer, **ALWAYS) as guard:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            asks = step < 5
+            if when == "before the forward":
+                net[0].requires_grad_(asks)
+            net(torch.randn(6, 6)).square().mean().backward()
+            net[0].requires_grad_(asks)
+            optimizer.step()
+    table = guard.coverage()
+    assert (table["verdicts"], table["failures"]) == ([], {})
+    left_open = when == "after the backward"  # what autograd gave for it can no longer be asked for
+    assert table["suspicions"] >= STEPS - 2
+    assert (table["dismissed"], table["left_open"]) == (table["suspicions"] - left_open, left_open)
+    assert ("does not require grad" in capsys.readouterr().err) == left_open
+
+
 def accumulate(guarded: bool, between=lambda _net: None):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))

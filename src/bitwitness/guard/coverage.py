@@ -24,6 +24,7 @@ def coverage_table(watch: GuardWatch) -> dict[str, Any]:
         "steps": {
             "training_forwards": root.forwards_seen,
             "held": watch.steps_judged,
+            "judged": watch.judged_times,
             "deep": watch.deep.taken,
             "paused": watch.missed,
         },
@@ -53,7 +54,12 @@ def coverage_table(watch: GuardWatch) -> dict[str, Any]:
 def nonfinite_table(watch: TracerWatch) -> dict[str, Any]:
     """Return the same of who looks for nothing but NaN and Inf."""
     return {
-        "steps": {"held": watch.steps_judged, "deep": watch.deep.taken, "paused": watch.missed},
+        "steps": {
+            "held": watch.steps_judged,
+            "judged": watch.judged_times,
+            "deep": watch.deep.taken,
+            "paused": watch.missed,
+        },
         "own_seconds": round(watch.own_seconds, 3),
         "failures": dict(watch.reporter.failures),
         "not_covered": [*_paused(watch.missed), *_nonfinite_gaps(watch)],
@@ -71,6 +77,17 @@ def _nonfinite(watch: Watch) -> dict[str, Any]:
     return table
 
 
+def _steps(held: int, judged: int) -> str:
+    """Return how much was judged: a closure, or a backward whose gradients are dropped, gives a step several gradients."""
+    return f"{held} steps" if held == judged else f"{held} steps ({judged} times gradients)"
+
+
+def _share(count: int, watch: Watch) -> str:
+    """Return, of how many that were judged, so many."""
+    same = watch.steps_judged == watch.judged_times
+    return f"{count} of {watch.judged_times} {'steps' if same else 'gradients judged'}"
+
+
 def _paused(steps: int) -> list[str]:
     return [f"{steps} steps went by while the guard was paused"] if steps else []
 
@@ -81,7 +98,7 @@ def _gaps(watch: GuardWatch) -> list[str]:
     root = reader.root
     for reason, count in reader.unrepeated_losses.most_common(3):
         gaps.append(
-            f"in {count} of {watch.steps_judged} steps the loss code outside the model cannot be run again "
+            f"in {_share(count, watch)} the loss code outside the model cannot be run again "
             f"({reason}): a fault there is "
             "sensed, and not proven"
         )
@@ -96,7 +113,7 @@ def _gaps(watch: GuardWatch) -> list[str]:
         how = ", shard by shard," if root.sharding.mesh is not None else ""
         gaps.append(f"{root.sharding.problem}; gradients are watched{how} and on deep steps the operators")
     for reason, count in watch.reader.limits.most_common(5):
-        gaps.append(f"{count} of {watch.steps_judged} steps are sensed but cannot be run again: {reason}")
+        gaps.append(f"{_share(count, watch)} are sensed but cannot be run again: {reason}")
     if watch.ranks.size == 1:
         alone = world_size() == 1 and os.environ.get("WORLD_SIZE", "1") == "1"  # the script may have left its group
         who = "one rank" if alone else "no wrapper shares this model with other ranks"
@@ -133,9 +150,8 @@ def _compiled_gaps(watch: GuardWatch) -> list[str]:
 def coverage_lines(table: dict[str, Any]) -> list[str]:
     """Return the table as the few lines that a user reads at the end of a run."""
     steps, parameters = table["steps"], table["parameters"]
-    seen = (
-        f"{parameters['watched']} of {parameters['of']} parameters, {steps['held']} steps, {steps['deep']} of them deep"
-    )
+    held = _steps(steps["held"], steps["judged"])
+    seen = f"{parameters['watched']} of {parameters['of']} parameters, {held}, {steps['deep']} of them deep"
     left = f"{table['left_open']} left open, " if table["left_open"] else ""
     found = f"{table['suspicions']} suspicions, {table['dismissed']} dismissed, {left}{len(table['verdicts'])} verdicts"
     lines = [f"covered: {seen}; {found}"]
@@ -173,7 +189,7 @@ def nonfinite_lines(watch: TracerWatch) -> list[str]:
         found += f"; {tracing.unused} losses that the script did not use were looked at, too"
     count = len(tracing.findings)
     found += f"; {count} finding{'s' * (count > 1)}" if count else ""
-    lines = [f"NaN and Inf: {watch.steps_judged} steps looked at, {found}"]
+    lines = [f"NaN and Inf: {_steps(watch.steps_judged, watch.judged_times)} looked at, {found}"]
     lines += _range_lines(_nonfinite(watch))
     if tracing.scaling.drops:
         lines.append(tracing.scaling.line())
@@ -183,7 +199,7 @@ def nonfinite_lines(watch: TracerWatch) -> list[str]:
 def _nonfinite_gaps(watch: TracerWatch) -> list[str]:
     lines = [UNSEEN] if watch.reader.unseen else []
     for reason, count in watch.reader.limits.most_common(3):
-        lines.append(f"{count} of {watch.steps_judged} steps cannot be run again: {reason}")
+        lines.append(f"{_share(count, watch)} cannot be run again: {reason}")
     return lines
 
 

@@ -59,7 +59,9 @@ class Watch(StepJudge):
     ) -> None:
         self.session, self.ranks, self.reporter, self.config, self.wants = session, ranks, reporter, config, wants
         self.deep = deep
+        self.judged_times = 0
         self.steps_judged = 0
+        self._last_judged: int | None = None
         self.description = Description(reporter)
         self.reader = StepReader.of(self, session, ranks, optimizers)
         self._own_before = 0.0
@@ -197,7 +199,7 @@ class Watch(StepJudge):
                         "no synchronising backward was seen before the optimizer's step; the step is not covered"
                     )
                 else:
-                    self.steps_judged += 1
+                    self._count()
                     self.description.held(step.record)
                     self._ordinary = self.look_at(step)
             except SideChannelError as error:
@@ -205,6 +207,13 @@ class Watch(StepJudge):
                 raise TrainingStopped(EXIT_RANK_LOST, missing) from error
             except Exception as error:
                 self.reader.fail("judgement of a step", error)
+
+    def _count(self) -> None:
+        """Count gradients that are judged; an optimizer's closure may be asked for some several times in a step."""
+        self.judged_times += 1
+        if self._last_judged != self.session.step:
+            self._last_judged = self.session.step
+            self.steps_judged += 1
 
     def failed(self, moment: str, error: Exception) -> None:
         """Say an error of our own once."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import compress
 
 import torch
 from torch import nn
@@ -97,10 +98,16 @@ class PassReplay:
     ) -> tuple[Sequence[torch.Tensor | None] | None, Starts]:
         """Ask autograd for the gradients; None where a reentrant checkpoint refuses that."""
         found = self.starts(group, hashes, around, {})
+        # One that the script has frozen since the step before is still among those that are watched, and not asked; one
+        # that it froze after this step's backward has a gradient, and autograd refuses: the step cannot be run again.
         parameters = list(self._parameters.values())
+        asked = [p.requires_grad or had for p, had in zip(parameters, self._had_gradients, strict=True)]
         try:
             with around(), scripts_modes_back(backward=True):
-                return torch.autograd.grad(found.roots, parameters, found.grads, allow_unused=True), found
+                grads = iter(
+                    torch.autograd.grad(found.roots, [*compress(parameters, asked)], found.grads, allow_unused=True)
+                )
+            return [next(grads) if is_asked else None for is_asked in asked], found
         except RuntimeError as error:
             if "use_reentrant" not in str(error):
                 raise
