@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import bitwitness as bw
 from bitwitness.inject.faults import Fault
 from bitwitness.session.steps import StepClock
 from bitwitness.tap.ownwork import own_work
@@ -341,3 +342,17 @@ def test_collectives_of_two_ranks(tmp_path):
     assert first["functional"]["sites"] == ["./all_reduce#0:comm.out0"]
     assert first["sharded"] == [-6.0, 0.0]
     assert second["sharded"] == [0.0, 6.0]
+
+
+@pytest.mark.parametrize("how", [{}, {"probability": 0.4}])
+def test_the_training_is_struck_alike_whether_a_guard_asks_or_not(how):
+    def run(guard):
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        fault = Fault(kind="multiply", factor=1e4, site="fc1/addmm:forward", from_step=2, **how)
+        with FaultyDevice([fault]), bw.Guard(model, optimizer, deep_every=1) if guard else nullcontext() as watch:
+            return train(model, steps=8, optimizer=optimizer), watch
+
+    losses, guard = run(guard=True)
+    assert guard.verdicts
+    assert losses == run(guard=False)[0]

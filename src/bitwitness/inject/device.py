@@ -25,7 +25,7 @@ from torch.optim.optimizer import Optimizer
 from bitwitness.inject.faults import Fault, load_faults
 from bitwitness.inject.outputs import change_contribution, computed, computes, delivered, is_collective
 from bitwitness.inject.patterns import corrupt, count_changed, reaches
-from bitwitness.inject.schedule import Firing, Trigger
+from bitwitness.inject.schedule import Firing, Trigger, is_again
 from bitwitness.session.steps import StepClock
 from bitwitness.site import Site, matches
 from bitwitness.tap.compat import OpOverload, dynamo, without_dispatch_modes
@@ -172,7 +172,9 @@ class FaultyDevice:
 
     def _before(self, call: OpCall) -> None:
         if is_collective(call.func) and (due := self._due(call)):
-            change_contribution(call, lambda slot, tensor: self._struck(_comm_site(call, slot), tensor, due))
+            change_contribution(
+                call, lambda slot, tensor: self._struck(_comm_site(call, slot), tensor, due, again=is_again(call))
+            )
 
     def _after(self, call: OpCall) -> None:
         due = self._due(call)
@@ -180,10 +182,10 @@ class FaultyDevice:
             return
         if not is_collective(call.func):
             for slot, tensor in computed(call):
-                self._strike(call.site(slot), tensor, due)
+                self._strike(call.site(slot), tensor, due, again=is_again(call))
         elif any(_can_strike_delivery(trigger.fault) for trigger in due):  # to look is to wait for the collective
             for slot, tensor in delivered(call):
-                self._strike(_comm_site(call, slot), tensor, due)
+                self._strike(_comm_site(call, slot), tensor, due, again=is_again(call))
 
     # -- memory ------------------------------------------------------------------------------------------
 
@@ -207,12 +209,12 @@ class FaultyDevice:
 
     # -- striking ----------------------------------------------------------------------------------------
 
-    def _strike(self, site: Site, tensor: torch.Tensor, due: list[Trigger]) -> None:
-        struck = self._struck(site, tensor, due)
+    def _strike(self, site: Site, tensor: torch.Tensor, due: list[Trigger], *, again: bool = False) -> None:
+        struck = self._struck(site, tensor, due, again=again)
         if struck is not None:
             tensor.copy_(struck)
 
-    def _struck(self, site: Site, tensor: torch.Tensor, due: list[Trigger]) -> torch.Tensor | None:
+    def _struck(self, site: Site, tensor: torch.Tensor, due: list[Trigger], *, again: bool) -> torch.Tensor | None:
         """Return a corrupted copy, or None if nothing struck."""
         if not _is_plain(tensor):
             return None
@@ -222,7 +224,8 @@ class FaultyDevice:
             if not (matches(fault.site, site) and reaches(fault, tensor) and trigger.due(self.clock.step)):
                 continue
             before = tensor if result is None else result
-            after = corrupt(before, fault, trigger.rng) if trigger.draw() else None
+            rng = trigger.rng(again=again)
+            after = corrupt(before, fault, rng) if trigger.draw(rng) else None
             if after is None:
                 continue
             trigger.fired += 1

@@ -63,8 +63,9 @@ def _load(source: Path | BytesIO, size: int, where: str, *, mmap: bool = False) 
         source.seek(0)
     try:
         with warnings.catch_warnings():
-            # torch 2.15 says how long it may take to look at a sparse tensor's indices; it has to
-            warnings.filterwarnings("ignore", message="Validating sparse tensor invariants")
+            # torch 2.15 says how long it may take to look at a sparse tensor's indices; it has to. Torch 2.12 says that it
+            # does not look.
+            warnings.filterwarnings("ignore", message="Validating sparse tensor invariants|Sparse invariant checks")
             return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
         raise UsageError(

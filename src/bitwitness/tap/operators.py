@@ -30,7 +30,7 @@ from bitwitness.tap.ownwork import in_own_work, own_work
 
 @dataclass(slots=True)
 class OpCall:
-    """One operator call: what ran, where, on what, and what came out."""
+    """One operator call: what ran, where, on what, and what came out. ``own``: bitwitness ran it, not the training."""
 
     func: OpOverload
     args: tuple[Any, ...]
@@ -40,6 +40,7 @@ class OpCall:
     module: str
     phase: str
     call: int
+    own: bool = False
 
     def site(self, slot: str = "out0") -> Site:
         """Return the site of one of the call's values."""
@@ -144,10 +145,11 @@ class OperatorTap(TorchDispatchMode):
         if types and any(map(_is_fake, types)):
             return func(*args, **kwargs)  # shapes alone are worked out, for a DTensor say: nothing is computed
         name = self._wanted[func] if func in self._wanted else self._name(func)
-        if name is None or (in_own_work() and not self._own_work):
+        own = in_own_work()
+        if name is None or (own and not self._own_work):
             return func(*args, **kwargs)
         module, phase, call = self._tracker.locate(name)
-        seen = OpCall(func, args, kwargs, None, name, module, phase, call)
+        seen = OpCall(func, args, kwargs, None, name, module, phase, call, own)
         if self._before is not None:
             with own_work():
                 self._before(seen)
