@@ -242,6 +242,29 @@ def test_an_operator_that_computes_wrongly_is_convicted_by_float64(tmp_path: Pat
     assert "run A is within rounding" in report.first.text
 
 
+class OfParts(nn.Linear):
+    """A linear layer whose backward makes the weight's gradient before the input's, where torch's own makes it after."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.mm(x, self.weight.t()) + self.bias
+
+
+@pytest.mark.parametrize("content", ["stats", "tensors"])
+def test_a_backward_in_another_order_is_no_difference(tmp_path: Path, content: str) -> None:
+    def run_of(linear: type[nn.Linear]) -> Path:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), linear(32, 4))
+        with bw.Recorder(net, out=tmp_path / linear.__name__, content=content) as recorder:
+            for _ in range(2):
+                F.cross_entropy(net(torch.randn(8, 16)), torch.arange(8) % 4).backward()
+        return recorder.folder
+
+    report = bw.compare(run_of(nn.Linear), run_of(OfParts))
+    assert report.first is None
+    assert report.conclusion == "no difference: everything that was compared is equal"
+    assert (report.only_a, report.only_b) == ([], [])
+
+
 def test_runs_that_share_no_step_are_an_error(tmp_path: Path) -> None:
     a = record(tmp_path / "a", CASES["conv"], steps=1)
     b = record(tmp_path / "b", CASES["conv"], steps=2, level="modules")

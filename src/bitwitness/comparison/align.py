@@ -61,10 +61,11 @@ class Alignment:
 
 
 def same_structure(a: StepFrame, b: StepFrame) -> bool:
-    """Return whether two steps have the same rows, by all that a site says."""
+    """Return whether two steps have the same rows, by all that a site says, of the same shapes."""
     if a.size != b.size:
         return False
-    return all(same_column(a, b, key) for key in _KEYS) and bool(np.array_equal(_ranked(a.node), _ranked(b.node)))
+    same = all(same_column(a, b, key) for key in _KEYS) and bool(np.array_equal(_ranked(a.node), _ranked(b.node)))
+    return same and bool(a.table.column("shape").equals(b.table.column("shape")))
 
 
 def same_column(a: StepFrame, b: StepFrame, name: str) -> bool:
@@ -105,6 +106,8 @@ def align(a: StepFrame, b: StepFrame, modules: Mapping[str, str]) -> Alignment:
     tokens_a, tokens_b = _Tokens(a, modules), _Tokens(b, {})
     for place in lists_a.keys() | lists_b.keys():
         ours, theirs = lists_a.get(place, []), lists_b.get(place, [])
+        if place[:2] == ("op", "backward"):
+            ours, theirs = _uncrossed(found, a, b, ours, theirs, tokens_a, tokens_b)
         matches = _matches(ours, theirs, tokens_a, tokens_b)
         _take(found, a, b, ours, theirs, matches)
     if modules:
@@ -159,6 +162,10 @@ class _Tokens:
     def _shape(self, node: Node) -> tuple[int, ...]:
         return self._frame.shapes[node.outputs[0]] if node.outputs else ()
 
+    def shapes(self, node: Node) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of a node's inputs and results."""
+        return tuple(tuple(self._frame.shapes[row]) for row in (*node.inputs, *node.outputs))
+
     def _makers(self, node: Node) -> list[str]:
         makers = []
         for row in node.inputs:
@@ -206,6 +213,36 @@ def _best(
         else:
             j += 1
     return matches
+
+
+def _uncrossed(
+    found: Alignment,
+    a: StepFrame,
+    b: StepFrame,
+    ours: list[Node],
+    theirs: list[Node],
+    tokens_a: _Tokens,
+    tokens_b: _Tokens,
+) -> tuple[list[Node], list[Node]]:
+    """Add the pairs of a backward that are in another order in each run; return what is left of both.
+
+    Autograd calls the parts of a node in an order of its own: a layer's product for its weight comes before or after that for
+    its input. What would match a node of other shapes, or none, matches one of its own operator and shapes.
+    """
+    matches = _matches(ours, theirs, tokens_a, tokens_b)
+    fitting = {(i, j) for i, j in matches if tokens_a.shapes(ours[i]) == tokens_b.shapes(theirs[j])}
+    fixed_a, fixed_b = {i for i, _ in fitting}, {j for _, j in fitting}
+    free: dict[Any, list[int]] = {}
+    for j, node in enumerate(theirs):
+        if j not in fixed_b:
+            free.setdefault((tokens_b.op(node), tokens_b.shapes(node)), []).append(j)
+    crossed: dict[int, int] = {}
+    for i, node in enumerate(ours):
+        if i not in fixed_a and (fit := free.get((tokens_a.op(node), tokens_a.shapes(node)))):
+            crossed[i] = fit.pop(0)
+    found.pairs += [_pair(a, b, ours[i], theirs[j]) for i, j in crossed.items()]
+    taken = set(crossed.values())
+    return [n for i, n in enumerate(ours) if i not in crossed], [n for j, n in enumerate(theirs) if j not in taken]
 
 
 def _take(
