@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bitwitness.tap.compiled import EntryPoint, HookedCall
-from bitwitness.tap.hooks import ModuleHook
+from bitwitness.tap.hooks import ModuleHook, left_out_of_pickles
 
 Before = Callable[[nn.Module | None, tuple[Any, ...], dict[str, Any]], None]
 After = Callable[[Any], None]
@@ -40,6 +40,8 @@ class ForwardHooks:
         self._calls = 0  # of the root, that have not returned
         self._hooks = [ModuleHook(self._root_begins), ModuleHook(self._root_ends)]
         self._handles: list[torch.utils.hooks.RemovableHandle | HookedCall] = []
+        self._not_pickled = left_out_of_pickles(entry.module)
+        self._not_pickled.__enter__()
         if entry.in_place:
             self._handles.append(HookedCall(entry.module, *self._hooks))
         else:
@@ -51,6 +53,7 @@ class ForwardHooks:
             hook.let_go()
         for handle in self._handles:
             handle.remove()
+        self._not_pickled.__exit__(None, None, None)
 
     def hook_parts(self) -> None:
         """Tell of the outermost calls of the root's parts from now on, too: the script does not call the root."""
