@@ -128,6 +128,47 @@ def test_same_bits_of_inductors_kernels() -> None:
     same_bits("wrapped", "inductor")
 
 
+class Language(nn.Module):
+    """Returns what it computes its loss from, too, as many language models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.block, self.head = nn.Embedding(12, 8), Block(), nn.Linear(8, 12)
+
+    def forward(self, x, y):
+        logits = self.head(self.block(self.words(x)))
+        return logits, nn.functional.cross_entropy(logits, y)
+
+
+def test_an_output_that_the_script_does_not_use_is_no_obstacle() -> None:
+    def run(guarded: bool) -> tuple[list[float], bw.Guard | None]:
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model = torch.compile(Language(), backend="aot_eager")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        guard = bw.Guard(model, optimizer, **ALWAYS).__enter__() if guarded else None
+        losses = []
+        for _ in range(5):
+            for _ in range(2):
+                x = torch.randint(0, 12, (4,))
+                _, loss = model(x, (x + 1) % 12)
+                (loss / 2).backward()
+                losses.append(loss.item())
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        if guard is not None:
+            guard.close()
+        return losses, guard
+
+    losses, guard = run(guarded=True)
+    assert losses == run(guarded=False)[0]
+    table = guard.coverage()
+    assert table["failures"] == {}
+    assert table["dismissed"] == table["suspicions"] >= 4
+    assert not any("cannot be run again" in gap for gap in table["not_covered"])
+
+
 def test_the_hooks_go_and_a_copy_is_free_of_them() -> None:
     for form in ("wrapped", "in place"):
         torch.compiler.reset()

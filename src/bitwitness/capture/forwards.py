@@ -218,7 +218,7 @@ class ForwardTap:
         """Say that all gradients were zeroed or let go: what was backpropagated before counts for nothing."""
         raise NotImplementedError
 
-    def _output_grad(self, record: ForwardRecord, index: int, grad: torch.Tensor) -> None:
+    def _output_grad(self, record: ForwardRecord, index: int, grad: torch.Tensor | None) -> None:
         raise NotImplementedError
 
     def _run_local_gradients(self) -> None:

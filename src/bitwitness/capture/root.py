@@ -124,7 +124,9 @@ class RootTap(ForwardTap):
             )
         self.ledger.forget()
 
-    def _output_grad(self, record: ForwardRecord, index: int, grad: torch.Tensor) -> None:
+    def _output_grad(self, record: ForwardRecord, index: int, grad: torch.Tensor | None) -> None:
+        if grad is None:  # a compiled region gives all its outputs, of which the script used others
+            return
         try:
             with scripts_modes_off():
                 self._keep_output_grad(record, index, grad)
