@@ -121,7 +121,7 @@ def attempt(trial: dict[str, Any]) -> dict[str, Any]:
         shutil.rmtree(folder, ignore_errors=True)
     others = [moment for rank, moment in ended.items() if trial["launcher"] == "torchrun" or rank != trial["victim"]]
     seen = {"codes": codes, "seconds": None if at is None else round(max(others, default=limit) - at, 1)}
-    problems = [] if at is None else judged(trial, codes, hung, logs, seen["seconds"])
+    problems = unstruck(codes, logs) if at is None else judged(trial, codes, hung, logs, seen["seconds"])
     return {**trial, **seen, "struck": at is not None, "problems": problems, "said": lines(logs) if problems else []}
 
 
@@ -142,6 +142,12 @@ def end_all(processes: list[Process], folder: Path) -> None:
                 os.kill(number, signal.SIGKILL)
     for process in processes:
         process.wait()
+
+
+def unstruck(codes: dict[int, int], logs: dict[str, str]) -> list[str]:
+    """Return what is wrong with a trial in which the drawn call did not come: it ends as the training does."""
+    failed = [f"not struck, and rank {rank} ended with {code}" for rank, code in codes.items() if code == 1]
+    return failed if any("Traceback" in text for text in logs.values()) else []
 
 
 def judged(

@@ -50,7 +50,7 @@ STAGES: dict[str, tuple[Any, str, str]] = {
     "evidence": (verdict.VerdictBuilder, "evidence", "persistent"),
     "stop barrier": (SideChannel, "barrier", "persistent"),
     "heal": (act, "heal_together", "transient"),
-    "telling": (Investigation, "_attach", "transient"),
+    "telling": (Investigation, "_suspicions", "transient"),
 }
 
 

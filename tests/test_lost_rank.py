@@ -61,3 +61,13 @@ def test_random_moments_of_the_experiments(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "3 trials, 3 struck (1 kill, 1 stall, 1 stop), 0 wrong" in done.stdout
+
+
+def test_the_campaign_knows_all_its_stages() -> None:
+    sys.path.insert(0, str(Path(CAMPAIGN).parent))
+    from lost import STAGES
+    from lost_job import STAGES as MOMENTS
+
+    assert set(MOMENTS) == set(STAGES)
+    for owner, name, _ in MOMENTS.values():
+        assert callable(getattr(owner, name))
