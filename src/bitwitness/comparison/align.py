@@ -106,9 +106,12 @@ def align(a: StepFrame, b: StepFrame, modules: Mapping[str, str]) -> Alignment:
     tokens_a, tokens_b = _Tokens(a, modules), _Tokens(b, {})
     for place in lists_a.keys() | lists_b.keys():
         ours, theirs = lists_a.get(place, []), lists_b.get(place, [])
-        if place[:2] == ("op", "backward"):
-            ours, theirs = _uncrossed(found, a, b, ours, theirs, tokens_a, tokens_b)
         matches = _matches(ours, theirs, tokens_a, tokens_b)
+        if place[:2] == ("op", "backward") and (crossed := _crossed(ours, theirs, matches, tokens_a, tokens_b)):
+            found.pairs += [_pair(a, b, ours[i], theirs[j]) for i, j in crossed.items()]
+            ours = [node for i, node in enumerate(ours) if i not in crossed]
+            theirs = [node for j, node in enumerate(theirs) if j not in crossed.values()]
+            matches = _matches(ours, theirs, tokens_a, tokens_b)
         _take(found, a, b, ours, theirs, matches)
     if modules:
         _match_the_rest(found, a, b, tokens_a, tokens_b)
@@ -164,7 +167,7 @@ class _Tokens:
 
     def shapes(self, node: Node) -> tuple[tuple[int, ...], ...]:
         """Return the shapes of a node's inputs and results."""
-        return tuple(tuple(self._frame.shapes[row]) for row in (*node.inputs, *node.outputs))
+        return tuple(self._frame.shapes[row] for row in (*node.inputs, *node.outputs))
 
     def _makers(self, node: Node) -> list[str]:
         makers = []
@@ -215,34 +218,25 @@ def _best(
     return matches
 
 
-def _uncrossed(
-    found: Alignment,
-    a: StepFrame,
-    b: StepFrame,
-    ours: list[Node],
-    theirs: list[Node],
-    tokens_a: _Tokens,
-    tokens_b: _Tokens,
-) -> tuple[list[Node], list[Node]]:
-    """Add the pairs of a backward that are in another order in each run; return what is left of both.
+def _crossed(
+    ours: list[Node], theirs: list[Node], matches: list[tuple[int, int]], a: _Tokens, b: _Tokens
+) -> dict[int, int]:
+    """Return, by their positions, the nodes of a backward that match and are in another order in each run.
 
     Autograd calls the parts of a node in an order of its own: a layer's product for its weight comes before or after that for
     its input. What would match a node of other shapes, or none, matches one of its own operator and shapes.
     """
-    matches = _matches(ours, theirs, tokens_a, tokens_b)
-    fitting = {(i, j) for i, j in matches if tokens_a.shapes(ours[i]) == tokens_b.shapes(theirs[j])}
+    fitting = [(i, j) for i, j in matches if a.shapes(ours[i]) == b.shapes(theirs[j])]
     fixed_a, fixed_b = {i for i, _ in fitting}, {j for _, j in fitting}
     free: dict[Any, list[int]] = {}
     for j, node in enumerate(theirs):
         if j not in fixed_b:
-            free.setdefault((tokens_b.op(node), tokens_b.shapes(node)), []).append(j)
+            free.setdefault((b.op(node), b.shapes(node)), []).append(j)
     crossed: dict[int, int] = {}
     for i, node in enumerate(ours):
-        if i not in fixed_a and (fit := free.get((tokens_a.op(node), tokens_a.shapes(node)))):
+        if i not in fixed_a and (fit := free.get((a.op(node), a.shapes(node)))):
             crossed[i] = fit.pop(0)
-    found.pairs += [_pair(a, b, ours[i], theirs[j]) for i, j in crossed.items()]
-    taken = set(crossed.values())
-    return [n for i, n in enumerate(ours) if i not in crossed], [n for j, n in enumerate(theirs) if j not in taken]
+    return crossed
 
 
 def _take(

@@ -21,13 +21,7 @@ def coverage_table(watch: GuardWatch) -> dict[str, Any]:
     table: dict[str, Any] = {
         "parameters": {"watched": len(root.parameters), "of": len(everything)},
         "local_gradients": reader.gradients.mode,
-        "steps": {
-            "training_forwards": root.forwards_seen,
-            "held": watch.steps_judged,
-            "judged": watch.judged_times,
-            "deep": watch.deep.taken,
-            "paused": watch.missed,
-        },
+        "steps": {"training_forwards": root.forwards_seen, **_counted(watch)},
         "outputs": {"outputs_seen": root.outputs_seen},
         "sensors": {"off": sensors.off},
         "suspicions": investigation.suspicions,
@@ -54,12 +48,7 @@ def coverage_table(watch: GuardWatch) -> dict[str, Any]:
 def nonfinite_table(watch: TracerWatch) -> dict[str, Any]:
     """Return the same of who looks for nothing but NaN and Inf."""
     return {
-        "steps": {
-            "held": watch.steps_judged,
-            "judged": watch.judged_times,
-            "deep": watch.deep.taken,
-            "paused": watch.missed,
-        },
+        "steps": _counted(watch),
         "own_seconds": round(watch.own_seconds, 3),
         "failures": dict(watch.reporter.failures),
         "not_covered": [*_paused(watch.missed), *_nonfinite_gaps(watch)],
@@ -75,6 +64,15 @@ def _nonfinite(watch: Watch) -> dict[str, Any]:
     if approach is not None:
         table["ranges"] = approach.table()
     return table
+
+
+def _counted(watch: Watch) -> dict[str, int]:
+    return {
+        "held": watch.steps_judged,
+        "judged": watch.judged_times,
+        "deep": watch.deep.taken,
+        "paused": watch.missed,
+    }
 
 
 def _steps(held: int, judged: int) -> str:

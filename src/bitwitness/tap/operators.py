@@ -145,8 +145,7 @@ class OperatorTap(TorchDispatchMode):
         if types and any(map(_is_fake, types)):
             return func(*args, **kwargs)  # shapes alone are worked out, for a DTensor say: nothing is computed
         name = self._wanted[func] if func in self._wanted else self._name(func)
-        own = in_own_work()
-        if name is None or (own and not self._own_work):
+        if name is None or ((own := in_own_work()) and not self._own_work):
             return func(*args, **kwargs)
         module, phase, call = self._tracker.locate(name)
         seen = OpCall(func, args, kwargs, None, name, module, phase, call, own)
