@@ -32,6 +32,9 @@ _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, odd: the number
 _SCRAMBLE = 0xD6E8FEB86659FD93 - (1 << 64)  # multiplier of Degski's 64-bit mixer
 _LOW_HALF = 0xFFFFFFFF  # int64 shifts to the right with its sign, which is masked away
 _COLUMNS_FROM = 1 << 32  # where the numbering of columns begins: rows never come so far
+_QUICK_WORDS = 1 << 15  # from some 50,000 on torch's multiplication, which numpy does not vectorize, makes up for its calls
+_Words = Tensor | np.ndarray
+"""int64. Of torch or of numpy: both wrap around, and they share the operators that are used here."""
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -179,49 +182,64 @@ def hashes_of(flats: Sequence[Tensor], folds: Mapping[int, Fold] | None = None) 
         batch = _hash_large([folds.get(index) or fold(flats[index]) for index in members])
         hashes.update(zip(members, batch.unbind(), strict=True))
     for members in small.values():
-        batch = _hash_small(torch.stack([flats[index] for index in members]))
+        batch = _hash_small([flats[index] for index in members])
         hashes.update(zip(members, batch.unbind(), strict=True))
     return [hashes[index] for index in range(len(flats))]
 
 
 def _hash_large(folds: list[Fold]) -> Tensor:
     """Finish the hashes of large tensors on one device: int64 [len(folds)]."""
-    device = folds[0].columns.device
-    tails = torch.zeros(len(folds), ROW_BYTES, dtype=torch.int8, device=device)
+    tails = torch.zeros(len(folds), ROW_BYTES, dtype=torch.int8, device=folds[0].columns.device)
     for row, part in zip(tails.unbind(), folds, strict=True):
         row[: len(part.tail)].copy_(part.tail)
-    columns = torch.stack([part.columns for part in folds]).add_(_shifted(tails))
-    columns += _numbers(_COLUMNS_FROM, ROW_WORDS, device)
-    counts = [part.count for part in folds]
-    numbers = _numbers(0, max(counts), device)
-    rows = torch.cat([piece for part in folds for piece in part.rows])
-    rows += torch.cat([numbers[:count] for count in counts])
-    row_terms = torch.stack([terms.sum() for terms in torch.split(_scramble(rows), counts)])
-    lengths = [_length_number(part.count * ROW_BYTES + len(part.tail)) for part in folds]
-    last = torch.stack([total + number for total, number in zip(_row_sums(tails).unbind(), lengths, strict=True)])
-    return _scramble(columns).sum(1).add_(row_terms).add_(_scramble(last))
+    words = _quick(tails.view(torch.int64))
+    columns = _quick(torch.stack([part.columns for part in folds]))
+    columns += _shifted(words)
+    columns += _numbers(_COLUMNS_FROM, columns)
+    rows = _quick(torch.cat([piece for part in folds for piece in part.rows]))
+    hashes, last = _scramble(columns).sum(1), words.sum(1)
+    first = 0
+    for index, part in enumerate(folds):  # slices of one: an element of numpy's array would warn when it wraps around
+        mine = rows[first : first + part.count]
+        mine += _numbers(0, mine)
+        hashes[index : index + 1] += _scramble(mine).sum()
+        last[index : index + 1] += _length_number(part.count * ROW_BYTES + len(part.tail))
+        first += part.count
+    hashes += _scramble(last)
+    return torch.as_tensor(hashes)
 
 
-def _hash_small(stacked: Tensor) -> Tensor:
-    """Hash small tensors of one length, each a row of ``stacked``: int64 [len(stacked)]."""
+def _hash_small(flats: list[Tensor]) -> Tensor:
+    """Hash small tensors of one length, dtype and device: int64 [len(flats)]."""
+    stacked = torch.stack(flats)
     length = stacked.shape[1] * stacked.itemsize
     if not length:
-        stacked = stacked.new_zeros(len(stacked), WORD // stacked.itemsize)  # told from zeros by the length below
+        stacked = stacked.new_zeros(len(flats), WORD // stacked.itemsize)  # told from zeros by the length below
     elif length % WORD:
         stacked = torch.nn.functional.pad(stacked, (0, -length % WORD // stacked.itemsize))
-    columns = _shifted(stacked)
-    columns += _numbers(_COLUMNS_FROM, columns.shape[1], columns.device)
-    last = _row_sums(stacked).add_(_length_number(length))
-    return _scramble(columns).sum(1).add_(_scramble(last))
+    words = _quick(stacked.view(torch.int64))
+    columns = _shifted(words)
+    columns += _numbers(_COLUMNS_FROM, columns)
+    hashes, last = _scramble(columns).sum(1), words.sum(1)
+    last += _length_number(length)
+    hashes += _scramble(last)
+    return torch.as_tensor(hashes)
 
 
-def _row_sums(rows: Tensor) -> Tensor:
-    return rows.view(torch.int64).sum(1)
+def _quick(words: Tensor) -> _Words:
+    """Return what computes on the same memory at the least price: of a few words on a CPU, numpy's array.
+
+    A call of torch costs more, and several times as much below a dispatch mode, of which a script may have its own.
+    """
+    return words.numpy() if words.device.type == "cpu" and words.numel() < _QUICK_WORDS else words
 
 
-def _shifted(rows: Tensor) -> Tensor:
-    """Return the words of each row read from half a word on, around its end: int64, a copy."""
-    return rows.view(torch.int32).roll(-1, 1).view(torch.int64)
+def _shifted(rows: _Words) -> _Words:
+    """Return the words of each row read from half a word on, around its end: a copy."""
+    if isinstance(rows, Tensor):
+        return rows.view(torch.int32).roll(-1, 1).view(torch.int64)
+    halves = rows.view(np.int32)
+    return np.concatenate((halves[:, 1:], halves[:, :1]), 1).view(np.int64)
 
 
 def _length_number(length: int) -> int:
@@ -241,16 +259,24 @@ def _words(data: Tensor, start: int, rows: int) -> Tensor:
     return piece.view(torch.int64).view(rows, ROW_WORDS)
 
 
-def _numbers(first: int, count: int, device: torch.device) -> Tensor:
-    """Return ``count`` multiples of an odd constant from the ``first`` on: int64, all different."""
-    return torch.arange(count, device=device).mul_(_GOLDEN).add_(_wrap(_GOLDEN * first))
+def _numbers(first: int, words: _Words) -> _Words:
+    """Return multiples of an odd constant from the ``first`` on, one for each word of a row: all different."""
+    count = words.shape[-1]
+    numbers = torch.arange(count, device=words.device) if isinstance(words, Tensor) else np.arange(count)
+    numbers *= _GOLDEN
+    numbers += _wrap(_GOLDEN * first)
+    return numbers
 
 
-def _scramble(x: Tensor) -> Tensor:
+def _scramble(words: _Words) -> _Words:
     """Apply Degski's 64-bit mixer in place: a bijection; each bit of the input sways each of the output."""
-    for _ in range(2):
-        x.bitwise_xor_((x >> 32).bitwise_and_(_LOW_HALF)).mul_(_SCRAMBLE)
-    return x.bitwise_xor_((x >> 32).bitwise_and_(_LOW_HALF))
+    for step in range(3):
+        high = words >> 32
+        high &= _LOW_HALF
+        words ^= high
+        if step < 2:
+            words *= _SCRAMBLE
+    return words
 
 
 def _wrap(number: int) -> int:
