@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import ranks
+from extent import chosen
 
 BENCH = Path(__file__).parents[1] / "bench"
 
@@ -26,7 +27,17 @@ def rows(table: str) -> list[dict[str, str]]:
 
 @pytest.mark.ranks
 def test_drawn_faults_get_right_verdicts(tmp_path: Path) -> None:
-    told = call("campaign.py", "--trials", "4", "--nondeterministic", "2", "--seed", "5", "--out", str(tmp_path))
+    told = call(
+        "campaign.py",
+        "--trials",
+        chosen("4", "3"),
+        "--nondeterministic",
+        chosen("2", "1"),
+        "--seed",
+        "5",
+        "--out",
+        str(tmp_path),
+    )
     for row in rows(told):
         assert row["wrong"] == "0", told
         assert row["sensed of harmful"] == row["harmful"], told
@@ -36,7 +47,7 @@ def test_drawn_faults_get_right_verdicts(tmp_path: Path) -> None:
 
 
 def test_clean_runs_get_no_verdict(tmp_path: Path) -> None:
-    for row in rows(call("clean.py", "--steps", "40", "--out", str(tmp_path))):
+    for row in rows(call("clean.py", "--steps", chosen("40", "25"), "--out", str(tmp_path))):
         assert (row["verdicts"], row["failures"]) == ("0", "0"), row
         assert int(row["suspicions"]) <= 2, row
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare_zoo import CASES, Case, record
+from extent import chosen
 from torch import nn
 
 import bitwitness as bw
@@ -44,7 +44,7 @@ PLANTED = {
     "encdec": ("epsilon", "mask", "scale", "bf16", "gelu", "residual", "rate", "swap"),
 }
 MODES = [("mix", "stats"), ("ops", "stats"), ("modules", "stats"), ("mix", "tensors"), ("mix", "hash")]
-EVERYTHING = [(n, d, mode) for n, ds in PLANTED.items() for d in ds for mode in MODES]
+PLANTED_IN_ALL_MODES = [(n, d, mode) for n, ds in PLANTED.items() for d in ds for mode in MODES]
 # All in statistics of everything; of the other modes every second difference, in an architecture by turns. `make campaign`
 # goes through all of them.
 BY_TURNS = [
@@ -53,8 +53,8 @@ BY_TURNS = [
     for i, difference in enumerate(sorted({d for ds in PLANTED.values() for d in ds}))
     if i % 2 == turn % 2 and (names := [n for n, ds in PLANTED.items() if difference in ds])
 ]
-SHORT = [case for case in EVERYTHING if case[2] == MODES[0] or case in BY_TURNS]
-CHOSEN = EVERYTHING if os.environ.get("TEST_EVERYTHING") else SHORT
+SHORT = [case for case in PLANTED_IN_ALL_MODES if case[2] == MODES[0] or case in BY_TURNS]
+CHOSEN = chosen(PLANTED_IN_ALL_MODES, SHORT)
 
 
 Clean = dict[tuple[str, str, str], Path]

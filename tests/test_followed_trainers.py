@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
+from extent import EVERYTHING
 from ranks import forked
 
 JOB = Path(__file__).parent / "jobs" / "followed.py"
-EVERYTHING = os.environ.get("TEST_EVERYTHING") == "1"
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
 SITES = {

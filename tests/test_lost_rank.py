@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from extent import chosen
 from ranks import forked, without_torchrun
 
 from bitwitness.demo.launch import torchrun
@@ -51,16 +52,19 @@ def test_a_rank_that_pauses_between_steps_is_not_lost(tmp_path: Path) -> None:
 
 
 def test_random_moments_of_the_experiments(tmp_path: Path) -> None:
-    # Of the campaign: stalled in naming the operator, killed and stopped in healing.
-    chosen = ("3", "13", "22")
+    # Of the campaign: stalled in naming the operator, stopped and killed in healing.
+    moments = ("3", "22", *chosen(("13",), ()))
     done = subprocess.run(
-        [sys.executable, CAMPAIGN, "--only", *chosen, "--out", str(tmp_path)],
+        [sys.executable, CAMPAIGN, "--only", *moments, "--out", str(tmp_path)],
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "3 trials, 3 struck (1 kill, 1 stall, 1 stop), 0 wrong" in done.stdout
+    told = chosen(
+        "3 trials, 3 struck (1 kill, 1 stall, 1 stop), 0 wrong", "2 trials, 2 struck (1 stall, 1 stop), 0 wrong"
+    )
+    assert told in done.stdout
 
 
 def test_the_campaign_knows_all_its_stages() -> None:

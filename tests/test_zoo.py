@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from extent import EVERYTHING
 
 ROOT = Path(__file__).parent.parent
 ZOO = ROOT / "tests" / "zoo"
-EVERYTHING = os.environ.get("TEST_EVERYTHING") == "1"
 SELECTION = (
     "aux_vae_kl_attribute",
     "call_blocks_walked",

@@ -32,7 +32,9 @@ _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, odd: the number
 _SCRAMBLE = 0xD6E8FEB86659FD93 - (1 << 64)  # multiplier of Degski's 64-bit mixer
 _LOW_HALF = 0xFFFFFFFF  # int64 shifts to the right with its sign, which is masked away
 _COLUMNS_FROM = 1 << 32  # where the numbering of columns begins: rows never come so far
-_QUICK_WORDS = 1 << 15  # from some 50,000 on torch's multiplication, which numpy does not vectorize, makes up for its calls
+_QUICK_WORDS = (
+    1 << 15
+)  # from some 50,000 on torch's multiplication, which numpy does not vectorize, makes up for its calls
 _Words = Tensor | np.ndarray
 """int64. Of torch or of numpy: both wrap around, and they share the operators that are used here."""
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
