@@ -18,7 +18,7 @@ TREES = {path: ast.parse(path.read_text()) for path in FILES}
 
 # docs/architecture.md shows the same table.
 LAYERS = {
-    "vocabulary": ("version", "errors", "site", "finding", "config"),
+    "vocabulary": ("version", "errors", "files", "site", "finding", "config"),
     "numbers": ("numerics", "stats"),
     "torch": ("tap", "capture", "replay", "ranks", "liveness", "device"),
     "storage": ("store",),

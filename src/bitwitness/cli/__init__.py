@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 
 from bitwitness.cli import ascend, compare, demo, diff_env, doctor, record, run, trace
+from bitwitness.cli.ending import CODES, ended, say, shown_streams
 from bitwitness.cli.script import torch_lacks, unusable
-from bitwitness.errors import EXIT_USAGE, UsageError
+from bitwitness.errors import UsageError
 from bitwitness.version import __version__
+
+_SCRIPTS = frozenset({"run", "trace", "record"})
+"""Verbs in whose process a script runs: its signals, streams and errors are its own."""
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -27,8 +30,9 @@ def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         prog="bitwitness",
         description="Are the numbers of your training run true? Senses a wrong number, proves it by re-execution, names the "
         "rank, device, operator and line, heals or stops.",
-        epilog="Exit codes: 0 clean, 1 findings, 2 usage or input error; 'run' and 'trace' pass the script's own code on, or "
-        "16 (stopped unproven: resume elsewhere), 17 (a device was convicted), 18 (a rank was lost).",
+        epilog="Exit codes: "
+        + "; ".join(f"{code} {meaning}" for code, meaning in CODES)
+        + ". 'run', 'trace' and 'record' otherwise pass the script's own code on.",
     )
     top.add_argument("--version", action="version", version=f"bitwitness {__version__}")
     verbs = top.add_subparsers(dest="verb", metavar="VERB", required=True)
@@ -39,15 +43,29 @@ def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; return the exit code."""
-    args = parse(argv)
+    with shown_streams():
+        args = parse(argv)
+    if args.verb in _SCRIPTS:
+        return _with_script(args)
+    with shown_streams():
+        return ended(lambda: _with_torch(args))
+
+
+def _with_script(args: argparse.Namespace) -> int:
+    """Run a script; only what was wrong before it began is ours to tell."""
+    try:
+        return _with_torch(args)
+    except UsageError as error:
+        say(str(error))
+        return error.exit_code
+
+
+def _with_torch(args: argparse.Namespace) -> int:
+    """Do the work; a torch that is missing or lacks a name is no fault of ours."""
     try:
         code: int = args.main(args)
-    except UsageError as error:
-        sys.stderr.write(f"bitwitness: {error}\n")
-        return EXIT_USAGE
     except ImportError as error:
         if not torch_lacks(error):
             raise
-        sys.stderr.write(f"bitwitness: {unusable(error)}\n")
-        return EXIT_USAGE
+        raise UsageError(unusable(error)) from error
     return code

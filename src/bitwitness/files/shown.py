@@ -1,0 +1,29 @@
+"""Text of unknown origin (names, paths, values, other libraries' errors) made fit for a terminal."""
+
+from __future__ import annotations
+
+_LONGEST = 300  # characters of one quoted piece: two lines of a terminal
+
+
+def shown(text: object, limit: int | None = _LONGEST) -> str:
+    """Return a text with everything unprintable written as an escape, and cut where it is longer than ``limit``.
+
+    Control characters, marks that turn the direction of writing and halves of surrogate pairs are not printable; a terminal
+    obeys the first, a reader is deceived by the second, and the third cannot be encoded.
+    """
+    text = str(text)
+    if limit is not None and len(text) > limit:
+        text = f"{text[:limit]}… ({len(text):,} characters)"
+    return text if text.isprintable() else "".join(c if c.isprintable() else escaped(c) for c in text)
+
+
+def shown_lines(text: str) -> str:
+    """Return a text of several lines, each as `shown` gives it, uncut; tabs stay."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else escaped(c) for c in text)
+
+
+def escaped(character: str) -> str:
+    """Return a character as an escape that Python reads."""
+    return character.encode("unicode_escape").decode("ascii")
