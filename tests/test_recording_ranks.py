@@ -10,7 +10,7 @@ from jobs import recording
 from ranks import forked
 
 import bitwitness as bw
-from bitwitness.comparison.runs import Report
+from bitwitness.comparison.report import Report
 from bitwitness.store.opening import open_source
 
 JOB = Path(__file__).parent / "jobs" / "recording.py"

@@ -6,14 +6,17 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from bitwitness.cli.options import add_json, add_quiet
 from bitwitness.cli.progress import progress_bar
-from bitwitness.errors import EXIT_FINDINGS, UsageError
+from bitwitness.errors import EXIT_FINDINGS, EXIT_UNREAD
 
 _SHOWN = 10  # places on the terminal: the first ones matter, the rest follow from them; the CSV has all
+_CODES = {"fine": 0, "findings": EXIT_FINDINGS, "unread": EXIT_UNREAD}
 _WIDTH = 110  # columns where no terminal says its own: a place and its figures fit one line
 
 
@@ -23,11 +26,13 @@ def add_parser(verbs: Any) -> None:
         "compare",
         help="the first operator at which two recorded runs part",
         description="Compares two recordings (run folders, msprobe's dump folders, Ascend dump folders), or with --checkpoints "
-        "two checkpoints. Exit code 0: no operator made an error; 1: one did, and is named.",
+        "two checkpoints. Exit code 0: no operator made an error; 1: one did, and is named; 3: not everything could be read or "
+        "compared, or the two share too little.",
     )
     parser.add_argument("a", metavar="A", help="a recording")
     parser.add_argument("b", metavar="B", help="the one to compare with: the benchmark, where there is one")
-    parser.add_argument("--json", metavar="FILE", help="write everything as JSON; '-' prints it, without the table")
+    add_json(parser, "everything as JSON; '-', the default, prints it without the table")
+    add_quiet(parser)
     parser.add_argument("--csv", metavar="FILE", help="write the table, a row for each compared value")
     parser.add_argument("--xlsx", metavar="FILE", help="the same as a spreadsheet (needs XlsxWriter)")
     parser.add_argument("--steps", metavar="A-B,C", help="only these steps")
@@ -41,7 +46,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Compare; return 0 if no operator made an error, else 1."""
+    """Compare; return the exit code."""
     if args.checkpoints:
         from bitwitness.cli.checkpoints import run
 
@@ -49,65 +54,63 @@ def main(args: argparse.Namespace) -> int:
         return code
     from bitwitness.comparison.recordings import compare
     from bitwitness.comparison.renamed import proposed, read_map
+    from bitwitness.comparison.table import rows_of
     from bitwitness.store.opening import open_source
 
-    if args.propose_map:
-        return _propose(proposed(open_source(args.a), open_source(args.b)), Path(args.propose_map))
-    modules = read_map(Path(args.map)) if args.map else None
-    tables = _tables(args)
-    with progress_bar("steps") as progress:
-        sinks = [tables.sink] if tables.tables else []
+    if args.propose_map is not None:
+        return _propose(proposed(open_source(args.a), open_source(args.b)), args.propose_map)
+    outputs = _outputs(args)
+    modules = read_map(Path(args.map)) if args.map is not None else None
+    with _tables(outputs) as tables, progress_bar("steps") as progress:
+
+        def sink(*step: Any) -> None:
+            for cells in rows_of(*step):
+                for table in tables:
+                    table.add(cells)
+
+        sinks = [sink] if tables else []
         report = compare(
             args.a, args.b, modules=modules, ranks=args.ranks, steps=args.steps, sinks=sinks, progress=progress
         )
-    tables.finish(report.to_dict())
+        for table in tables:
+            table.finish(report.to_dict())
     if args.json == "-":
         print(json.dumps(report.to_dict(), indent=1, allow_nan=False))
-    else:
+    elif not args.quiet:
         _show(report)
-    return EXIT_FINDINGS if report.first is not None else 0
+    return _CODES[report.status]
 
 
-class _Tables:
-    """The files that a comparison is written to."""
+@contextmanager
+def _tables(outputs: dict[str, Path]) -> Iterator[list[Any]]:
+    """Open a table for each file that was asked for; they bear their names when all is written, and none if not."""
+    from bitwitness.comparison.table import KINDS
+    from bitwitness.files.writing import new_file
 
-    def __init__(self, tables: list[Any]) -> None:
-        self.tables = tables
-
-    def sink(self, *step: Any) -> None:
-        """Write a step's rows."""
-        from bitwitness.comparison.table import rows_of
-
-        for cells in rows_of(*step):
-            for table in self.tables:
-                table.add(cells)
-
-    def finish(self, fields: dict[str, Any]) -> None:
-        """Close all."""
-        for table in self.tables:
-            if hasattr(table, "fields"):
-                table.fields = fields
-            try:
-                table.close()
-            except OSError as error:
-                raise UsageError(
-                    f"cannot write {error.filename or 'a table'}: {error.strerror}; free the space"
-                ) from error
+    with ExitStack() as stack:
+        yield [
+            kind(stack.enter_context(new_file(outputs[name], binary=kind.binary)))
+            for name, kind in KINDS.items()
+            if name in outputs
+        ]
 
 
-def _tables(args: argparse.Namespace) -> _Tables:
-    from bitwitness.comparison.table import CsvTable, JsonTable, XlsxTable
+def _outputs(args: argparse.Namespace) -> dict[str, Path]:
+    """Return the files to be written, by option, checked before the work; not what goes to standard output."""
+    from bitwitness.comparison.table import check_xlsx
+    from bitwitness.files.writing import distinct, target_of
 
-    kinds: dict[str, Callable[[Path], Any]] = {"json": JsonTable, "csv": CsvTable, "xlsx": XlsxTable}
-    wanted = {name: getattr(args, name) for name in kinds if getattr(args, name) and getattr(args, name) != "-"}
-    return _Tables([kinds[name](Path(path)) for name, path in wanted.items()])
+    if args.xlsx is not None:
+        check_xlsx()
+    named = {f"--{name}": getattr(args, name) for name in ("json", "csv", "xlsx")}
+    distinct(named)
+    return {option[2:]: target_of(path, option) for option, path in named.items() if path is not None and path != "-"}
 
 
-def _propose(modules: dict[str, str], path: Path) -> int:
-    try:
-        path.write_text(json.dumps(modules, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}; name a file in a folder that exists") from error
+def _propose(modules: dict[str, str], path: str) -> int:
+    from bitwitness.files.writing import target_of, write_text
+
+    write_text(target_of(path, "--propose-map"), json.dumps(modules, indent=1) + "\n")
     print(f"{len(modules)} modules of A have another name in B: {path}; check it, and give it with --map")
     return 0
 

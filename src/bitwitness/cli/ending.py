@@ -65,7 +65,7 @@ def shown_streams() -> Iterator[None]:
     for stream in before:
         if isinstance(stream, TextIOWrapper):  # a test's may be another, and there may be none at all
             stream.reconfigure(errors="backslashreplace")
-    sys.stdout, sys.stderr = (stream and _Shown(stream) for stream in before)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = (stream and _Shown(stream) for stream in before)
     try:
         yield
     finally:

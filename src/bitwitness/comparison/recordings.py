@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from bitwitness.comparison.renamed import Mapping as Renamed
 from bitwitness.comparison.renamed import proposed
-from bitwitness.comparison.runs import Report, RowSink, Settings, compare_sources
+from bitwitness.comparison.report import Report
+from bitwitness.comparison.runs import RowSink, Settings, compare_sources
 from bitwitness.config.recording import ranges
 from bitwitness.errors import UsageError
 from bitwitness.store.folder import Run

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -14,99 +13,16 @@ from bitwitness.comparison.changes import changes
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.frame import Node, StepFrame
 from bitwitness.comparison.merged import MergedSource, spread_differently
+from bitwitness.comparison.report import Report
 from bitwitness.comparison.search import SuspectSearch
 from bitwitness.comparison.suspect import EarlierSteps, Suspect
 from bitwitness.comparison.values import KeptValues, Side
 from bitwitness.errors import UsageError
-from bitwitness.finding import to_jsonable
 from bitwitness.store.source import Source
 
 _LISTED = 200  # insertions and suspects that are kept
 RowSink = Callable[[int, int, Differences, KeptValues | None], None]
 """Takes rank, step and what is known of one step, to write its rows somewhere."""
-
-
-@dataclass(slots=True)
-class Report:
-    """What a comparison found.
-
-    Attributes
-    ----------
-    a, b
-        The two recordings: their paths, and whose format they are in.
-    first
-        The first operator that made an error; None if none did.
-    parting
-        The first in the order of execution whose inputs agree and whose results do not.
-    suspects
-        All that made one, those that exceed what rounding explains most first.
-    only_a, only_b
-        Operators that one run alone has.
-    groups
-        Groups of operators that stand against others, with the same result.
-    rows, differing
-        Compared values, and those of them that differ at all.
-    noise
-        The largest relative change that rounding explained.
-    problems
-        What could not be read or compared.
-    modules
-        The names that modules of A have in B.
-    merged
-        The runs are spread differently over ranks; all ranks were put together.
-
-    """
-
-    a: str = ""
-    b: str = ""
-    first: Suspect | None = None
-    parting: Suspect | None = None
-    suspects: list[Suspect] = field(default_factory=list)
-    only_a: list[str] = field(default_factory=list)
-    only_b: list[str] = field(default_factory=list)
-    groups: list[tuple[list[str], list[str]]] = field(default_factory=list)
-    rows: int = 0
-    differing: int = 0
-    steps: int = 0
-    noise: float = 0.0
-    problems: list[str] = field(default_factory=list)
-    modules: dict[str, str] = field(default_factory=dict)
-    merged: bool = False
-
-    @property
-    def conclusion(self) -> str:
-        """One sentence for all."""
-        if self.first is not None:
-            return f"the runs part at {self.first.site} (rank {self.first.rank}, step {self.first.step}): {self.first.text}"
-        if not self.rows:
-            return "nothing could be compared"
-        unread = f"; {len(self.problems)} things could not be read or compared" if self.problems else ""
-        if not self.differing:
-            return f"no difference: everything that was compared is equal{unread}"
-        return (
-            "reordering-level differences only: no operator differs by more than rounding explains "
-            f"(largest {self.noise:.2g}){unread}"
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it ready for JSON, without the table."""
-        found = {
-            "conclusion": self.conclusion,
-            "first": None if self.first is None else self.first.to_dict(),
-            "first_with_agreeing_inputs": None if self.parting is None else self.parting.to_dict(),
-            "suspects": [suspect.to_dict() for suspect in self.suspects],
-            "only_in_a": self.only_a,
-            "only_in_b": self.only_b,
-            "equivalent": [{"a": a, "b": b} for a, b in self.groups],
-            "renamed": self.modules,
-            "ranks_merged": self.merged,
-            "values": self.rows,
-            "differing": self.differing,
-            "steps": self.steps,
-            "noise": self.noise,
-            "problems": self.problems,
-        }
-        return dict(to_jsonable(found))
 
 
 @dataclass(slots=True)
@@ -158,6 +74,7 @@ def compare_sources(
         # Most steps of two equal runs: told by the columns alone, without a node being built.
         if same and not sinks and _nothing_differs(frame_a, frame_b):
             report.rows += frame_a.size
+            report.matched += len(np.unique(frame_a.node))
             continue
         alignment = row_by_row(frame_a, frame_b) if same else align(frame_a, frame_b, settings.modules)
         values = _values(Side(a, frame_a, rank), Side(b, frame_b, rank), alignment)
@@ -227,12 +144,15 @@ def _count(report: Report, differences: Differences) -> None:
     report.rows += len(differences.change_of)
     report.differing += sum(change > 0 for change in differences.change_of.values())
     lone_a, lone_b = list(alignment.only_a), list(alignment.only_b)
+    report.matched += len(alignment.pairs)
     for group in alignment.groups:
         if group_agrees(differences.a, differences.b, group):
+            report.matched += max(len(group.a), len(group.b))
             report.groups.append(([node.site for node in group.a], [node.site for node in group.b]))
         else:
             lone_a += group.a
             lone_b += group.b
+    report.lone += len(lone_a) + len(lone_b)
     _list(report.only_a, lone_a)
     _list(report.only_b, lone_b)
 

@@ -6,13 +6,14 @@ import csv
 import json
 import math
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, TextIO
+from importlib.util import find_spec
+from typing import IO, Any
 
 from bitwitness.comparison.align import Pair
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.values import KeptValues
 from bitwitness.errors import UsageError
+from bitwitness.files.shown import shown
 from bitwitness.finding import to_jsonable
 
 COLUMNS = (
@@ -83,27 +84,25 @@ def _cells(differences: Differences, pair: Pair, row_a: int, row_b: int, values:
 
 def harmless(text: str) -> str:
     """Return a text that no spreadsheet takes for a formula and no terminal for a command."""
-    shown = "".join(c if c.isprintable() else "�" for c in text)
-    return f"'{shown}" if shown.startswith(_FORMULA) else shown
+    safe = shown(text, None)
+    return f"'{safe}" if text.startswith(_FORMULA) else safe
 
 
 class CsvTable:
-    """A CSV file; raises `UsageError` if it cannot be written."""
+    """A CSV file, of which ``file`` is the open one."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._part = path, path.with_name(path.name + ".part")
-        self._file = _open(self._part)
-        self._writer = csv.writer(self._file)
+    binary = False
+
+    def __init__(self, file: IO[Any]) -> None:
+        self._writer = csv.writer(file)
         self._writer.writerow(COLUMNS)
 
     def add(self, cells: Cells) -> None:
         """Write a row."""
         self._writer.writerow([_plain(cells.get(name)) for name in COLUMNS])
 
-    def close(self) -> None:
-        """Give the file its name."""
-        self._file.close()
-        self._part.replace(self._path)
+    def finish(self, fields: dict[str, Any]) -> None:
+        """Leave what is not a row to other formats."""
 
 
 def _plain(value: Any) -> Any:
@@ -113,12 +112,12 @@ def _plain(value: Any) -> Any:
 class JsonTable:
     """A JSON object whose ``table`` is written row by row; its other fields come last."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._part = path, path.with_name(path.name + ".part")
-        self._file = _open(self._part)
+    binary = False
+
+    def __init__(self, file: IO[Any]) -> None:
+        self._file = file
         self._file.write('{"table": [')
         self._first = True
-        self.fields: dict[str, Any] = {}
 
     def add(self, cells: Cells) -> None:
         """Write a row; what is not known is left out."""
@@ -126,26 +125,23 @@ class JsonTable:
         self._file.write(("" if self._first else ",") + "\n" + json.dumps(known, allow_nan=False))
         self._first = False
 
-    def close(self) -> None:
+    def finish(self, fields: dict[str, Any]) -> None:
         """Write the other fields."""
-        rest = json.dumps(to_jsonable(self.fields), indent=1, allow_nan=False)
+        rest = json.dumps(to_jsonable(fields), indent=1, allow_nan=False)
         self._file.write("\n]," + rest[1:] + "\n")
-        self._file.close()
-        self._part.replace(self._path)
 
 
 class XlsxTable:
-    """A spreadsheet, in as many sheets as the rows need; needs XlsxWriter."""
+    """A spreadsheet, in as many sheets as the rows need; needs XlsxWriter (`UsageError` if it is not there)."""
 
-    def __init__(self, path: Path) -> None:
-        try:
-            import xlsxwriter
-        except ImportError as error:
-            raise UsageError("--xlsx needs XlsxWriter: pip install 'bitwitness[xlsx]'; or use --csv") from error
-        self._path, self._part = path, path.with_name(path.name + ".part")
-        _open(self._part).close()  # now, and not after the whole comparison
+    binary = True
+
+    def __init__(self, file: IO[Any]) -> None:
+        check_xlsx()
+        import xlsxwriter
+
         options = {"constant_memory": True, "strings_to_formulas": False, "strings_to_urls": False}
-        self._book = xlsxwriter.Workbook(str(self._part), options)
+        self._book = xlsxwriter.Workbook(file, options)
         self._row = _SHEET_ROWS
 
     def add(self, cells: Cells) -> None:
@@ -167,14 +163,16 @@ class XlsxTable:
                 self._sheet.write_string(self._row, column, str(value))
         self._row += 1
 
-    def close(self) -> None:
-        """Write the file."""
+    def finish(self, fields: dict[str, Any]) -> None:
+        """Write the sheets into the file."""
         self._book.close()
-        self._part.replace(self._path)
 
 
-def _open(path: Path) -> TextIO:
-    try:
-        return path.open("w", encoding="utf-8", newline="")
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}; name a file in a folder that exists") from error
+KINDS: dict[str, type[CsvTable | JsonTable | XlsxTable]] = {"json": JsonTable, "csv": CsvTable, "xlsx": XlsxTable}
+"""By the option that asks for it."""
+
+
+def check_xlsx() -> None:
+    """Say before the work, and not after it, that no spreadsheet can be written; raises `UsageError`."""
+    if find_spec("xlsxwriter") is None:
+        raise UsageError("--xlsx needs XlsxWriter: pip install 'bitwitness[xlsx]'; or use --csv")

@@ -1,0 +1,123 @@
+"""What a comparison of two recordings found, and what of them it could not look at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from bitwitness.comparison.suspect import Suspect
+from bitwitness.finding import to_jsonable
+
+_SHARED_ENOUGH = 0.5
+"""Share of operators that have a counterpart, below which two runs are not the same computation, and equal rest says nothing.
+
+Another attention kernel, or a fused optimizer, leaves some 5 to 30 % without one of their own; two unrelated models, most.
+"""
+
+
+@dataclass(slots=True)
+class Report:
+    """What a comparison found.
+
+    Attributes
+    ----------
+    a, b
+        The two recordings: their paths, and whose format they are in.
+    first
+        The first operator that made an error; None if none did.
+    parting
+        The first in the order of execution whose inputs agree and whose results do not.
+    suspects
+        All that made one, those that exceed what rounding explains most first.
+    only_a, only_b
+        Operators that one run alone has.
+    groups
+        Groups of operators that stand against others, with the same result.
+    rows, differing
+        Compared values, and those of them that differ at all.
+    matched, lone
+        Operators (of all steps) that have a counterpart, and those that have none.
+    noise
+        The largest relative change that rounding explained.
+    problems
+        What could not be read or compared.
+    modules
+        The names that modules of A have in B.
+    merged
+        The runs are spread differently over ranks; all ranks were put together.
+
+    """
+
+    a: str = ""
+    b: str = ""
+    first: Suspect | None = None
+    parting: Suspect | None = None
+    suspects: list[Suspect] = field(default_factory=list)
+    only_a: list[str] = field(default_factory=list)
+    only_b: list[str] = field(default_factory=list)
+    groups: list[tuple[list[str], list[str]]] = field(default_factory=list)
+    rows: int = 0
+    differing: int = 0
+    steps: int = 0
+    noise: float = 0.0
+    problems: list[str] = field(default_factory=list)
+    modules: dict[str, str] = field(default_factory=dict)
+    merged: bool = False
+    matched: int = 0
+    lone: int = 0
+
+    @property
+    def status(self) -> str:
+        """Tell ``fine``, ``findings`` or ``unread``: something could not be read or compared, beside findings or not."""
+        if self.problems or not self.rows or self.unlike:
+            return "unread"
+        return "fine" if self.first is None else "findings"
+
+    @property
+    def unlike(self) -> bool:
+        """Whether the two structures share too little to be compared."""
+        return self.matched < _SHARED_ENOUGH * (self.matched + self.lone)
+
+    @property
+    def conclusion(self) -> str:
+        """One sentence for all."""
+        if self.first is not None:
+            return f"the runs part at {self.first.site} (rank {self.first.rank}, step {self.first.step}): {self.first.text}"
+        if not self.rows:
+            return "nothing could be compared"
+        if self.unlike:
+            return (
+                f"the structures share too little to be compared: {self.lone} operators of {self.matched + self.lone} have no "
+                "counterpart; are these two runs of one model? (--map gives modules' other names)"
+            )
+        unread = f"; NOT ALL: {len(self.problems)} things could not be read or compared" if self.problems else ""
+        lone = f"; {self.lone} operators have no counterpart and were not compared" if self.lone else ""
+        if not self.differing:
+            return f"no difference: everything that was compared is equal{lone}{unread}"
+        return (
+            "reordering-level differences only: no operator differs by more than rounding explains "
+            f"(largest {self.noise:.2g}){lone}{unread}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it ready for JSON, without the table."""
+        found = {
+            "status": self.status,
+            "conclusion": self.conclusion,
+            "compared": self.rows,
+            "first": None if self.first is None else self.first.to_dict(),
+            "first_with_agreeing_inputs": None if self.parting is None else self.parting.to_dict(),
+            "suspects": [suspect.to_dict() for suspect in self.suspects],
+            "only_in_a": self.only_a,
+            "only_in_b": self.only_b,
+            "equivalent": [{"a": a, "b": b} for a, b in self.groups],
+            "renamed": self.modules,
+            "ranks_merged": self.merged,
+            "differing": self.differing,
+            "matched": self.matched,
+            "without_counterpart": self.lone,
+            "steps": self.steps,
+            "noise": self.noise,
+            "problems": self.problems,
+        }
+        return dict(to_jsonable(found))
