@@ -11,6 +11,7 @@ import torch
 import bitwitness as bw
 from bitwitness.cli import main
 from bitwitness.store.environment import variables
+from bitwitness.store.seal import sealed
 
 
 def record(out: Path, *, seed: int = 0, data: int = 1, lr: float = 0.1, given: bool = True) -> Path:
@@ -78,13 +79,15 @@ def test_only_known_variables_are_recorded_and_no_secret() -> None:
 def test_a_folder_that_is_no_run_is_an_error(tmp_path: Path, capsys, text: str | None) -> None:
     if text is not None:
         (tmp_path / "run.json").write_text(text)
-    assert main(["diff-env", str(tmp_path), str(tmp_path)]) == 2
+    assert main(["diff-env", str(tmp_path), str(tmp_path)]) == (2 if text is None else 3)
     assert "run.json" in capsys.readouterr().err
 
 
 def test_what_an_older_run_did_not_record_is_said(tmp_path: Path, capsys) -> None:
     (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "run.json").write_text(json.dumps({"schema": 1, "world_size": 1, "command": ["pytest"]}))
+    (tmp_path / "old" / "run.json").write_text(
+        json.dumps(sealed({"schema": 1, "world_size": 1, "command": ["pytest"]}))
+    )
     code, told = compared(tmp_path / "old", tmp_path / "old", capsys)
     assert code == 0
     assert "weights" in told["not_recorded"]

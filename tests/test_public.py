@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import bitwitness as bw
+from bitwitness.store.seal import sealed
 from bitwitness.testing import FaultyDevice, from_mapping
 
 WIDE = {"trend": {"warmup": 4}, "self_test": False, "deep_every": 2}
@@ -137,13 +138,16 @@ def test_what_is_damaged_in_a_run_folder_is_named_and_the_rest_is_read(tmp_path:
         "type": "note", "step": 3, "rank": 0, "sensor": "guard", "site": None, "severity": "info", "message": "m",
         "evidence": {},
     }  # fmt: skip
-    lines = [json.dumps(note), '{"type": "note", "step"', json.dumps({**note, "type": "gossip"}), json.dumps(note)]
+    gossip = json.dumps(sealed({**note, "type": "gossip"}))
+    flipped = json.dumps({**sealed(note), "message": "l"})
+    lines = [json.dumps(sealed(note)), '{"type": "note", "step"', gossip, flipped, json.dumps(sealed(note))]
     (tmp_path / "rank00000").mkdir()
     (tmp_path / "rank00000" / "events.jsonl").write_text("\n".join(lines))
     run = bw.Run(tmp_path)
     assert [event.message for event in run.events(0)] == ["m", "m"]
     assert [problem.partition(": ")[2] for problem in run.problems] == [
         "half-written or damaged, left out",
+        "damaged (its checksum differs), left out",
         "event 2 was left out: not an event: KeyError: 'gossip'; expected what bitwitness writes",
     ]
     assert (list(run.events()), run.verdicts()) == ([], [])
@@ -238,7 +242,7 @@ def test_folders_that_are_no_runs_are_refused_and_damage_is_named(recorded: tupl
         file.write_bytes(b"no parquet")
     damaged = bw.Run(tmp_path / "damaged")
     assert damaged.steps() == []
-    assert any("stats-000001.parquet was left out" in problem for problem in damaged.problems)
+    assert any("stats-000001.parquet is damaged" in problem for problem in damaged.problems)
 
 
 # -- testing -------------------------------------------------------------------------------------------------------------

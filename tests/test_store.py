@@ -18,8 +18,11 @@ import bitwitness.store
 from bitwitness.errors import UsageError
 from bitwitness.finding import Action, Cause, Finding, Note, Severity, Verdict
 from bitwitness.site import Site
-from bitwitness.store import RunWriter, claim_folder, read_events
+from bitwitness.store import RunWriter
+from bitwitness.store.reader import read_events
 from bitwitness.store.redact import HIDDEN, redacted
+from bitwitness.store.seal import sealed
+from bitwitness.store.writer import claim_folder
 
 NEED_TORCH = {
     "ascend.source": "rows carry the bit hash, which torch computes",
@@ -101,7 +104,8 @@ def test_a_folder_that_was_there_keeps_its_permissions(tmp_path: Path) -> None:
 
 def test_a_half_written_line_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    path.write_bytes(b'{"type": "note"}\n[1]\n\xff\xfe\n{"type": "no')
+    note = json.dumps(sealed({"type": "note"})).encode()
+    path.write_bytes(note + b'\n[1]\n\xff\xfe\n{"type": "no')
     events, problems = read_events(path)
     assert events == [{"type": "note"}]
     assert [problem.split(": ")[0].rsplit(":")[-1] for problem in problems] == ["2", "3", "4"]
@@ -113,11 +117,11 @@ def test_whatever_damages_the_end_the_lines_before_are_read(
     cut: int, junk: bytes, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("damaged") / "events.jsonl"
-    lines = [json.dumps({"type": "note", "n": n}).encode() + b"\n" for n in range(12)]
+    lines = [json.dumps(sealed({"type": "note", "n": n + 10})).encode() + b"\n" for n in range(12)]
     path.write_bytes(b"".join(lines)[:cut] + b"\n" + junk.replace(b"\n", b"") + b"[" * 100_000)
     whole = min(cut // len(lines[0]), 10)
     events, problems = read_events(path)
-    assert [event["n"] for event in events[:whole]] == list(range(whole))
+    assert [event["n"] for event in events[:whole]] == [n + 10 for n in range(whole)]
     assert problems
 
 

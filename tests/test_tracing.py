@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
+
 import nonfinite_zoo as zoo
 import pytest
 import torch
 
 import bitwitness as bw
+from bitwitness.nonfinite.entrances import EnteringTensor, Entrances
+from bitwitness.nonfinite.frames import FrameLog
+from bitwitness.nonfinite.origin import Kind
+from bitwitness.nonfinite.strays import Strays
+from bitwitness.nonfinite.taint import Provenance
 
 
 def one(trace, case: zoo.Case):
@@ -143,3 +150,13 @@ def test_what_only_compiled_code_makes_is_said_to_be_the_compilers() -> None:
     (finding,) = compiled_training(net, wrong)
     assert finding.evidence["kind"] == "unknown"
     assert "an eager re-execution of the same step is finite, so the compiled code produced it" in finding.message
+
+
+def test_what_enters_a_step_keeps_its_memory_while_it_is_known_by_its_address():
+    # Seen once: a batch was let go by the forward, a gathered NaN parameter came to lie there and was told as the batch.
+    entrances = Entrances({}, Strays(), FrameLog(), [], Provenance())
+    batch = torch.randn(1000)
+    gone = weakref.ref(batch)
+    entrances.name(batch, EnteringTensor(Kind.BATCH, "args[0]"))
+    del batch
+    assert gone() is not None

@@ -101,7 +101,7 @@ class CsvTable:
         """Write a row."""
         self._writer.writerow([_plain(cells.get(name)) for name in COLUMNS])
 
-    def finish(self, fields: dict[str, Any]) -> None:
+    def finish(self, _fields: dict[str, Any]) -> None:
         """Leave what is not a row to other formats."""
 
 
@@ -163,7 +163,7 @@ class XlsxTable:
                 self._sheet.write_string(self._row, column, str(value))
         self._row += 1
 
-    def finish(self, fields: dict[str, Any]) -> None:
+    def finish(self, _fields: dict[str, Any]) -> None:
         """Write the sheets into the file."""
         self._book.close()
 

@@ -120,7 +120,7 @@ def parsed_json(text: str | bytes, where: str | os.PathLike[str], expected: str)
     try:
         return json.loads(text)
     except RecursionError as error:
-        raise UnreadError(f"{shown(where)} is nested too deeply; expected {expected}") from error
+        raise UnreadError(f"{shown(where)} is damaged: nested too deeply; expected {expected}") from error
     except ValueError as error:
         raise UnreadError(f"{shown(where)} is damaged: {shown(error)}; expected {expected}") from error
 

@@ -63,6 +63,12 @@ class Entrances:
         self._origins = origins
         self._provenance = provenance
         self._entered: dict[EnteringTensor, int] = {}
+        self._alive: list[torch.Tensor] = []
+
+    def name(self, tensor: torch.Tensor, entry: EnteringTensor) -> None:
+        """Say what a tensor is; it is kept alive, or another one might come to lie where it lay and take its name."""
+        self._alive.append(tensor)
+        self.entries[tensor.untyped_storage().data_ptr()] = entry
 
     def entry(self, tensor: torch.Tensor) -> EnteringTensor | None:
         """Return what is known of a tensor, by where it lies."""

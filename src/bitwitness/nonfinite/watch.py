@@ -91,7 +91,7 @@ class OriginWatch:
 
     def name(self, tensor: torch.Tensor, entry: EnteringTensor) -> None:
         """Say what a tensor is that enters the step."""
-        self._entrances.entries[tensor.untyped_storage().data_ptr()] = entry
+        self._entrances.name(tensor, entry)
 
     def gathered_from(self, bad_here: list[str]) -> None:
         """Say that whole parameters are gathered from all ranks, and which are bad in this rank's shard."""

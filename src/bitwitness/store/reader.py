@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
-from bitwitness.errors import UsageError
+from bitwitness.errors import UnreadError
+from bitwitness.files.reading import parsed_json, read_bytes, read_object
+from bitwitness.store.seal import FIELD, is_intact
 
 
 def read_events(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], list[str]]:
@@ -17,27 +18,28 @@ def read_events(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], lis
     ------
     UsageError
         If there is no such file.
+    UnreadError
+        If it may not be read.
 
     """
     file = Path(path)
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        raise UsageError(f"cannot read {file}: {error.strerror}; expected the events.jsonl of a run folder") from error
     events: list[dict[str, Any]] = []
     problems: list[str] = []
-    for number, line in enumerate(data.split(b"\n"), start=1):
+    for number, line in enumerate(read_bytes(file, "the events.jsonl of a run folder").split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
-            event = json.loads(line)
-        except (ValueError, RecursionError):
+            event = parsed_json(line, file, "an event")
+        except UnreadError:
             problems.append(f"{file}:{number}: half-written or damaged, left out")
             continue
-        if isinstance(event, dict):
-            events.append(event)
-        else:
+        if not isinstance(event, dict):
             problems.append(f"{file}:{number}: not an event, left out")
+        elif not is_intact(event):
+            problems.append(f"{file}:{number}: damaged (its checksum differs), left out")
+        else:
+            del event[FIELD]
+            events.append(event)
     return events, problems
 
 
@@ -47,18 +49,14 @@ def read_description(path: Path) -> dict[str, Any]:
     Raises
     ------
     UsageError
-        If there is none, or it is damaged.
+        If there is none.
+    UnreadError
+        If it is damaged.
 
     """
     file = path if path.name == "run.json" else path / "run.json"
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(
-            f"cannot read {file}: {error.strerror}; expected a run folder (what --out or out= names)"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{file} is damaged: {error}; expected the run.json that bitwitness writes") from error
-    if not isinstance(found, dict):
-        raise UsageError(f"{file} holds no object; expected the run.json that bitwitness writes")
+    found = read_object(file, "the run.json of a run folder (what --out or out= names)")
+    if not is_intact(found):
+        raise UnreadError(f"{file} is damaged (its checksum differs); expected the run.json that bitwitness writes")
+    del found[FIELD]
     return found

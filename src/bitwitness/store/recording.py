@@ -3,8 +3,10 @@
     RUN/rank00000/stats-000001.parquet          rows (`bitwitness.store.rows`), some seconds of training a file
     RUN/rank00000/stacks-000001.parquet         call stacks by number
     RUN/rank00000/tensors/step00000010-000001.safetensors
+    RUN/rank00000/seal.jsonl                                 checksums of all of them (`bitwitness.store.seal`)
 
 Every file gets its name when it is whole, so that what a killed process leaves is readable; at most the last flush is lost.
+Kept tensors are followed by their rows at the end of their step: one without the other could not be read.
 A disk that fills up ends the recording with a note, and not the training.
 """
 
@@ -23,6 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from bitwitness.store.rows import STACKS, Measured, to_table
+from bitwitness.store.seal import SEAL, Seal
 from bitwitness.store.tensorfile import ENTRY_BYTES, TensorFile
 
 if TYPE_CHECKING:
@@ -113,6 +116,7 @@ class RecordingWriter:
         self._since = time.monotonic()
         self._parts = {"stats": 0, "stacks": 0}
         self._stacks: list[tuple[int, str]] = []
+        self._seal = Seal(folder)
         self._file: TensorFile | None = None
         self._names = _FileNames()
         self._thread = threading.Thread(target=self._work, name="bitwitness-recording", daemon=True)
@@ -166,7 +170,7 @@ class RecordingWriter:
     def delete(self) -> None:
         """End, and delete what was written: it is of a step that never ended."""
         self.close()
-        for pattern in ("stats-*", "stacks-*", "tensors/*"):
+        for pattern in ("stats-*", "stacks-*", "tensors/*", SEAL):
             for path in self._folder.glob(pattern):
                 path.unlink(missing_ok=True)
         with suppress(OSError):  # there is none
@@ -212,8 +216,10 @@ class RecordingWriter:
     def _break(self, problem: str) -> None:
         self.broken = problem
         if self._file is not None:
-            self._file.abandon()
+            self._file.abandon()  # which may free what the rows of the steps before need
             self._file = None
+        with suppress(Exception):
+            self._write_rows()
         self._tables.clear()
         with suppress(Exception):
             self._failed(problem)
@@ -243,13 +249,14 @@ class RecordingWriter:
 
     def _end_file(self) -> None:
         if self._file is not None:
-            self._file.close()
+            self._file.close(self._seal)
             self._file = None
             self.files_written += 1
 
     def _end_step(self) -> None:
+        kept = self._file is not None
         self._end_file()
-        if self._rows and time.monotonic() - self._since >= _SECONDS_KEPT:
+        if self._rows and (kept or time.monotonic() - self._since >= _SECONDS_KEPT):
             self._write_rows()
 
     def _write_all(self) -> None:
@@ -279,6 +286,7 @@ class RecordingWriter:
         try:
             with open(part, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
                 pq.write_table(table, file, compression="zstd", compression_level=1)
+            self._seal.add(path.name, part)
             part.replace(path)
         except OSError:
             with suppress(OSError):

@@ -12,9 +12,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from bitwitness.errors import UsageError
+from bitwitness.errors import UnreadError, UsageError
 from bitwitness.store.reader import read_description
 from bitwitness.store.rows import SCHEMA, STACKS
+from bitwitness.store.seal import SealedFolder
 from bitwitness.store.tensorfile import TensorReader
 
 if TYPE_CHECKING:
@@ -58,13 +59,14 @@ class RunSource:
             self.info = read_description(self._folder)
         except UsageError as error:
             self.problems.append(str(error))
+        self._seals: dict[Path, SealedFolder] = {}
         self._index: dict[int, dict[int, list[tuple[Path, int, int]]]] = {}
         for folder in sorted(self._folder.glob("rank*")):
             found = _RANK.fullmatch(folder.name)
             if found and folder.is_dir() and (steps := self._index_rank(folder)):
                 self._index[int(found[1])] = steps
         if not self._index:
-            raise UsageError(
+            raise UnreadError(
                 f"{self.path} holds no recorded rows that can be read; expected rank*/stats-*.parquet, as bitwitness record "
                 "writes them" + "".join(f"; {problem}" for problem in self.problems[:3])
             )
@@ -74,8 +76,13 @@ class RunSource:
     def _index_rank(self, folder: Path) -> dict[int, list[tuple[Path, int, int]]]:
         """Return where each step's rows are: files, first row, number of rows."""
         index: dict[int, list[tuple[Path, int, int]]] = {}
+        seal = self._seals[folder] = SealedFolder(folder)
+        self.problems += seal.problems
         parts = sorted((int(m[1]), p) for p in folder.iterdir() if (m := _PART.fullmatch(p.name)))
         for _, path in parts:
+            if damage := seal.damage(path):
+                self.problems.append(f"{damage}; it was left out")
+                continue
             try:
                 steps = self._steps_of(path)
             except (OSError, pa.ArrowException, UsageError) as error:
@@ -93,7 +100,7 @@ class RunSource:
         _check(file)
         steps = file.read(columns=["step"]).column("step")
         if steps.null_count:
-            raise UsageError("some of its rows have no step")
+            raise UnreadError("some of its rows have no step")
         if not len(steps):
             return pa.chunked_array([pa.array([], pa.int32())])
         return steps
@@ -127,7 +134,11 @@ class RunSource:
     def stacks(self, rank: int) -> dict[int, str]:
         """Return the call stacks by number."""
         found: dict[int, str] = {}
-        for path in sorted((self._folder / f"rank{rank:05d}").glob("stacks-*.parquet")):
+        folder = self._folder / f"rank{rank:05d}"
+        for path in sorted(folder.glob("stacks-*.parquet")):
+            if folder in self._seals and (damage := self._seals[folder].damage(path)):
+                self.problems.append(f"{damage}; call stacks are missing")
+                continue
             with suppress(OSError, ValueError, pa.ArrowException):  # ValueError: a text that is none
                 table = pq.read_table(path).select(STACKS.names).cast(STACKS)
                 found |= dict(zip(table["stack"].to_pylist(), table["text"].to_pylist(), strict=True))
@@ -138,9 +149,12 @@ class RunSource:
         file, _, rest = reference.partition("|")
         key, _, sampled = rest.rpartition("|every=") if re.search(r"\|every=\d+$", rest) else (rest, "", "")
         if not _FILE.fullmatch(file):
-            raise UsageError(f"{self.path}: {reference!r} names no tensor file of this recording; the row is damaged")
-        path = self._folder / f"rank{rank:05d}" / "tensors" / file
+            raise UnreadError(f"{self.path}: {reference!r} names no tensor file of this recording; the row is damaged")
+        folder = self._folder / f"rank{rank:05d}"
+        path = folder / "tensors" / file
         if path not in self._readers:
+            if folder in self._seals and path.exists() and (damage := self._seals[folder].damage(path)):
+                raise UnreadError(damage)
             if len(self._readers) >= _OPEN_FILES:
                 self._readers.pop(next(iter(self._readers)))
             self._readers[path] = TensorReader(path)
@@ -155,11 +169,11 @@ def shaped(
 
     wanted = getattr(torch, dtype, None)
     if not isinstance(wanted, torch.dtype):
-        raise UsageError(f"{where}: unknown dtype {dtype!r}; the row is damaged")
+        raise UnreadError(f"{where}: unknown dtype {dtype!r}; the row is damaged")
     flat = stored.reshape(-1)
     if flat.dtype != wanted:
         if flat.dtype != torch.uint8 or flat.numel() % wanted.itemsize:
-            raise UsageError(f"{where}: the row says {dtype}, the file {flat.dtype}; one of them is damaged")
+            raise UnreadError(f"{where}: the row says {dtype}, the file {flat.dtype}; one of them is damaged")
         flat = flat.view(wanted)
     if sampled:
         return flat
@@ -167,13 +181,13 @@ def shaped(
     for size in shape:
         count *= size
     if count != flat.numel():
-        raise UsageError(f"{where}: the row says shape {list(shape)}, the file holds {flat.numel()} elements")
+        raise UnreadError(f"{where}: the row says shape {list(shape)}, the file holds {flat.numel()} elements")
     if layout is None:
         return flat.view(shape)
     strides = tuple(int(part) for part in layout.split(",") if part.isdigit())
     reach = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=False))
     if len(strides) != len(shape) or reach > flat.numel():
-        raise UsageError(f"{where}: strides {layout!r} do not fit shape {list(shape)}; the row is damaged")
+        raise UnreadError(f"{where}: strides {layout!r} do not fit shape {list(shape)}; the row is damaged")
     return flat.as_strided(shape, strides)
 
 
@@ -181,10 +195,10 @@ def _check(file: pq.ParquetFile) -> None:
     """Refuse a file that is not one of ours, before its data is read."""
     rows = file.metadata.num_rows
     if rows > _MOST_ROWS:
-        raise UsageError(f"it claims {rows} rows; a recording's file holds at most {_MOST_ROWS}")
+        raise UnreadError(f"it claims {rows} rows; a recording's file holds at most {_MOST_ROWS}")
     missing = [name for name in SCHEMA.names if name not in file.schema_arrow.names]
     if missing:
-        raise UsageError(f"it has no column {', '.join(missing)}; it was not written by this version of bitwitness")
+        raise UnreadError(f"it has no column {', '.join(missing)}; it was not written by this version of bitwitness")
 
 
 def _first_line(error: Exception) -> str:

@@ -9,13 +9,16 @@ import json
 import math
 import os
 import struct
+import zlib
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from bitwitness.errors import UsageError
+from bitwitness.errors import UnreadError
+from bitwitness.files.reading import open_file, parsed_json
+from bitwitness.store.seal import Seal
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +43,9 @@ _NAMES = {
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 ENTRY_BYTES = 320
-"""What an entry of a header may take beside its key, up to eight dimensions."""
+"""What an entry of a header may take beside its key, up to eight dimensions, with its checksum."""
+_SUMS = "crc32"
+"""Of the file's metadata: the CRC-32 of each tensor's bytes, in the order of the entries."""
 
 
 class TensorFile:
@@ -65,6 +70,7 @@ class TensorFile:
         self.reserve = reserve // 8 * 8
         self._part = path.with_name(path.name + ".part")
         self._entries: dict[str, Any] = {}
+        self._sums: list[str] = []
         self._size = 0
         descriptor = os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         self._file: BinaryIO = os.fdopen(descriptor, "wb", buffering=0)
@@ -82,16 +88,20 @@ class TensorFile:
         while view:
             view = view[self._file.write(view) :]
         self._entries[key] = entry
+        self._sums.append(f"{zlib.crc32(data.data):08x}")
         self._size += data.nbytes
 
-    def close(self) -> None:
-        """Write the header and give the file its name."""
-        text = json.dumps(self._entries, separators=(",", ":"), ensure_ascii=False).encode()
+    def close(self, seal: Seal | None = None) -> None:
+        """Write the header and give the file its name; ``seal`` notes it first."""
+        header = {**self._entries, "__metadata__": {_SUMS: ",".join(self._sums)}}
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         if len(text) > self.reserve:
             raise OSError(f"the header of {self.path.name} takes {len(text)} bytes; {self.reserve} were left for it")
         self._file.seek(0)
         self._file.write(struct.pack("<Q", self.reserve) + text.ljust(self.reserve))
         self._file.close()
+        if seal is not None:
+            seal.add(f"{self.path.parent.name}/{self.path.name}", self._part, 8 + self.reserve)
         self._part.replace(self.path)
 
     def abandon(self) -> None:
@@ -124,28 +134,26 @@ class TensorReader:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        try:
-            self._size = path.stat().st_size
-            with path.open("rb") as file:
+        with open_file(path, "a safetensors file") as file:
+            try:
+                self._size = os.fstat(file.fileno()).st_size
                 first = file.read(8)
                 length = struct.unpack("<Q", first)[0] if len(first) == 8 else -1
                 if not 2 <= length <= min(_LONGEST_HEADER, self._size - 8):
                     raise self._damaged("its header does not fit into the file")
                 text = file.read(length)
-        except OSError as error:
-            raise UsageError(f"cannot read {path}: {error.strerror}; expected a safetensors file") from error
-        try:
-            found = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise self._damaged("its header is no JSON") from error
+            except OSError as error:
+                raise self._damaged(error.strerror or str(error)) from error
+        found = parsed_json(text, path, "a safetensors file with a header in JSON")
         if not isinstance(found, dict):
             raise self._damaged("its header is no object")
-        found.pop("__metadata__", None)
+        sums = found.pop("__metadata__", None)
         self._entries: dict[str, Any] = found
+        self._sums = _sums(sums, found)
         self._begin = 8 + length
 
-    def _damaged(self, why: str) -> UsageError:
-        return UsageError(f"{self._path} is damaged: {why}; expected a whole safetensors file")
+    def _damaged(self, why: str) -> UnreadError:
+        return UnreadError(f"{self._path} is damaged: {why}; expected a whole safetensors file")
 
     def keys(self) -> list[str]:
         """Return the tensors' names."""
@@ -155,7 +163,7 @@ class TensorReader:
         """Return a tensor's dtype, shape, and where its bytes begin and end in the file."""
         entry = self._entries.get(key)
         if not isinstance(entry, dict):
-            raise UsageError(f"{self._path} holds no tensor {key!r}; the recording is damaged or incomplete")
+            raise UnreadError(f"{self._path} holds no tensor {key!r}; the recording is damaged or incomplete")
         known, shape, offsets = _DTYPES.get(str(entry.get("dtype"))), entry.get("shape"), entry.get("data_offsets")
         dtype: torch.dtype | None = None if known is None else getattr(_torch(), known)
         if dtype is None or not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2:  # type: ignore[arg-type]
@@ -173,10 +181,19 @@ class TensorReader:
             empty: torch.Tensor = _torch().empty(shape, dtype=dtype)
             return empty
         data = np.memmap(self._path, dtype=np.uint8, mode="c", offset=first, shape=(last - first,))
+        if key in self._sums and f"{zlib.crc32(data.data):08x}" != self._sums[key]:
+            raise self._damaged(f"the bytes of {key!r} are not those that were written (CRC-32 differs)")
         if data.ctypes.data % dtype.itemsize:
             data = data.copy()  # torch reads aligned numbers only
         mapped: torch.Tensor = _torch().from_numpy(data)
         return mapped.view(dtype).view(shape)
+
+
+def _sums(metadata: Any, entries: dict[str, Any]) -> dict[str, str]:
+    """Return the tensors' checksums, where the file is one of ours."""
+    text = metadata.get(_SUMS) if isinstance(metadata, dict) else None
+    sums = text.split(",") if isinstance(text, str) and text else []
+    return dict(zip(entries, sums, strict=True)) if len(sums) == len(entries) else {}
 
 
 def _torch() -> Any:

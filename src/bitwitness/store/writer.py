@@ -23,6 +23,7 @@ from typing import Any, TextIO, cast
 
 from bitwitness.finding import Event, Verdict, to_jsonable
 from bitwitness.store.redact import redacted
+from bitwitness.store.seal import sealed
 
 SCHEMA = 1
 """The run folder's format; it goes up where an older reader would misunderstand a newer folder."""
@@ -112,7 +113,7 @@ class RunWriter:
         temporary = self.path / "run.json.part"
         try:
             with _open(temporary, "w") as file:
-                file.write(json.dumps(self._fields, indent=1, allow_nan=False) + "\n")
+                file.write(json.dumps(sealed(self._fields), indent=1, allow_nan=False) + "\n")
             temporary.replace(self.path / "run.json")
         except OSError as error:
             with suppress(OSError):
@@ -125,7 +126,7 @@ class RunWriter:
             _say(f"rank {self.rank}: {self.dropped} events were not recorded in {self.path}: {self._problem}")
 
     def _append(self, name: str, event: Event) -> None:
-        line = json.dumps({"time": _now(), **event.to_event()}, allow_nan=False) + "\n"
+        line = json.dumps(sealed({"time": _now(), **event.to_event()}), allow_nan=False) + "\n"
         try:
             self._make_folders()
             # Opened anew each time: events are few, and a full disk shows at once and not when the file is closed.
@@ -187,7 +188,7 @@ def _mark(folder: Path) -> bool:
     """Take a folder; return whether it was free."""
     try:
         with _open(folder / "run.json", "x") as file:
-            json.dump({"schema": SCHEMA}, file)
+            json.dump(sealed({"schema": SCHEMA}), file)
     except FileExistsError:
         return False
     return True
