@@ -125,7 +125,13 @@ class Face(Entered):
             if self.reporter is not None:
                 self.reporter.failure("closing report", failure, self.session.step)
         finally:
+            self._note_ending(error)
             self._stack.close()
+
+    def _last_words(self) -> None:
+        super()._last_words()
+        if self.watch is not None and not self.watch.inherited:
+            self._report()
 
     def let_go(self) -> bool:
         """Leave the model to another watch, with nothing collective; return whether steps were judged until now."""

@@ -87,6 +87,10 @@ class Recorder(Entered):
         self._stack.close()
         return False
 
+    def _last_words(self) -> None:
+        self.flush()
+        super()._last_words()
+
     def flush(self) -> None:
         """Write what was recorded of the steps that have ended; return when it is on disk."""
         if self._recording is not None:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import atexit
+import os
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from functools import partial
 from types import TracebackType
 from typing import Self
+from weakref import ref
 
 from torch import nn
 
 from bitwitness.errors import UsageError
 from bitwitness.session.instrument import Instrument
+from bitwitness.session.run import Ending
 from bitwitness.session.session import Session
+from bitwitness.session.signals import TERMINATION
 
 
 class Entered:
@@ -38,6 +45,7 @@ class Entered:
         self._used = False
         self._session: Session | None = None
         self._instrument: Instrument | None = None
+        self._at_exit: Callable[[], None] = _nothing
 
     def _refuse(self) -> None:
         """Refuse to be entered, where that cannot be."""
@@ -60,6 +68,7 @@ class Entered:
             self._session = session = Session.of(self.model)
             session.keep()
             self._stack.callback(session.let_go)
+            self._stack.enter_context(TERMINATION.told(self._last_words))
             self._begin(session)
         except BaseException:
             self._stack.close()
@@ -69,11 +78,26 @@ class Entered:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._note_ending(error)
         self._stack.close()
 
+    def _last_words(self) -> None:
+        """Bring to the disk what there is, where SIGTERM ends the process; called in a thread of its own."""
+        if self._session is not None:
+            self._session.run.ended(Ending("terminated", "SIGTERM"))
+
+    def _note_ending(self, error: BaseException | None) -> None:
+        """Have the run folder say how the training ended."""
+        atexit.unregister(self._at_exit)
+        if self._session is not None:
+            self._session.run.ending = Ending.of(error)
+
     def start(self) -> Self:
-        """Enter it without a ``with``, as in a notebook; `close` leaves it."""
-        return self.__enter__()
+        """Enter it without a ``with``, as in a notebook; `close` leaves it, or the end of the process does."""
+        entered = self.__enter__()
+        self._at_exit = partial(_close_at_exit, ref(self), os.getpid())
+        atexit.register(self._at_exit)
+        return entered
 
     def close(self) -> None:
         """Leave it, as at the end of a ``with``."""
@@ -110,3 +134,16 @@ class Entered:
             name = type(self).__name__
             raise UsageError(f"this {name} is not on yet: enter it (with {name}(...)) first")
         return self._session
+
+
+def _nothing() -> None:
+    """Stand for what is not registered."""
+
+
+def _close_at_exit(started: ref[Entered], process: int) -> None:
+    """Leave what was started and never closed, where the process ends; what needs the other ranks is left out."""
+    one = started()
+    if one is None or os.getpid() != process:  # a fork's, which has its parent's list
+        return
+    with suppress(Exception):
+        one.__exit__(SystemExit, SystemExit(0), None)

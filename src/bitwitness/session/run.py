@@ -2,13 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import nn
 
+from bitwitness.errors import TrainingStopped
+from bitwitness.files.shown import shown
 from bitwitness.ranks import Ranks
 from bitwitness.store import RunWriter, claim_folder, release_folder
 from bitwitness.tap.process_groups import join_ranks
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a training ended; ``state``: a word of `bitwitness.store.life`."""
+
+    state: str = "finished"
+    by: str = "the end of the training"
+
+    @classmethod
+    def of(cls, error: BaseException | None) -> Ending:
+        """Return what an exception that leaves the training makes of it."""
+        error = getattr(error, "error", error)  # a script's own, in what the command line wraps it
+        if error is None:
+            return cls()
+        if isinstance(error, TrainingStopped):
+            return cls("stopped", f"bitwitness, with exit code {error.code}: {shown(error.reason)}")
+        if isinstance(error, KeyboardInterrupt):
+            return cls("interrupted", "Ctrl-C (SIGINT)")
+        if isinstance(error, SystemExit):
+            return (
+                cls(by="the script")
+                if error.code in (None, 0)
+                else cls("failed", f"the script's exit code {error.code}")
+            )
+        return cls("failed", shown(f"{type(error).__name__}: {error}"))
 
 
 @dataclass
@@ -28,13 +57,18 @@ class TrainingRun:
     ----------
     model
         What the training calls.
+    steps
+        Returns how many steps have ended.
 
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, steps: Callable[[], int]) -> None:
         self._model = model
         self._ranks: Ranks | None = None
+        self._steps = steps
         self._claimed: list[_Claimed] = []
+        self.ending = Ending()
+        """How the training ends, as far as that is known."""
 
     @property
     def rank(self) -> int:
@@ -61,6 +95,17 @@ class TrainingRun:
         shared.holds.add(what)
         return shared.writer
 
+    def beat(self) -> None:
+        """Leave a sign of life in each folder, now and then."""
+        for one in self._claimed:
+            one.writer.beat(self._steps())
+
+    def ended(self, ending: Ending) -> None:
+        """Say in each folder how the training ended, where the process ends with it: nobody will leave."""
+        self.ending = ending
+        for one in self._claimed:
+            one.writer.ended(ending.state, ending.by, self._steps())
+
     def leave(self, writer: RunWriter, what: str, *, unused: bool = False) -> None:
         """Close a folder with the last that goes into it; remove it where nothing was recorded there."""
         for one in [one for one in self._claimed if one.writer is writer]:
@@ -68,6 +113,7 @@ class TrainingRun:
             one.used |= not unused
             if not one.holds:
                 self._claimed.remove(one)
+                writer.ended(self.ending.state, self.ending.by, self._steps())
                 writer.close()
                 if not one.used:
                     release_folder(writer.path, writer.rank)
@@ -75,6 +121,7 @@ class TrainingRun:
     def close(self) -> None:
         """Close what is open."""
         for one in self._claimed:
+            one.writer.ended(self.ending.state, self.ending.by, self._steps())
             one.writer.close()
         self._claimed.clear()
         if self._ranks is not None:

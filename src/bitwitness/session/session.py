@@ -15,6 +15,8 @@ from typing import Self
 from weakref import WeakKeyDictionary
 
 from torch import nn
+from torch.amp import GradScaler
+from torch.optim.optimizer import Optimizer
 
 from bitwitness.errors import UsageError
 from bitwitness.session.forked import inert_in_children
@@ -49,7 +51,7 @@ class Session(Training):
         if model in _sessions:
             raise UsageError(f"this {type(unwrap(model)).__name__} has a session already: Session.of(model) gives it")
         super().__init__(model, Members(self.remove))
-        self.run = TrainingRun(model)
+        self.run = TrainingRun(model, self._steps_ended)
         """The ranks that train it, and where instruments record."""
         self._kept = 0
 
@@ -139,6 +141,14 @@ class Session(Training):
         inert_in_children(self)
         self._hear()
 
+    def gradients_ready(self, *, scaler: GradScaler | None = None, optimizer: Optimizer | None = None) -> None:
+        """Tell that gradients are complete, and leave a sign of life."""
+        super().gradients_ready(scaler=scaler, optimizer=optimizer)
+        self.run.beat()
+
+    def _steps_ended(self) -> int:
+        return self.clock.ended
+
     def _end(self) -> None:
         self._hear_nothing()
         self.run.close()
@@ -155,7 +165,7 @@ class Session(Training):
         self._members.clear()
         self._parents, self.run = (
             self.run,
-            TrainingRun(self.model),
+            TrainingRun(self.model, self._steps_ended),
         )  # kept: to free it would close the parent's connections
 
     def say(self, text: str) -> None:

@@ -15,13 +15,14 @@ import json
 import os
 import platform
 import sys
+import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO, cast
 
 from bitwitness.finding import Event, Verdict, to_jsonable
+from bitwitness.store.life import BEAT_S, beginning, now
 from bitwitness.store.redact import redacted
 from bitwitness.store.seal import sealed
 
@@ -59,10 +60,12 @@ class RunWriter:
             "schema": SCHEMA,
             "world_size": world_size,
             "command": redacted(sys.argv),
-            "started": _now(),
+            "started": now(),
+            **beginning(),
             "versions": {"python": platform.python_version(), **_versions()},
         }
         self._kept = 0
+        self._beaten = time.monotonic()
         self._problem: str | None = None
         self._torn: set[str] = set()
         try:
@@ -120,13 +123,23 @@ class RunWriter:
                 temporary.unlink()
             self._fail(error)
 
+    def beat(self, steps: int) -> None:
+        """Leave a sign of life, now and then; ``steps``: how many have ended."""
+        if not self.rank and time.monotonic() - self._beaten >= BEAT_S:
+            self._beaten = time.monotonic()
+            self.describe(steps=steps, seen=now())
+
+    def ended(self, state: str, by: str, steps: int) -> None:
+        """Say how the run ended; see `bitwitness.store.life`."""
+        self.describe(state=state, ended_by=by, steps=steps, ended=now(), seen=now(), not_recorded=self.dropped)
+
     def close(self) -> None:
         """Say what was not recorded."""
         if self.dropped:
             _say(f"rank {self.rank}: {self.dropped} events were not recorded in {self.path}: {self._problem}")
 
     def _append(self, name: str, event: Event) -> None:
-        line = json.dumps(sealed({"time": _now(), **event.to_event()}), allow_nan=False) + "\n"
+        line = json.dumps(sealed({"time": now(), **event.to_event()}), allow_nan=False) + "\n"
         try:
             self._make_folders()
             # Opened anew each time: events are few, and a full disk shows at once and not when the file is closed.
@@ -206,10 +219,6 @@ def _open(path: Path, mode: str) -> TextIO:
 def _versions() -> dict[str, str]:
     found = {name: getattr(sys.modules.get(name), "__version__", None) for name in ("torch", "numpy", "transformers")}
     return {name: str(version) for name, version in found.items() if version is not None}
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def _say(text: str) -> None:
