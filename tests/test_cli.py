@@ -132,21 +132,34 @@ def test_a_reference_variable_with_a_bad_value_is_a_warning_and_the_job_starts(s
     assert "done" in done.stdout
 
 
-def test_a_folder_that_cannot_be_written_does_not_end_the_training(script: Path, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_said_before_the_training_begins(script: Path, tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
-    done = quick(tmp_path, "run", "--out", str(blocked / "run"), str(script), "3")
-    assert done.returncode == 0, done.stderr
-    assert "cannot write to the run folder" in done.stderr
-    assert "The training goes on" in done.stderr
-    assert "done" in done.stdout
+    for verb in ("run", "trace", "record"):
+        done = quick(tmp_path, verb, "--out", str(blocked / "run"), str(script), "3")
+        assert (done.returncode, done.stdout) == (2, ""), done.stderr
+        assert f"{blocked} is no folder" in done.stderr
 
 
 def test_an_earlier_run_is_kept(script: Path, tmp_path: Path) -> None:
-    for _ in range(2):
-        assert quick(tmp_path, "run", "--out", str(tmp_path / "run"), str(script), "2").returncode == 0
-    assert (tmp_path / "run" / "run.json").exists()
-    assert (tmp_path / "run-2" / "run.json").exists()
+    def run(*options: str):
+        return quick(tmp_path, "run", "--out", "run", *options, str(script), "2")
+
+    assert run().returncode == 0
+    first = (tmp_path / "run" / "run.json").read_text()
+    done = run()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--out run holds a run already" in done.stderr
+    assert "--overwrite" in done.stderr
+    done = run("--number")
+    assert done.returncode == 0
+    assert f"run holds a run already; this one is recorded in {tmp_path / 'run-2'}" in done.stderr
+    assert (tmp_path / "run" / "run.json").read_text() == first
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    assert run("--overwrite").returncode == 0
+    assert (tmp_path / "run" / "run.json").read_text() != first
+    assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["run", "run-2"]
 
 
 @pytest.mark.ranks

@@ -19,10 +19,10 @@ from bitwitness.errors import UsageError
 from bitwitness.finding import Action, Cause, Finding, Note, Severity, Verdict
 from bitwitness.site import Site
 from bitwitness.store import RunWriter
+from bitwitness.store.claim import claim_folder
 from bitwitness.store.reader import read_events
 from bitwitness.store.redact import HIDDEN, redacted
 from bitwitness.store.seal import sealed
-from bitwitness.store.writer import claim_folder
 
 NEED_TORCH = {
     "ascend.source": "rows carry the bit hash, which torch computes",
@@ -177,6 +177,7 @@ def test_a_file_size_limit_in_the_middle_of_a_line(tmp_path: Path) -> None:
 import sys
 from bitwitness.finding import Note
 from bitwitness.store import RunWriter
+from bitwitness.store.claim import claim_folder
 writer = RunWriter(sys.argv[1], 0, 1)
 for n in range(20):
     writer.event(Note("x" * 100))

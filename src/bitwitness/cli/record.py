@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+from bitwitness.cli.folders import add_out, check_out
 from bitwitness.cli.script import Script, ScriptError, add_script_arguments
 from bitwitness.config.recording import CONTENTS, LEVELS, RecordConfig, read_msprobe
-from bitwitness.errors import UsageError
+from bitwitness.errors import EXIT_UNWRITTEN
 
 
 def add_parser(verbs: Any) -> None:
@@ -18,11 +18,11 @@ def add_parser(verbs: Any) -> None:
     parser = verbs.add_parser(
         "record",
         help="record what a training script computes, to be compared later",
-        usage="bitwitness record [--out RUN] [--level LEVEL] [--content CONTENT] [--steps 0-3] [options] [-m] SCRIPT [ARGS …]",
+        usage="bitwitness record [options] [-m] SCRIPT [ARGS …]",
         description="Runs SCRIPT as python would and records every model that it trains (or, where it trains none, runs). With "
         "several ranks: torchrun --nproc-per-node N -m bitwitness record SCRIPT …",
     )
-    parser.add_argument("--out", metavar="RUN", help="the run folder (default: recording)")
+    add_out(parser, "the run folder (default: recording)")
     parser.add_argument("--level", choices=tuple(LEVELS), help="what is recorded (default: mix, modules and operators)")
     parser.add_argument("--content", choices=CONTENTS, help="how much of each value (default: stats)")
     parser.add_argument("--steps", metavar="A-B,C", help="optimizer steps, from 0 (default: all)")
@@ -52,18 +52,18 @@ def main(args: argparse.Namespace) -> int:
     """Check what was asked for before torch is imported, then run; return the exit code."""
     script = Script.of(args)
     config, out = settings(args)
-    _check_folder(Path(out))
+    check_out(out, args)
     from bitwitness.record.auto import AutoRecorder
 
-    recorder = AutoRecorder(config, out)
+    recorder, code = AutoRecorder(config, out), 0
     try:
         with recorder:
             script.run()
     except ScriptError as error:
-        return error.show()
+        code = error.show()
     finally:
         recorder.say()
-    return 0
+    return code or (EXIT_UNWRITTEN if recorder.incomplete else 0)
 
 
 def settings(args: argparse.Namespace) -> tuple[RecordConfig, str]:
@@ -89,12 +89,3 @@ def settings(args: argparse.Namespace) -> tuple[RecordConfig, str]:
     return replace(
         config, **{name: value for name, value in given.items() if value is not None}
     ), args.out or out or "recording"
-
-
-def _check_folder(out: Path) -> None:
-    """Say now, and not after an hour of training, that nothing can be written there."""
-    if out.exists() and not out.is_dir():
-        raise UsageError(f"--out {out}: there is a file of that name; expected a folder, or a name that is free")
-    parent = next((p for p in (out, *out.absolute().parents) if p.exists()), Path("/"))
-    if not parent.is_dir():
-        raise UsageError(f"--out {out}: {parent} is no folder; name another place")

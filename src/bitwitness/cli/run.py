@@ -7,6 +7,7 @@ import os
 import sys
 from typing import Any
 
+from bitwitness.cli.folders import add_out, check_out
 from bitwitness.cli.script import Script, ScriptError, add_script_arguments, torch_lacks, unusable
 from bitwitness.errors import UsageError
 
@@ -16,11 +17,11 @@ def add_parser(verbs: Any) -> None:
     parser = verbs.add_parser(
         "run",
         help="run a training script under guard, unchanged",
-        usage="bitwitness run [--out DIR] [--config FILE] [--act {observe,protect,stop} | --nonfinite] [-m] SCRIPT [ARGS …]",
+        usage="bitwitness run [options] [-m] SCRIPT [ARGS …]",
         description="Runs SCRIPT as python would, with every model that it trains under guard. With several ranks: "
         "torchrun --nproc-per-node N -m bitwitness run SCRIPT …",
     )
-    parser.add_argument("--out", metavar="DIR", help="folder for what is recorded (nothing by default)")
+    add_out(parser, "folder for what is recorded (nothing by default)")
     parser.add_argument("--config", metavar="FILE", help="settings in TOML")
     parser.add_argument(
         "--act",
@@ -59,6 +60,7 @@ def watch(args: argparse.Namespace, overrides: dict[str, Any], *, traces: bool) 
     script = Script.of(args)
     overrides = {**overrides, "out": args.out}
     loaded = load_config(args.config, {key: value for key, value in overrides.items() if value is not None})
+    check_out(loaded.config.out, args)
     from contextlib import ExitStack
 
     try:

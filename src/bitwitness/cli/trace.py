@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from bitwitness.cli.folders import add_out
 from bitwitness.cli.run import add_tracing_options, tracing_settings, watch
 from bitwitness.cli.script import add_script_arguments
 
@@ -14,11 +15,11 @@ def add_parser(verbs: Any) -> None:
     parser = verbs.add_parser(
         "trace",
         help="look for NaN and Inf only, and name the operator that made the first",
-        usage="bitwitness trace [--out DIR] [--config FILE] [--mode MODE] [--all] [-m] SCRIPT [ARGS …]",
+        usage="bitwitness trace [options] [-m] SCRIPT [ARGS …]",
         description="Runs SCRIPT as python would and, where a loss, a gradient or a buffer is not finite, names the operator "
         "and the line that made it so. With several ranks: torchrun --nproc-per-node N -m bitwitness trace SCRIPT …",
     )
-    parser.add_argument("--out", metavar="DIR", help="folder for what is recorded (nothing by default)")
+    add_out(parser, "folder for what is recorded (nothing by default)")
     parser.add_argument("--config", metavar="FILE", help="settings in TOML")
     add_tracing_options(parser)
     add_script_arguments(parser)

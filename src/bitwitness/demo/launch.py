@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from bitwitness.errors import UsageError
+from bitwitness.files.shown import shown
+
+_PATIENCE_S = 35.0  # torchrun gives its ranks 30 s
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +23,25 @@ class Launched:
 
     code: int
     logs: list[Path]
+
+
+def fresh_folder(out: str | None, scratch: str) -> Path:
+    """Return the folder that a demonstration writes to: one that is empty, so that its story is not an earlier one's.
+
+    Raises
+    ------
+    UsageError
+        If something lies in ``out``, or it cannot be made.
+
+    """
+    folder = Path(scratch if out is None else out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise UsageError(f"--out {shown(folder)} is not empty; give the name of a fresh folder")
+    except OSError as error:
+        raise UsageError(f"--out {shown(folder)}: {error.strerror}; give the name of a fresh folder") from error
+    return folder
 
 
 def torchrun(
@@ -52,5 +79,20 @@ def torchrun(
     ]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(environment or {})}
     quiet = None if echo else subprocess.DEVNULL
-    done = subprocess.run(command, env=env, stderr=quiet, stdout=quiet, check=False)  # noqa: S603 - our own module
-    return Launched(done.returncode, sorted(logs.rglob("std*.log")))
+    agent = subprocess.Popen(command, env=env, stderr=quiet, stdout=quiet, preexec_fn=_end_with_parent)  # noqa: S603, PLW1509
+    try:
+        code = agent.wait()
+    except BaseException:  # Ctrl-C, SIGTERM: torchrun ends its ranks when it is asked to, and not when it is killed
+        agent.terminate()
+        try:
+            agent.wait(_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            agent.kill()
+        raise
+    return Launched(code, sorted(logs.rglob("std*.log")))
+
+
+def _end_with_parent() -> None:
+    """Have torchrun asked to end where this process is killed (Linux: PR_SET_PDEATHSIG)."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)

@@ -7,7 +7,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from bitwitness.demo.launch import torchrun
+from bitwitness.demo.launch import fresh_folder, torchrun
 from bitwitness.demo.story import tell
 
 RANKS = 4  # one for each fault, and as many healthy ones
@@ -41,8 +41,7 @@ def main(args: argparse.Namespace) -> int:
         return code
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="bitwitness-demo-") as scratch:
-        out = Path(args.out or scratch)
-        out.mkdir(parents=True, exist_ok=True)
+        out = fresh_folder(args.out, scratch)
         return _run(out, args.steps, started)
 
 

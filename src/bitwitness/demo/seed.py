@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bitwitness.demo.launch import Launched, torchrun
+from bitwitness.demo.launch import Launched, fresh_folder, torchrun
 from bitwitness.demo.silent_detect import FAULTY_RANK, STEPS
 from bitwitness.demo.story import tell_verdicts
 from bitwitness.store import read_events
@@ -26,8 +26,7 @@ def main(args: argparse.Namespace, launch: Callable[..., Launched] = torchrun) -
     """
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="bitwitness-seed-") as scratch:
-        out = Path(args.out or scratch)
-        out.mkdir(parents=True, exist_ok=True)
+        out = fresh_folder(args.out, scratch)
         found = _run(out, launch)
     print(f"\n({time.monotonic() - started:.0f} s in all)")
     return 0 if found else 1

@@ -39,6 +39,7 @@ class AutoRecorder(ModelSearch[Recorder]):
         self._out = out
         self._reporter = Reporter(None, int(os.environ.get("RANK", "0")))
         self._folders: list[str] = []
+        self._recorders: list[Recorder] = []
         self._speaks = False
 
     def __enter__(self) -> Self:
@@ -54,10 +55,17 @@ class AutoRecorder(ModelSearch[Recorder]):
             recorder.__exit__(kind, error, trace)
         self._stack.close()
 
+    @property
+    def incomplete(self) -> bool:
+        """Whether something that was asked for was not recorded."""
+        return not self._folders or any(one.problem for one in self._recorders)
+
     def say(self) -> None:
         """Print where the recordings are, or that there is none."""
         if self._folders and self._speaks:
-            sys.stderr.write(f"bitwitness: recorded in {', '.join(self._folders)}\n")
+            problems = [one.problem for one in self._recorders if one.problem]
+            how = f", NOT ALL of it: {problems[0]}" if problems else ""
+            sys.stderr.write(f"bitwitness: recorded in {', '.join(self._folders)}{how}\n")
         elif not self._folders:
             sys.stderr.write("bitwitness: nothing was recorded: no module with parameters was called\n")
 
@@ -87,9 +95,11 @@ class AutoRecorder(ModelSearch[Recorder]):
             return
         self.entered.append(recorder)
         self._folders.append(str(recorder.folder))
+        self._recorders.append(recorder)
         self._speaks |= recorder.is_first_rank
         recorder.join(module, args, keywords_of_call() or {})
 
     def _left(self, one: Recorder) -> None:
         if not one.let_go():
             self._folders.remove(str(one.folder))
+            self._recorders.remove(one)

@@ -76,6 +76,12 @@ class Recorder(Entered):
             if not self.config.recording:
                 self.pause()
 
+    @property
+    def problem(self) -> str | None:
+        """What kept something from being recorded; None if all was."""
+        unwritten = None if self._run is None else self._run.problem
+        return unwritten or (None if self._recording is None else self._recording.problem)
+
     def let_go(self) -> bool:
         """Leave the model to another recorder; what was recorded is deleted if it is of no whole step."""
         if self._recording is None or self.session.clock.ended:

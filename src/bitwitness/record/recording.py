@@ -69,7 +69,8 @@ class ModelRecording(Instrument):
         self._window = OperatorWindow(OperatorRecorder(self._log, self._tracker, self._stacks, self._fail).tap())
         self._eager = ExitStack()
         self._optimizers: list[Optimizer] = []
-        self._problem: str | None = None
+        self.problem: str | None = None
+        """What kept something from being recorded, the first of it."""
         self.records = False
         """Whether the step that runs is recorded."""
         self._gradients_recorded = False
@@ -181,7 +182,7 @@ class ModelRecording(Instrument):
                 self._tracker.begin(self.session.root)
 
     def _open_step(self) -> None:
-        if not self.config.wants_step(self.session.step) or self._problem is not None:
+        if not self.config.wants_step(self.session.step) or self._writing.broken is not None:
             return
         self.records, self._gradients_recorded = True, False
         if self._keeper is not None:
@@ -274,13 +275,13 @@ class ModelRecording(Instrument):
 
     def _ended(self, problem: str) -> None:
         """Say that nothing can be written any more; called on the writer's thread."""
-        self._problem = problem
         self._note(
             f"the recording in {self._run.path} ended at step {self.session.step}: {problem}. The training goes on; what was "
             "written before is readable. Free the space or give another --out"
         )
 
     def _note(self, text: str) -> None:
+        self.problem = self.problem or text
         with suppress(Exception):
             sys.stderr.write(f"bitwitness: rank {self._rank}: {text}\n")
         self._run.event(Note(text, self.session.step, self._rank, "record", Severity.WARNING))

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from torch import nn
 
-from bitwitness.errors import TrainingStopped
+from bitwitness.errors import TrainingStopped, UsageError
 from bitwitness.files.shown import shown
 from bitwitness.ranks import Ranks
 from bitwitness.store import RunWriter, claim_folder, release_folder
+from bitwitness.store.life import this_process
+from bitwitness.store.reader import read_description
 from bitwitness.tap.process_groups import join_ranks
 
 
@@ -90,6 +96,10 @@ class TrainingRun:
         shared = next((one for one in self._claimed if one.out == out and what not in one.holds), None)
         if shared is None:
             path = ranks.broadcast_text(str(claim_folder(out)) if ranks.rank == 0 else "", 0)
+            if ranks.rank == 0 and path != os.path.abspath(out) and not _is_of_this_process(out):
+                sys.stderr.write(
+                    f"bitwitness: {shown(out)} holds a run already; this one is recorded in {shown(path)}\n"
+                )
             shared = _Claimed(out, RunWriter(path, ranks.rank, ranks.size))
             self._claimed.append(shared)
         shared.holds.add(what)
@@ -127,3 +137,10 @@ class TrainingRun:
         if self._ranks is not None:
             self._ranks.close()
             self._ranks = None
+
+
+def _is_of_this_process(out: str) -> bool:
+    """Return whether the run in a folder is of another model that this process trains, or trained."""
+    with suppress(UsageError):
+        return bool(read_description(Path(out)).get("process") == this_process())
+    return False

@@ -5,7 +5,6 @@
     RUN/rank00000/events.jsonl      this rank's own findings, verdicts and notes
     RUN/rank00000/tensors/          what an operator read and wrote when it was found to be an origin of NaN or Inf
 
-A folder that holds an earlier run is kept: the new run goes beside it, into ``RUN-2``, ``RUN-3``, …, the same on all ranks.
 What is created is its owner's alone (folders 0700, files 0600); a folder that was there before keeps its permissions.
 """
 
@@ -19,18 +18,16 @@ import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any
 
 from bitwitness.finding import Event, Verdict, to_jsonable
+from bitwitness.store.claim import SCHEMA, make_folder, open_private
 from bitwitness.store.life import BEAT_S, beginning, now
 from bitwitness.store.redact import redacted
 from bitwitness.store.seal import sealed
 
-SCHEMA = 1
-"""The run folder's format; it goes up where an older reader would misunderstand a newer folder."""
 _SHARED = "events.jsonl"
 _FILES_KEPT = 20  # pieces of evidence with tensors: a device that fails at every step must not fill the disk
-_OURS = 0o700  # only the user may read it: values, command lines and paths are the user's
 
 
 class RunWriter:
@@ -47,6 +44,8 @@ class RunWriter:
     ----------
     dropped
         How many events could not be recorded so far.
+    problem
+        Why something could not be written, the latest of it; None if all was.
 
     """
 
@@ -66,7 +65,7 @@ class RunWriter:
         }
         self._kept = 0
         self._beaten = time.monotonic()
-        self._problem: str | None = None
+        self.problem: str | None = None
         self._torn: set[str] = set()
         try:
             self._make_folders()
@@ -98,7 +97,7 @@ class RunWriter:
         self._kept += 1
         name = f"{self._own}/tensors/step{step:08d}-{self._kept:06d}.safetensors"
         try:
-            _make_folder(self.path / self._own / "tensors")
+            make_folder(self.path / self._own / "tensors")
             with open(self.path / name, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
                 file.write(save({key: tensor.cpu() for key, tensor in tensors.items()}))
         except OSError as error:
@@ -115,7 +114,7 @@ class RunWriter:
         self._fields |= to_jsonable(fields)
         temporary = self.path / "run.json.part"
         try:
-            with _open(temporary, "w") as file:
+            with open_private(temporary, "w") as file:
                 file.write(json.dumps(sealed(self._fields), indent=1, allow_nan=False) + "\n")
             temporary.replace(self.path / "run.json")
         except OSError as error:
@@ -136,14 +135,14 @@ class RunWriter:
     def close(self) -> None:
         """Say what was not recorded."""
         if self.dropped:
-            _say(f"rank {self.rank}: {self.dropped} events were not recorded in {self.path}: {self._problem}")
+            _say(f"rank {self.rank}: {self.dropped} events were not recorded in {self.path}: {self.problem}")
 
     def _append(self, name: str, event: Event) -> None:
         line = json.dumps(sealed({"time": now(), **event.to_event()}), allow_nan=False) + "\n"
         try:
             self._make_folders()
             # Opened anew each time: events are few, and a full disk shows at once and not when the file is closed.
-            with _open(self.path / name, "a") as file:
+            with open_private(self.path / name, "a") as file:
                 file.write("\n" + line if name in self._torn else line)
         except OSError as error:
             self._torn.add(name)  # it may end in half a line now
@@ -153,67 +152,17 @@ class RunWriter:
             self._torn.discard(name)
 
     def _make_folders(self) -> None:
-        _make_folder(self.path)
-        _make_folder(self.path / self._own)
+        make_folder(self.path)
+        make_folder(self.path / self._own)
 
     def _fail(self, error: OSError) -> None:
-        first = self._problem is None
-        self._problem = f"{error.strerror or error} ({error.filename or self.path})"
+        first = self.problem is None
+        self.problem = f"{error.strerror or error} ({error.filename or self.path})"
         if first:
             _say(
-                f"rank {self.rank}: cannot write to the run folder {self.path}: {self._problem}. The training goes on; "
+                f"rank {self.rank}: cannot write to the run folder {self.path}: {self.problem}. The training goes on; "
                 "what cannot be recorded is counted, and findings are printed. Free the space or give another --out"
             )
-
-
-def claim_folder(path: str | os.PathLike[str]) -> Path:
-    """Return ``path``, or ``path-2``, ``path-3``, … if it holds a run already, and mark it as taken.
-
-    Ask on one rank and tell the others. Of two trainings that ask at the same time each gets its own: the mark is a
-    ``run.json`` that is created only if there is none. Where nothing can be written ``path`` is returned, for the writer
-    to say why.
-    """
-    wanted = Path(os.path.abspath(path))  # a script may change its directory
-    folder, number = wanted, 1
-    while True:
-        with suppress(OSError):
-            _make_folder(folder)
-            if not _mark(folder):
-                number += 1
-                folder = Path(f"{wanted}-{number}")
-                continue
-        return folder
-
-
-def release_folder(path: str | os.PathLike[str], rank: int) -> None:
-    """Give back a folder that was claimed for a training that did not begin; what others put into it stays."""
-    folder = Path(path)
-    with suppress(OSError):
-        (folder / f"rank{rank:05d}" / "events.jsonl").unlink(missing_ok=True)
-        (folder / f"rank{rank:05d}").rmdir()
-        if rank == 0:
-            (folder / "run.json").unlink(missing_ok=True)
-        if folder.stat().st_mode & 0o777 == _OURS:
-            folder.rmdir()
-
-
-def _mark(folder: Path) -> bool:
-    """Take a folder; return whether it was free."""
-    try:
-        with _open(folder / "run.json", "x") as file:
-            json.dump(sealed({"schema": SCHEMA}), file)
-    except FileExistsError:
-        return False
-    return True
-
-
-def _make_folder(path: Path) -> None:
-    path.mkdir(mode=_OURS, parents=True, exist_ok=True)
-
-
-def _open(path: Path, mode: str) -> TextIO:
-    """Open a text file that, where it is new, only its owner may read."""
-    return cast("TextIO", open(path, mode, encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)))
 
 
 def _versions() -> dict[str, str]:

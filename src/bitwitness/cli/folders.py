@@ -1,0 +1,64 @@
+"""Where a verb writes a run: checked before the work begins, and never where a run is, unless that was asked for."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from bitwitness.errors import UsageError
+from bitwitness.files.shown import shown
+
+
+def add_out(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add ``--out``, and what is to be done where a run lies there."""
+    parser.add_argument("-o", "--out", metavar="DIR", help=what)
+    taken = parser.add_mutually_exclusive_group()
+    taken.add_argument("--overwrite", action="store_true", help="where DIR holds a run, delete that first")
+    taken.add_argument("--number", action="store_true", help="where DIR holds a run, record in DIR-2, DIR-3, … instead")
+
+
+def check_out(out: str | None, args: argparse.Namespace) -> None:
+    """Make sure now, and not after an hour of training, that a run can be recorded in ``out``.
+
+    Only the first rank looks: it will have taken the folder when the others come. A job that a launcher starts again goes
+    beside what its first attempt left.
+
+    Raises
+    ------
+    UsageError
+        If it holds a run, is no folder, or cannot be written to.
+
+    """
+    if out is None:
+        if args.overwrite or args.number:
+            raise UsageError("--overwrite and --number say what to do with the folder of --out; give that, too")
+        return
+    if not out:
+        raise UsageError("--out is empty; name a folder")
+    folder = Path(out)
+    parent = next((p for p in (folder, *folder.absolute().parents) if os.path.lexists(p)), Path("/"))
+    if not parent.is_dir():
+        seen = "is no folder" if parent != folder else "there is a file of that name"
+        raise UsageError(f"--out {shown(out)}: {shown(parent)} {seen}; expected a folder, or a name that is free")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UsageError(f"--out {shown(out)}: {shown(parent)} may not be written to; name another place")
+    if os.environ.get("RANK", "0") == "0":
+        _make_room(folder, args)
+
+
+def _make_room(folder: Path, args: argparse.Namespace) -> None:
+    from bitwitness.store.claim import clear_run, holds_run
+
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if args.number or restarted or not holds_run(folder):
+        return
+    if not args.overwrite:
+        raise UsageError(
+            f"--out {shown(folder)} holds a run already (or somebody's run.json); give the name of a fresh folder, or "
+            "--overwrite to delete that run, or --number to record beside it"
+        )
+    try:
+        clear_run(folder)
+    except OSError as error:
+        raise UsageError(f"--overwrite: cannot delete {shown(error.filename)}: {error.strerror}") from error
