@@ -8,6 +8,7 @@ from torch import nn
 
 import bitwitness as bw
 from bitwitness.guard.budget import RAREST, Budget, Plan
+from bitwitness.store.told import told_of
 
 
 def measured(
@@ -69,7 +70,8 @@ def test_a_guard_says_what_it_costs_and_what_that_buys(capsys: pytest.CaptureFix
     price = guard.coverage()["price"]
     assert 0.0 < price["measured"] <= 0.6
     assert guard.coverage()["steps"]["deep"] >= 60 // max(price["deep_every"], 1) - 8
-    said = capsys.readouterr().err
+    assert "healthy: 8 of 8 parameters, 60 steps" in capsys.readouterr().err
+    said = "\n".join(told_of(guard.coverage()))
     assert "of the time, of 50.00% allowed" in said
     assert f"looked at within {price['persistent_wrong_product_seen_within']} steps" in said
 

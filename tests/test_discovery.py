@@ -139,8 +139,8 @@ def test_a_generator_that_is_frozen_while_its_discriminator_trains_is_guarded_wh
         assert models(found) == [critic, generator]
     said = capsys.readouterr().err
     assert "unguarded" not in said
-    assert "bitwitness [rank 0] covered: 4 of 4 parameters, 2 steps" in said
-    assert "bitwitness [rank 0, Sequential, model 2] covered: 2 of 2 parameters, 1 steps" in said
+    assert "bitwitness [rank 0] healthy: 4 of 4 parameters, 2 steps" in said
+    assert "bitwitness [rank 0, Sequential, model 2] healthy: 2 of 2 parameters, 1 steps" in said
 
 
 def test_copies_that_are_trained_for_a_few_steps_are_let_go_with_their_optimizers() -> None:

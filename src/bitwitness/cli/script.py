@@ -10,7 +10,7 @@ from importlib.machinery import SourceFileLoader
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 
 from bitwitness.errors import UsageError
 
@@ -29,9 +29,7 @@ class ScriptError(Exception):
 
         The traceback begins at the script; there is none where the script did not begin to run (a `SyntaxError`).
         """
-        trace = self.error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename in _NOT_THE_SCRIPTS:
-            trace = trace.tb_next
+        trace = _from_script(self.error)
         sys.excepthook(type(self.error), self.error.with_traceback(trace), trace)
         return 1
 
@@ -110,6 +108,28 @@ class Script:
                 _run_file(Path(self._name).absolute())
         except Exception as error:
             raise ScriptError(error) from error
+        except KeyboardInterrupt as error:
+            _show_interrupt(error)
+            raise
+
+
+def _show_interrupt(error: KeyboardInterrupt) -> None:
+    """Show an interrupt where the script was, as python does, and not again, with our frames, when it ends the process."""
+    shown = sys.excepthook
+    trace = _from_script(error)
+
+    def hook(kind: type[BaseException], raised: BaseException, frames: TracebackType | None) -> None:
+        shown(kind, raised.with_traceback(trace) if raised is error else raised, trace if raised is error else frames)
+
+    sys.excepthook = hook
+
+
+def _from_script(error: BaseException) -> TracebackType | None:
+    """Return an error's traceback from the script on."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in _NOT_THE_SCRIPTS:
+        trace = trace.tb_next
+    return trace
 
 
 def _run_file(path: Path) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from bitwitness.demo.launch import Launched, fresh_folder, torchrun
 from bitwitness.demo.silent_detect import FAULTY_RANK, STEPS
-from bitwitness.demo.story import tell_verdicts
 from bitwitness.store import read_events
+from bitwitness.store.verdicts import tell_verdicts
 
 RANKS = 8
 ASD_CONFIG = "enable:true,with_checksum:true,grad_sample_interval:1,cooldown:1,strikes_num:1"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from bitwitness.finding import Severity
 from bitwitness.guard.guardwatch import GuardWatch
 from bitwitness.guard.limits import UNSEEN
 from bitwitness.guard.tracerwatch import TracerWatch
@@ -58,9 +59,13 @@ def nonfinite_table(watch: TracerWatch) -> dict[str, Any]:
 
 def _nonfinite(watch: Watch) -> dict[str, Any]:
     tracing, approach = watch.tracing, watch.operators.approach
-    table: dict[str, Any] = {"nonfinite": {"hits": tracing.hits, "findings": len(tracing.findings)}}
+    bad = sum(finding.severity is Severity.ERROR for finding in tracing.findings)  # what a loss scale skips is no harm
+    table: dict[str, Any] = {"nonfinite": {"hits": tracing.hits, "findings": len(tracing.findings), "bad": bad}}
     if tracing.scaling.steps:
-        table["loss_scale"] = tracing.scaling.to_dict()
+        table["loss_scale"] = {
+            **tracing.scaling.to_dict(),
+            "told": tracing.scaling.line() if tracing.scaling.drops else "",
+        }
     if approach is not None:
         table["ranges"] = approach.table()
     return table
@@ -73,11 +78,6 @@ def _counted(watch: Watch) -> dict[str, int]:
         "deep": watch.deep.taken,
         "paused": watch.missed,
     }
-
-
-def _steps(held: int, judged: int) -> str:
-    """Return how much was judged: a closure, or a backward whose gradients are dropped, gives a step several gradients."""
-    return f"{held} steps" if held == judged else f"{held} steps ({judged} times gradients)"
 
 
 def _share(count: int, watch: Watch) -> str:
@@ -145,76 +145,8 @@ def _compiled_gaps(watch: GuardWatch) -> list[str]:
     return gaps
 
 
-def coverage_lines(table: dict[str, Any]) -> list[str]:
-    """Return the table as the few lines that a user reads at the end of a run."""
-    steps, parameters = table["steps"], table["parameters"]
-    held = _steps(steps["held"], steps["judged"])
-    seen = f"{parameters['watched']} of {parameters['of']} parameters, {held}, {steps['deep']} of them deep"
-    left = f"{table['left_open']} left open, " if table["left_open"] else ""
-    found = f"{table['suspicions']} suspicions, {table['dismissed']} dismissed, {left}{len(table['verdicts'])} verdicts"
-    lines = [f"covered: {seen}; {found}"]
-    lines += _price_lines(table["price"])
-    operators = table.get("operators")
-    if operators and operators.get("flops_seen"):
-        lines.append(f"covered: {operators['share_checked']:.1%} of the FLOPs seen on deep steps were checked")
-        lines += [f"not covered: {name}, {share:.1%} of the FLOPs" for name, share in operators["unchecked"].items()]
-    lines += _range_lines(table)
-    lines += [f"not covered: {gap}" for gap in table["not_covered"]]
-    lines += [f"sensor {name} is off: {why}" for name, why in table["sensors"]["off"].items()]
-    return lines
-
-
-def _range_lines(table: dict[str, Any]) -> list[str]:
-    """Say how close the closest operators came to their dtype's largest number, and how much is too small for it."""
-    rows = table.get("ranges") or []
-    if not rows:
-        return []
-    shown = [f"{row['op']} {row['dtype']} {row['share_of_maximum']:.2g} ({row['where']})" for row in rows[:3]]
-    lost = max(rows, key=lambda row: float(row["underflow"]))
-    small = (
-        f"; {lost['underflow']:.1%} of what {lost['op']} casts to {lost['dtype']} becomes zero"
-        if lost["underflow"]
-        else ""
-    )
-    return [f"range, as a share of the dtype's largest number: {', '.join(shown)}{small}"]
-
-
-def nonfinite_lines(watch: TracerWatch) -> list[str]:
-    """Return what a user who looked for nothing but NaN and Inf reads at the end."""
-    tracing = watch.tracing
-    found = f"{tracing.hits} of them not finite" if tracing.hits else "all finite"
-    if tracing.unused:
-        found += f"; {tracing.unused} losses that the script did not use were looked at, too"
-    count = len(tracing.findings)
-    found += f"; {count} finding{'s' * (count > 1)}" if count else ""
-    lines = [f"NaN and Inf: {_steps(watch.steps_judged, watch.judged_times)} looked at, {found}"]
-    lines += _range_lines(_nonfinite(watch))
-    if tracing.scaling.drops:
-        lines.append(tracing.scaling.line())
-    return [*lines, *_nonfinite_gaps(watch)]
-
-
 def _nonfinite_gaps(watch: TracerWatch) -> list[str]:
     lines = [UNSEEN] if watch.reader.unseen else []
     for reason, count in watch.reader.limits.most_common(3):
         lines.append(f"{_share(count, watch)} cannot be run again: {reason}")
-    return lines
-
-
-def _price_lines(price: dict[str, Any]) -> list[str]:
-    """Say what the guard cost and what that bought."""
-    if price.get("measured") is None:
-        return []
-    spent = f"price: {price['measured']:.2%} of the time, of {price['price']:.2%} allowed"
-    deep = f"a deep step {price['deep_step_costs']:.1%} of a step, one step in {price['deep_every']} is deep"
-    products, replicas = price["persistent_wrong_product_seen_within"], price["corrupt_replica_seen_within"]
-    seen = f"a wrong product that persists is looked at within {products} steps, replicas that differ within {replicas}"
-    lines = [
-        f"{spent}: light steps {price['light']:.2%}, {deep}",
-        f"bought: {seen}; the gradients of every step are watched",
-    ]
-    if price["exceeded"]:
-        lines.append(
-            "price: exceeded, because steps this short leave no room for less; larger batches cost less of their time"
-        )
     return lines

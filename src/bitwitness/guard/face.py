@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
@@ -21,6 +22,8 @@ from bitwitness.session.entered import Entered
 from bitwitness.session.reporter import Reporter
 from bitwitness.session.session import Session
 from bitwitness.store import RunWriter
+from bitwitness.store.health import health_of
+from bitwitness.store.life import Life
 from bitwitness.tap.modules import unwrap
 from bitwitness.tap.process_groups import wrappers_noticed
 
@@ -64,10 +67,6 @@ class Face(Entered):
 
     def _finish(self, *, broken_off: bool) -> None:
         """Look at what the training left open; ``broken_off``: it ends by an error."""
-
-    def _closing_lines(self) -> list[str]:
-        """Return what is said at the end."""
-        raise NotImplementedError
 
     def coverage(self) -> dict[str, Any]:
         """Return what was seen so far of what there was, and what is not covered and why; empty before it is entered."""
@@ -117,6 +116,7 @@ class Face(Entered):
     ) -> None:
         if self.watch is not None and self.watch.inherited:
             return
+        self._note_ending(error)
         try:
             if self.watch is not None:
                 self._finish(broken_off=kind is not None and kind is not KeyboardInterrupt)
@@ -125,7 +125,6 @@ class Face(Entered):
             if self.reporter is not None:
                 self.reporter.failure("closing report", failure, self.session.step)
         finally:
-            self._note_ending(error)
             self._stack.close()
 
     def _last_words(self) -> None:
@@ -153,9 +152,13 @@ class Face(Entered):
         watch, reporter = self.watch, self.reporter
         if watch is None or reporter is None:
             return
-        reporter.event(Note("coverage", self.session.step, watch.ranks.in_job, evidence=self.coverage()))
+        table = self.coverage()
+        reporter.event(Note("coverage", self.session.step, watch.ranks.in_job, evidence=table))
         if watch.ranks.rank == 0:
-            for line in self._closing_lines():
+            ending = self.session.run.ending
+            health = health_of([table], reporter.verdicts, Life(ending.state, ending.by))
+            folder = None if self._writer is None else shlex.quote(str(self._writer.path))
+            for line in health.lines(f"bitwitness status -v {folder}" if folder else "--out DIR keeps them"):
                 reporter.say(line)
         if watch.reader.root.forwards_seen and not watch.reader.optimizer_steps and not watch.steps_judged:
             reporter.note(

@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer
 from bitwitness.config import Config
 from bitwitness.errors import UsageError
 from bitwitness.finding import Event, Finding, Verdict
-from bitwitness.guard.coverage import coverage_lines, coverage_table
+from bitwitness.guard.coverage import coverage_table
 from bitwitness.guard.face import Face
 from bitwitness.guard.guardwatch import GuardWatch
 from bitwitness.guard.memory import learned, relearn
@@ -91,9 +91,6 @@ class Guard(Face):
 
     def _describe(self) -> dict[str, Any]:
         return {"devices": [str(device) for device in self._on().investigation.devices]}
-
-    def _closing_lines(self) -> list[str]:
-        return coverage_lines(self.coverage())
 
     def coverage(self) -> dict[str, Any]:
         """Return what was seen so far of what there was: parameters, steps, operators, and what is not covered and why."""

@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 
 from bitwitness.config import TRACER_SETTINGS, Config
 from bitwitness.finding import Event, Finding
-from bitwitness.guard.coverage import nonfinite_lines, nonfinite_table
+from bitwitness.guard.coverage import nonfinite_table
 from bitwitness.guard.face import Face
 from bitwitness.guard.tracerwatch import TracerWatch
 from bitwitness.ranks import Ranks
@@ -82,9 +82,6 @@ class NonfiniteTracer(Face):
     def _finish(self, *, broken_off: bool) -> None:
         if self.watch is not None:
             self.watch.finish(broken_off=broken_off)
-
-    def _closing_lines(self) -> list[str]:
-        return [] if self.watch is None else nonfinite_lines(self.watch)
 
     def coverage(self) -> dict[str, Any]:
         """Return how many steps were looked at, how many were not finite, and what is not covered and why."""

@@ -6,6 +6,7 @@ Python runs a handler when the main thread is back from what it does in C: a lau
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
@@ -27,7 +28,7 @@ class Termination:
 
     @contextmanager
     def told(self, last_words: Callable[[], None]) -> Iterator[None]:
-        """Call ``last_words`` where SIGTERM ends the process inside; it may take some seconds, and runs in another thread."""
+        """Call ``last_words`` where SIGTERM ends the process inside; it may take some seconds, in a thread of its own."""
         self._told.append(last_words)
         self._listen()
         try:
@@ -55,20 +56,35 @@ class Termination:
         self._told.clear()
         self._listen_no_more()
 
-    def _came(self, number: int, _frame: FrameType | None) -> None:
-        told = list(self._told)
-        speaking = threading.Thread(target=_all, args=(told,), name="bitwitness-terminated", daemon=True)
-        with suppress(RuntimeError):  # no thread can be made any more
+    def _came(self, _number: int, _frame: FrameType | None) -> None:
+        """Begin to end: the main thread goes on meanwhile, since it may hold a lock that the last words need."""
+        told, self._told = self._told, []
+        speaking = threading.Thread(target=_end, args=(told,), name="bitwitness-terminated", daemon=True)
+        try:
             speaking.start()
-            speaking.join(_PATIENCE_S)
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+        except RuntimeError:  # no thread can be made any more
+            _die()
 
 
-def _all(told: list[Callable[[], None]]) -> None:
+def _end(told: list[Callable[[], None]]) -> None:
+    later = threading.Timer(_PATIENCE_S, _die)
+    later.daemon = True
+    later.start()
     for last_words in reversed(told):
         with suppress(Exception):
-            last_words()
+            try:
+                last_words()
+            except RuntimeError:  # the training changed a dictionary that was being read
+                last_words()
+    _die()
+
+
+def _die() -> None:
+    """End by the signal, from whatever thread: Python lets the main thread alone give it back to the system."""
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    libc.signal(int(signal.SIGTERM), None)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 TERMINATION = Termination()

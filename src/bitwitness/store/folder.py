@@ -14,6 +14,7 @@ from bitwitness.errors import UsageError
 from bitwitness.finding import Event, Finding, Note, Verdict, event_of
 from bitwitness.store.reader import read_description, read_events
 from bitwitness.store.rows import SCHEMA
+from bitwitness.store.run import RunSource
 
 if TYPE_CHECKING:
     import torch
@@ -187,6 +188,11 @@ class Run:
             if any(self.path.glob("rank*/stats-*")):
                 self._note([str(error)])
             return False
+
+    def check(self) -> None:
+        """Look at every byte of what was recorded; what is damaged is among the `problems` from then on."""
+        if self._records and isinstance(self._source, RunSource):
+            self._source.check()
 
     def _recorded_ranks(self) -> list[int]:
         return self._source.ranks() if self._records else []

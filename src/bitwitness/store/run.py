@@ -78,6 +78,9 @@ class RunSource:
         index: dict[int, list[tuple[Path, int, int]]] = {}
         seal = self._seals[folder] = SealedFolder(folder)
         self.problems += seal.problems
+        for stacks in folder.glob("stacks-*.parquet"):
+            if damage := seal.damage(stacks):
+                self.problems.append(damage)
         parts = sorted((int(m[1]), p) for p in folder.iterdir() if (m := _PART.fullmatch(p.name)))
         for _, path in parts:
             if damage := seal.damage(path):
@@ -104,6 +107,15 @@ class RunSource:
         if not len(steps):
             return pa.chunked_array([pa.array([], pa.int32())])
         return steps
+
+    def check(self) -> None:
+        """Look at every byte of the recording; what is damaged is added to `problems`."""
+        for folder, seal in self._seals.items():
+            found = list(seal.all_damage())
+            for path in sorted(folder.glob("tensors/*.safetensors")):
+                if path.is_file() and seal.damage(path) is None:
+                    found += TensorReader(path).damage()
+            self.problems += [problem for problem in found if problem not in self.problems]
 
     def ranks(self) -> list[int]:
         """Return the ranks that recorded anything."""
@@ -136,9 +148,8 @@ class RunSource:
         found: dict[int, str] = {}
         folder = self._folder / f"rank{rank:05d}"
         for path in sorted(folder.glob("stacks-*.parquet")):
-            if folder in self._seals and (damage := self._seals[folder].damage(path)):
-                self.problems.append(f"{damage}; call stacks are missing")
-                continue
+            if folder in self._seals and self._seals[folder].damage(path):
+                continue  # told when the folder was opened
             with suppress(OSError, ValueError, pa.ArrowException):  # ValueError: a text that is none
                 table = pq.read_table(path).select(STACKS.names).cast(STACKS)
                 found |= dict(zip(table["stack"].to_pylist(), table["text"].to_pylist(), strict=True))

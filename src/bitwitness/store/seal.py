@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bitwitness.errors import UsageError
-from bitwitness.files.reading import open_file, read_bytes
+from bitwitness.files.reading import kind_of, open_file, read_bytes, unread
 from bitwitness.files.shown import shown
 
 SEAL = "seal.jsonl"
@@ -94,9 +95,9 @@ class SealedFolder:
         self.problems: list[str] = []
         self._files: dict[str, SealedFile] = {}
         self._read()
-        for name in self._files:
-            if not (folder / name).exists():
-                self.problems.append(f"{folder / name} is missing: it was recorded, or was being written at the end")
+        for name, known in self._files.items():
+            if problem := self._unlike(folder / name, known):
+                self.problems.append(problem)
 
     def _read(self) -> None:
         path = self._folder / SEAL
@@ -124,6 +125,28 @@ class SealedFolder:
             return False
         return True
 
+    @staticmethod
+    def _unlike(path: Path, known: SealedFile) -> str | None:
+        """Return what can be told of a file without reading it."""
+        try:
+            found = path.stat()
+        except FileNotFoundError:
+            return f"{path} is missing: it was recorded, or was being written at the end"
+        except OSError as error:
+            return str(unread(path, error, "a file of a recording"))
+        if not stat.S_ISREG(found.st_mode):
+            return f"{path} {kind_of(found.st_mode)}; expected a file of a recording"
+        if found.st_size != known.length:
+            return f"{path} is damaged: it has {found.st_size} bytes, and was written with {known.length}"
+        return None
+
+    def all_damage(self) -> Iterator[str]:
+        """Yield what is wrong with any sealed file, beside `problems`; reads them all, but of tensors the headers."""
+        for name, known in self._files.items():
+            path = self._folder / name
+            if self._unlike(path, known) is None and (damage := self.damage(path)):
+                yield damage
+
     def damage(self, path: Path) -> str | None:
         """Return what is wrong with a file beside the seal, or None if it is what was written."""
         name = path.relative_to(self._folder).as_posix()
@@ -132,10 +155,9 @@ class SealedFolder:
             return (
                 None if self.problems else f"{shown(path)} is not in the seal beside it: it was not written by this run"
             )
+        if unlike := self._unlike(path, known):
+            return unlike
         try:
-            length = path.stat().st_size
-            if length != known.length:
-                return f"{shown(path)} is damaged: it has {length} bytes, and was written with {known.length}"
             if crc_of_file(path, known.covered) != known.crc:
                 return f"{shown(path)} is damaged: its bytes are not those that were written (CRC-32 differs)"
         except (OSError, UsageError) as error:

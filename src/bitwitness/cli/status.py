@@ -1,0 +1,161 @@
+"""``bitwitness status RUN``: is my run healthy? One line, and what to do; with -v the story."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bitwitness.cli.options import add_json, add_quiet, write_json
+from bitwitness.errors import EXIT_FINDINGS, EXIT_UNREAD
+
+if TYPE_CHECKING:
+    from bitwitness.store.folder import Run
+    from bitwitness.store.health import Health
+    from bitwitness.store.life import Life
+
+_CODES = {"fine": 0, "findings": EXIT_FINDINGS, "unread": EXIT_UNREAD}
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb."""
+    parser = verbs.add_parser(
+        "status",
+        aliases=["show"],
+        help="is this run healthy, how much of it was looked at, what is to be done",
+        description="Reads a run folder, also of a run that goes on or was killed, checks its checksums, and answers in a "
+        "line. Exit code 0: healthy; 1: something was found; 3: not everything was looked at, settled or readable, or the run "
+        "was killed.",
+    )
+    parser.add_argument("run", metavar="RUN", help="a run folder: what --out named")
+    parser.add_argument("-v", "--verbose", action="store_true", help="tell the whole story, verdict by verdict")
+    add_json(parser, "the same as JSON; '-', the default, prints it")
+    add_quiet(parser)
+    parser.set_defaults(main=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Answer; return the exit code."""
+    from bitwitness.store.folder import Run
+
+    run = Run(args.run)
+    run.check()
+    asked = _Asked(run)
+    if args.json is not None:
+        write_json(asked.to_dict(), args.json)
+    elif not args.quiet:
+        print("\n".join(asked.story() if args.verbose else asked.health.lines(f"bitwitness status -v {args.run}")))
+    return _CODES[asked.health.status]
+
+
+class _Asked:
+    """What a run folder answers."""
+
+    def __init__(self, run: Run) -> None:
+        from bitwitness.store.health import health_of
+        from bitwitness.store.life import life_of
+
+        self._run = run
+        self._notes = [note for note in run.notes() if note.message == "coverage"]
+        self._verdicts = run.verdicts()
+        self._recorded = _recorded(run)
+        description = _description(run)
+        self.life: Life = life_of(description)
+        tables = _latest(self._notes)
+        missing = _missing(self._notes, self._verdicts, description, self.life)
+        problems = [*run.problems, *_missing_ranks(run), *missing]
+        self.health: Health = health_of(tables, self._verdicts, self.life, problems=list(dict.fromkeys(problems)))
+        if self._recorded and not tables and not self._verdicts:
+            _tell_recording(self.health, self._recorded)
+        elif self.life.state == "running" and not tables:
+            steps = description.get("steps", "some")
+            self.health.sentence = self.health.sentence.replace("no guard was on", f"no verdict in {steps} steps")
+        self._tables = tables
+
+    def story(self) -> list[str]:
+        """Return all that there is to tell."""
+        from bitwitness.store.told import told_of
+        from bitwitness.store.verdicts import tell_verdicts
+
+        health = self.health
+        lines = [health.sentence, *([f"to do: {health.advice}"] if health.advice else [])]
+        lines.append(f"run: {self.life.state}{f', by {self.life.by}' * bool(self.life.by)}")
+        lines += [self._recorded] if self._recorded else []
+        lines += health.details
+        for table in self._tables[:1]:  # of the first rank: what it costs and what it cannot check are alike
+            lines += told_of(table)
+        lines += [f"not covered: {gap}" for gap in health.gaps]
+        return lines + tell_verdicts([verdict.to_event() for verdict in self._verdicts])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it ready for JSON."""
+        health = self.health
+        return {
+            "status": health.status,
+            "sentence": health.sentence,
+            "to_do": health.advice,
+            "state": self.life.state,
+            "ended_by": self.life.by,
+            "problems": health.doubts,
+            "compared": None,
+            "not_covered": health.gaps,
+            "verdicts": [verdict.to_event() for verdict in self._verdicts],
+            "coverage": self._tables,
+        }
+
+
+def _description(run: Run) -> dict[str, Any]:
+    from bitwitness.errors import UsageError
+
+    try:
+        return run.description
+    except UsageError:  # told among the problems
+        return {}
+
+
+def _latest(notes: list[Any]) -> list[dict[str, Any]]:
+    """Return what each rank covered last, by rank; a guard and a tracer of one run have a table each."""
+    latest = {(note.rank, "parameters" in note.evidence): note.evidence for note in notes}
+    return [latest[key] for key in sorted(latest, key=lambda key: (key[0] or 0, not key[1]))]
+
+
+def _missing(notes: list[Any], verdicts: list[Any], description: dict[str, Any], life: Life) -> list[str]:
+    """Return what a run that ended must have left and has not: each watched rank's coverage, and every verdict in it."""
+    if "config" not in description or life.state in ("running", "killed", "lost"):
+        return []
+    size = description.get("world_size")
+    covered = {note.rank for note in notes}
+    gone = [rank for rank in range(min(size, 10_000)) if rank not in covered] if isinstance(size, int) else []
+    lines = [f"what rank {rank} looked at is not in its events.jsonl, which lacks its end" for rank in gone[:8]]
+    told = max((len(note.evidence.get("verdicts") or ()) for note in notes), default=0)
+    if told > len(verdicts):
+        lines.append(f"{told} verdicts were reached and {len(verdicts)} are in events.jsonl: it is cut or damaged")
+    return lines
+
+
+def _missing_ranks(run: Run) -> list[str]:
+    """Return what is told of ranks that took part and left nothing."""
+    description = _description(run)
+    size, there = description.get("world_size"), {int(path.name[4:]) for path in Path(run.path).glob("rank[0-9]*")}
+    recording = description.get("recording")
+    chosen = isinstance(recording, dict) and recording.get("ranks")
+    if not isinstance(size, int) or chosen or len(there) >= size:
+        return []
+    gone = [str(rank) for rank in range(min(size, 10_000)) if rank not in there]
+    return [f"{len(gone)} of {size} ranks left nothing: {', '.join(gone[:8])}{', …' * (len(gone) > 8)}"]
+
+
+def _recorded(run: Run) -> str:
+    steps = run.steps()
+    if not steps:
+        return ""
+    ranks = [rank for rank in run.ranks() if run.steps(rank)]
+    return f"recorded: {len(steps)} steps ({steps[0]} to {steps[-1]}) of {len(ranks)} ranks"
+
+
+def _tell_recording(health: Health, recorded: str) -> None:
+    """Make the answer that of a recording: nothing was judged, and it is whole or not."""
+    if health.status == "unread":
+        health.sentence = f"{health.sentence}; {recorded}"
+    else:
+        health.sentence = f"{recorded}, whole as far as it goes; its numbers were not judged (compare does)"

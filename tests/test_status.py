@@ -1,0 +1,219 @@
+"""``bitwitness status``: healthy is said only of what was looked at, is whole, and is fine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import forked, script
+from torch import nn
+
+import bitwitness as bw
+from bitwitness.cli import main
+
+TRAIN = """
+import sys, time, torch
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(int(sys.argv[1])):
+    net(torch.randn(5, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(step, flush=True)
+    time.sleep(float(sys.argv[2]))
+"""
+
+
+def train(net: nn.Module, steps: int = 4) -> None:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(steps):
+        net(torch.randn(5, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def status(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict]:
+    capsys.readouterr()
+    code = main(["status", str(path), "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def trained(out: Path) -> Path:
+    net = model()
+    with bw.Guard(net, out=out), bw.Recorder(net, out=out, content="tensors"):
+        train(net)
+    return out
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("healthy") / "run")
+
+
+def test_a_healthy_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    healthy = trained(tmp_path / "run")
+    end = capsys.readouterr().err.splitlines()
+    assert len(end) <= 3
+    assert end[0].startswith("bitwitness [rank 0] healthy: 4 of 4 parameters, 4 steps")
+    code, told = status(healthy, capsys)
+    assert (code, told["status"], told["state"], told["problems"]) == (0, "fine", "finished", [])
+    assert main(["show", str(healthy), "-v"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("healthy: 4 of 4 parameters, 4 steps")
+    assert "recorded: 4 steps (0 to 3) of 1 ranks" in said
+    assert main(["status", str(healthy), "--quiet"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_a_verdict_is_told_with_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    net = model()
+    table = bw.testing.from_mapping(
+        {"fault": [{"site": "0/addmm:forward", "from_step": 3, "kind": "multiply", "factor": 1e4, "pattern": "all"}]}
+    )
+    with (
+        pytest.raises(bw.TrainingStopped),
+        bw.testing.FaultyDevice(table),
+        bw.Guard(net, out=tmp_path / "run", act="protect", **bw.testing.EVERY_STEP),
+    ):
+        train(net, 6)
+    code, told = status(tmp_path / "run", capsys)
+    assert (code, told["status"], told["state"]) == (1, "findings", "stopped")
+    assert told["sentence"].startswith("NOT healthy: step 3: persistent hardware, stopped: ")
+    assert "take the device out of use" in told["to_do"]
+    assert main(["status", "-v", str(tmp_path / "run")]) == 1
+    assert "named     0/addmm#0:forward.out0" in capsys.readouterr().out
+
+
+def test_a_nan_is_a_finding_and_a_training_that_is_not_watched_is_not_healthy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    net = model()
+    with bw.trace_nonfinite(net, out=tmp_path / "nan"):
+        with torch.no_grad():
+            net[0].weight[0, 0] = float("nan")
+        train(net, 1)
+    code, told = status(tmp_path / "nan", capsys)
+    assert (code, told["status"]) == (1, "findings")
+    with bw.Guard(net, out=tmp_path / "idle"):
+        pass
+    code, told = status(tmp_path / "idle", capsys)
+    assert (code, told["status"]) == (3, "unread")
+    assert "nothing was looked at" in told["sentence"]
+
+
+ENDS = [(signal.SIGTERM, "terminated", 0), (signal.SIGINT, "interrupted", 0), (signal.SIGKILL, "killed", 3)]
+
+
+@pytest.mark.parametrize(("number", "state", "code"), ENDS, ids=[state for _, state, _ in ENDS])
+def test_the_end_of_a_run_is_told(
+    number: int, state: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    for verb in ("run", "record"):
+        command = [sys.executable, "-m", "bitwitness", verb, "--out", verb, "train.py", "100000", "0.005"]
+        job = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for line in job.stdout:
+            if line == "20\n":
+                break
+        assert status(tmp_path / verb, capsys)[1]["state"] == "running"
+        job.send_signal(number)
+        started = time.monotonic()
+        said = job.communicate(timeout=120)[1]
+        assert time.monotonic() - started < 30
+        assert job.returncode == -number, said
+        got, told = status(tmp_path / verb, capsys)
+        assert (got, told["state"]) == (code, state), told
+        if state != "killed":
+            assert f"until it was {state}" in told["sentence"] or "recorded: " in told["sentence"]
+            assert ("healthy until" in said) == (verb == "run")
+            assert "cli/run.py" not in said  # an interrupt's traceback begins at the script, as python's
+            assert len(said.splitlines()) < 60
+        assert not list(tmp_path.rglob("*.part")) or state == "killed"
+
+
+def test_a_script_that_fails_is_no_fault_of_its_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").write_text(TRAIN + "raise ValueError('own')\n")
+    assert script(["-m", "bitwitness", "run", "-o", "run", "train.py", "3", "0"], tmp_path).returncode == 1
+    code, told = status(tmp_path / "run", capsys)
+    assert (code, told["state"], told["ended_by"]) == (0, "failed", "ValueError: own")
+
+
+def damages(path: Path) -> dict[str, bytes | None]:
+    """Return what a file may become; None: it is gone."""
+    data = path.read_bytes()
+    middle = bytearray(data)
+    middle[len(data) // 2] ^= 4
+    lines = data.splitlines(keepends=True)
+    found: dict[str, bytes | None] = {
+        "gone": None,
+        "empty": b"",
+        "cut": data[: len(data) // 2],
+        "flipped": bytes(middle),
+    }
+    if len(lines) > 1 and path.suffix == ".jsonl":
+        found["its last line gone"] = b"".join(lines[:-1])
+    return found
+
+
+def test_damage_is_never_better_than_the_truth(
+    healthy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [path.relative_to(healthy) for path in healthy.rglob("*") if path.is_file()]
+    assert len(files) >= 6
+    for name in files:
+        for how, data in damages(healthy / name).items():
+            copy = Path(shutil.copytree(healthy, tmp_path / "copy"))
+            (copy / name).unlink()
+            if data is not None:
+                (copy / name).write_bytes(data)
+            code = main(["status", "--json", "-", str(copy)])
+            said = capsys.readouterr()
+            assert code == 3, (name, how, said)
+            if name.name not in ("run.json", "events.jsonl"):  # of those, compare reads nothing
+                code = main(["compare", "--quiet", str(copy), str(healthy)])
+                assert code == 3, (name, how, capsys.readouterr())
+            shutil.rmtree(copy)
+            capsys.readouterr()
+
+
+def test_what_is_no_file_is_not_waited_for(healthy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in [path.relative_to(healthy) for path in healthy.rglob("*") if path.is_file()]:
+        copy = Path(shutil.copytree(healthy, tmp_path / "copy"))
+        (copy / name).unlink()
+        os.mkfifo(copy / name)
+        assert main(["status", str(copy)]) == 3, name
+        assert main(["compare", "--quiet", str(copy), str(healthy)]) in ((0, 3) if name.suffix == ".jsonl" else (3,)), (
+            name
+        )
+        shutil.rmtree(copy)
+        capsys.readouterr()
+
+
+@pytest.mark.ranks
+def test_a_rank_that_left_nothing_is_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").write_text(
+        "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
+        + TRAIN.replace("optimizer =", "net = torch.nn.parallel.DistributedDataParallel(net)\noptimizer =")
+        + "dist.destroy_process_group()\n"
+    )
+    launched = forked(2, ["-m", "bitwitness", "run", "--out", str(tmp_path / "run"), str(tmp_path / "train.py"), "3", "0"],
+                      tmp_path / "logs")  # fmt: skip
+    assert launched.code == 0, [log.read_text() for log in launched.logs]
+    assert status(tmp_path / "run", capsys)[0] == 0
+    shutil.rmtree(tmp_path / "run" / "rank00001")
+    code, told = status(tmp_path / "run", capsys)
+    assert code == 3
+    assert "1 of 2 ranks left nothing: 1" in told["problems"]
