@@ -35,11 +35,11 @@ def test_convert_names_what_is_damaged_and_goes_on(tmp_path: Path, capsys: pytes
     source = tmp_path / "dump"
     writer.write(source / "Add.Add_1.3.7.100", b"short")
     overflow(source, 101, core=writer.CORE)
-    assert main(["ascend", "convert", "-d", str(source), "-o", str(tmp_path)]) == 1
+    assert main(["ascend", "convert", "-d", str(source), "-o", str(tmp_path)]) == 3
     told = capsys.readouterr()
     assert "Add.Add_1.3.7.100, byte 0: 5 bytes; expected the header's length" in told.err
-    assert "1 files converted, 1 damaged" in told.out
-    assert main(["ascend", "convert", "-d", str(source / "Add.Add_1.3.7.100")]) == 2
+    assert "1 files converted, 1 could not be read" in told.out
+    assert main(["ascend", "convert", "-d", str(source / "Add.Add_1.3.7.100")]) == 3
     assert main(["ascend", "convert", "-d", str(tmp_path / "nothing")]) == 2
     assert "there is no file or folder" in capsys.readouterr().err
 
@@ -145,20 +145,20 @@ def test_a_runtime_log_names_the_operator(tmp_path: Path, capsys: pytest.Capture
     assert main(["ascend", "summary", str(tmp_path / ROOT), "--log", str(tmp_path / "nothing")]) == 2
 
 
-def test_an_empty_path_is_no_overflow_and_a_missing_one_is_an_error(
+def test_an_empty_path_is_no_all_clear_and_a_missing_one_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    assert main(["ascend", "summary", str(tmp_path)]) == 0
-    assert "no overflow in 0 files" in capsys.readouterr().out
+    assert main(["ascend", "summary", str(tmp_path)]) == 3
+    assert "there are no files: nothing was looked at" in capsys.readouterr().out
     assert main(["ascend", "summary", str(tmp_path / "nothing")]) == 2
-    assert "does not exist; expected a dump path" in capsys.readouterr().err
+    assert "No such file or directory" in capsys.readouterr().err
 
 
 def test_damaged_records_are_named_and_the_rest_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     folder = tmp_path / ROOT / "0" / "11" / "0"
     overflow(folder, 10, core=writer.CORE)
     writer.write(folder / "Opdebug.Node_OpDebug.1.11", b"?" * 100)
-    assert main(["ascend", "summary", str(tmp_path)]) == 1
+    assert main(["ascend", "summary", str(tmp_path)]) == 3
     told = capsys.readouterr()
     assert "Opdebug.Node_OpDebug.1.11, byte 0" in told.err
     assert "floating-point overflow" in told.out
@@ -168,6 +168,7 @@ def test_saturation_is_said_first(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("INF_NAN_MODE_ENABLE", "0")
+    (tmp_path / "some.file").touch()
     assert main(["ascend", "summary", str(tmp_path)]) == 0
     assert capsys.readouterr().out.startswith(
         "INF_NAN_MODE_ENABLE = 0 here: saturation. Inf became the dtype's largest"

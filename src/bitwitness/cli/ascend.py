@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bitwitness.cli import ascend_summary
-from bitwitness.errors import EXIT_FINDINGS, UsageError
+from bitwitness.errors import EXIT_UNREAD, UsageError
 
 _UNITS = {"aicore": "AI Core", "dha": "DHA Atomic Add", "l2": "L2 Atomic Add"}
 
@@ -57,22 +57,26 @@ def convert_main(args: argparse.Namespace) -> int:
     out = Path(args.out)
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out} is a file; expected a folder to write to (-o DIR)")
-    source, damaged, count = Path(args.source), 0, 0
-    for path in dump_files(source):
+    if not args.source:
+        raise UsageError("-d is empty; name a dump file, or a folder of them")
+    source, count = Path(args.source), 0
+    damaged: list[str] = []
+    for path in dump_files(source, damaged.append):
         folder = out / path.parent.relative_to(source) if source.is_dir() else out
         try:
             written = convert_file(path, folder, args.form)
         except AscendFileError as error:
             if path == source:
                 raise
-            damaged += 1
-            sys.stderr.write(f"bitwitness: {error}\n")
+            damaged.append(str(error))
             continue
         count += 1
         for target, what in written:
             print(f"{os.path.relpath(target) if not out.is_absolute() else target}: {what}")
-    print(f"{count} files converted" + (f", {damaged} damaged (named above)" if damaged else ""))
-    return EXIT_FINDINGS if damaged else 0
+    for message in damaged:
+        sys.stderr.write(f"bitwitness: {message}\n")
+    print(f"{count} files converted" + (f", {len(damaged)} could not be read (named above)" if damaged else ""))
+    return EXIT_UNREAD if damaged or not count else 0
 
 
 def decode_main(args: argparse.Namespace) -> int:

@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bitwitness.errors import EXIT_FINDINGS, UsageError
+from bitwitness.cli.options import add_json, add_quiet, write_json
+from bitwitness.errors import EXIT_FINDINGS, EXIT_UNREAD, UsageError
 
 if TYPE_CHECKING:
     from bitwitness.store.ascend.summary import Overflow, Summary
 
+_CODES = {"fine": 0, "findings": EXIT_FINDINGS, "unread": EXIT_UNREAD}
 _EVERY = 20_000  # files between two words of progress
 _SHOWN = 50  # overflows on the terminal, unless --all is given
 _ADVICE = (
@@ -34,18 +36,22 @@ def add_parser(verbs: Any) -> None:
     )
     parser.add_argument("path", metavar="DUMP_PATH", help="the dump path, or any folder below it")
     parser.add_argument("--log", metavar="PATH", help="a runtime log of level INFO, or a folder of them")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser, "all as JSON; '-', the default, prints it")
+    add_quiet(parser)
     parser.add_argument("--all", action="store_true", help=f"show all overflows, not the first {_SHOWN}")
     parser.add_argument("-o", "--out", metavar="DIR", help="write summary.json and summary.txt there, too")
     parser.set_defaults(main=main)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Sum up; return the exit code: 0 for no overflow, 1 for overflows or damaged files."""
+    """Sum up; return the exit code."""
     from bitwitness.store.ascend.summary import find_in_logs, summarise
 
+    if not args.path:
+        raise UsageError("the dump path is empty; name a folder")
     mode = os.environ.get("INF_NAN_MODE_ENABLE", "").strip()
-    if not args.json:
+    spoken = args.json is None and not args.quiet
+    if spoken:
         print(_mode(mode))
     with _progress() as tick:
         summary = summarise(Path(args.path), tick)
@@ -56,10 +62,13 @@ def main(args: argparse.Namespace) -> int:
     result = {"inf_nan_mode": mode or None, "path": str(args.path), **summary.to_dict()}
     shown = summary.overflows if args.all else summary.overflows[:_SHOWN]
     text = _text(summary, shown)
-    print(json.dumps(result, indent=2) if args.json else text)
+    if args.json is not None:
+        write_json(result, args.json)
+    elif spoken:
+        print(text)
     if args.out is not None:
         _write(Path(args.out), result, text)
-    return EXIT_FINDINGS if summary.overflows or summary.damaged else 0
+    return _CODES[summary.status]
 
 
 def _mode(value: str) -> str:
@@ -97,8 +106,11 @@ def _progress() -> Iterator[Callable[[int], None]]:
 
 def _text(summary: Summary, shown: list[Overflow]) -> str:
     if not summary.overflows:
-        damaged = f"; {len(summary.damaged)} overflow files could not be read (named above)" if summary.damaged else ""
-        return f"no overflow in {summary.files} files{damaged}"
+        if not summary.files:
+            return "there are no files: nothing was looked at"
+        if summary.damaged:
+            return f"no overflow in {summary.files} files, but NOT ALL were read: {len(summary.damaged)} problems (named above)"
+        return f"no overflow in {summary.files} files"
     first = summary.overflows[0]
     lines = [_table(shown), ""]
     if len(shown) < len(summary.overflows):
@@ -138,11 +150,11 @@ def _table(overflows: list[Overflow]) -> str:
 
 
 def _write(folder: Path, result: dict[str, Any], text: str) -> None:
+    from bitwitness.files.writing import target_of, write_text
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, content in (("summary.json", json.dumps(result, indent=2)), ("summary.txt", text)):
-            part = folder / f"{name}.part"
-            part.write_text(content + "\n", encoding="utf-8")
-            part.replace(folder / name)
     except OSError as error:
         raise UsageError(f"cannot write to {folder}: {error.strerror}; give another folder with -o") from error
+    for name, content in (("summary.json", json.dumps(result, indent=2)), ("summary.txt", text)):
+        write_text(target_of(folder / name), content + "\n")

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
-import json
 import sys
 from io import StringIO
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bitwitness.cli.options import write_json
 from bitwitness.cli.progress import progress_bar
-from bitwitness.errors import EXIT_FINDINGS, UsageError
+from bitwitness.errors import EXIT_FINDINGS, EXIT_UNREAD, UsageError
+from bitwitness.files.writing import distinct, target_of, write_text
 
 if TYPE_CHECKING:
     from bitwitness.comparison.checkpoints import CheckpointReport
 
+_CODES = {"fine": 0, "findings": EXIT_FINDINGS, "unread": EXIT_UNREAD}
 _SHOWN = 15  # tensors on the terminal: half a screen; the CSV has all
 _PROBLEMS = 5  # the table is what was asked for; --json has the rest
 _COLUMNS = (
@@ -24,8 +26,8 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def run(a: str, b: str, json_path: str | None, csv_path: str | None) -> int:
-    """Compare two checkpoints and print what was found; return 0 if all bits are the same, else 1.
+def run(a: str, b: str, json_path: str | None, csv_path: str | None, *, quiet: bool = False) -> int:
+    """Compare two checkpoints and print what was found; return the exit code: 0 if all bits are the same.
 
     Raises
     ------
@@ -36,18 +38,30 @@ def run(a: str, b: str, json_path: str | None, csv_path: str | None) -> int:
     from bitwitness.comparison.checkpoints import compare_checkpoints
     from bitwitness.store.checkpoints import open_checkpoint
 
-    for path in (json_path, csv_path):
-        if path is not None:
-            _writable(Path(path))  # now, and not after the whole comparison
+    distinct({"--json": json_path, "--csv": csv_path})
+    csv_target = None if csv_path is None else target_of(csv_path, "--csv")  # now, and not after the whole comparison
+    if json_path not in (None, "-"):
+        target_of(str(json_path), "--json")
     first, second = open_checkpoint(a), open_checkpoint(b)
     with progress_bar("parameters") as progress:
         report = compare_checkpoints(first, second, progress)
-    show(report)
+    if not quiet and json_path != "-":
+        show(report)
     if json_path is not None:
-        _write(Path(json_path), json.dumps(report.to_dict(), indent=1, allow_nan=False) + "\n")
-    if csv_path is not None:
-        _write(Path(csv_path), _csv(report))
-    return 0 if report.equal else EXIT_FINDINGS
+        write_json(report.to_dict(), json_path)
+    if csv_target is not None:
+        write_text(csv_target, _csv(report))
+    return _CODES[report.status]
+
+
+def refuse(args: argparse.Namespace) -> None:
+    """Refuse the options of `compare` that say nothing of checkpoints; raises `UsageError`."""
+    idle = [name for name in ("xlsx", "steps", "ranks", "map", "propose_map") if getattr(args, name) is not None]
+    if idle:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in idle)
+        raise UsageError(
+            f"{names} and --checkpoints do not go together: checkpoints have names and values only; leave it out"
+        )
 
 
 def show(report: CheckpointReport, shown: int = _SHOWN) -> None:
@@ -125,21 +139,3 @@ def _csv(report: CheckpointReport) -> str:
             row = {"name": name, key: name, "result": f"only in {side}"}
             writer.writerow([harmless(row.get(column, "")) for column in _COLUMNS])
     return text.getvalue()
-
-
-def _writable(path: Path) -> None:
-    part = path.with_name(path.name + ".part")
-    try:
-        part.write_text("")
-        part.unlink()
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}; name a file in a folder that exists") from error
-
-
-def _write(path: Path, text: str) -> None:
-    part = path.with_name(path.name + ".part")
-    try:
-        part.write_text(text, encoding="utf-8", newline="")
-        part.replace(path)
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}; name a file in a folder that exists") from error

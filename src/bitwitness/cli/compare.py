@@ -48,9 +48,10 @@ def add_parser(verbs: Any) -> None:
 def main(args: argparse.Namespace) -> int:
     """Compare; return the exit code."""
     if args.checkpoints:
-        from bitwitness.cli.checkpoints import run
+        from bitwitness.cli.checkpoints import refuse, run
 
-        code: int = run(args.a, args.b, args.json, args.csv)
+        refuse(args)
+        code: int = run(args.a, args.b, args.json, args.csv, quiet=args.quiet)
         return code
     from bitwitness.comparison.recordings import compare
     from bitwitness.comparison.renamed import proposed, read_map

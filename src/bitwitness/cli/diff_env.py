@@ -8,8 +8,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from bitwitness.errors import EXIT_FINDINGS
+from bitwitness.cli.options import add_json, add_quiet, write_json
+from bitwitness.errors import EXIT_FINDINGS, EXIT_UNREAD
 
+_CODES = {"fine": 0, "findings": EXIT_FINDINGS, "unread": EXIT_UNREAD}
 _SHOWN = 8  # differences of one kind: a screen holds all kinds; --json has the rest
 _WIDTH = 60  # columns of one value: both sides fit a line
 
@@ -24,21 +26,36 @@ def add_parser(verbs: Any) -> None:
     )
     parser.add_argument("a", metavar="RUN_A", help="a run folder")
     parser.add_argument("b", metavar="RUN_B", help="another")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser, "the same as JSON; '-', the default, prints it")
+    add_quiet(parser)
     parser.set_defaults(main=main)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Compare; return 0 if nothing differs, else 1."""
-    from bitwitness.comparison.environment import differences, explained, unknown
+    """Compare; return the exit code."""
+    from bitwitness.comparison.environment import PARTS, differences, unknown
     from bitwitness.store.reader import read_description
 
     a, b = read_description(Path(args.a)), read_description(Path(args.b))
     found = differences(a, b)
     silent = sorted({*unknown(a), *unknown(b)})
-    if args.json:
-        print(json.dumps({"differences": [one.to_dict() for one in found], "not_recorded": silent}, indent=2))
-        return EXIT_FINDINGS if found else 0
+    one_sided = [f"{part} was recorded by one run only" for part in sorted(set(unknown(a)) ^ set(unknown(b)))]
+    compared = len(PARTS) - len(silent)
+    if not compared:
+        one_sided.append("nothing was recorded by both runs: nothing could be compared")
+    status = "unread" if one_sided else "findings" if found else "fine"
+    if args.json is not None:
+        told = {"status": status, "problems": one_sided, "compared": compared}
+        told |= {"differences": [one.to_dict() for one in found], "not_recorded": silent}
+        write_json(told, args.json)
+    elif not args.quiet:
+        _show(found, silent, one_sided)
+    return _CODES[status]
+
+
+def _show(found: list[Any], silent: list[str], one_sided: list[str]) -> None:
+    from bitwitness.comparison.environment import explained
+
     for part, group in groupby(found, key=lambda one: one.part):
         members = list(group)
         print(f"{part}: {explained(part)}")
@@ -50,7 +67,8 @@ def main(args: argparse.Namespace) -> int:
         print("nothing differs of what both runs recorded")
     if silent:
         print(f"not recorded by both, so not compared: {', '.join(silent)}")
-    return EXIT_FINDINGS if found else 0
+    for text in one_sided:
+        print(f"NOT ALL: {text}")
 
 
 def _short(value: Any) -> str:

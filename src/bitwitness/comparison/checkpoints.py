@@ -65,6 +65,13 @@ class CheckpointReport:
         return not left_out and bool(self.parameters) and self.count(EQUAL) == len(self.parameters)
 
     @property
+    def status(self) -> str:
+        """Tell ``fine``, ``findings`` or ``unread``: not everything could be read or compared, beside differences or not."""
+        if self.problems or not self.parameters or self.count(UNREADABLE):
+            return "unread"
+        return "fine" if self.equal else "findings"
+
+    @property
     def conclusion(self) -> str:
         """One sentence; names in it can be printed anywhere."""
         rest = "".join(f"; {text}" for text in self._rest())
@@ -113,6 +120,8 @@ class CheckpointReport:
             {
                 "a": self.a,
                 "b": self.b,
+                "status": self.status,
+                "compared": len(self.parameters) - self.count(UNREADABLE),
                 "equal": self.equal,
                 "conclusion": self.conclusion,
                 "same_place": self.same_place,

@@ -19,7 +19,8 @@ _EXPLAINED = {
     "devices": "the devices are of different kinds",
     "command": "the command lines differ",
 }
-_ORDER = tuple(_EXPLAINED)
+PARTS = tuple(_EXPLAINED)
+"""What is compared, what matters most first."""
 ABSENT = "(not there)"
 
 
@@ -38,10 +39,12 @@ class Difference:
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
-    """Return what differs between two runs' descriptions, what matters most first."""
+    """Return what differs between two runs' descriptions, what matters most first; what one did not record does not differ."""
     found: list[Difference] = []
-    for part in _ORDER:
+    for part in PARTS:
         first, second = _part(a, part), _part(b, part)
+        if not first or not second:
+            continue
         for name in sorted(first.keys() | second.keys()):
             values = first.get(name, ABSENT), second.get(name, ABSENT)
             if values[0] != values[1]:
@@ -51,7 +54,7 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
 
 def unknown(run: Mapping[str, Any]) -> list[str]:
     """Return the parts of which a run's description says nothing: they cannot be compared."""
-    return [part for part in _ORDER if not _part(run, part)]
+    return [part for part in PARTS if not _part(run, part)]
 
 
 def _part(run: Mapping[str, Any], part: str) -> dict[str, Any]:

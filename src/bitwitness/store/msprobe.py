@@ -7,16 +7,16 @@ rank of it can be named.
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from bitwitness.errors import UsageError
+from bitwitness.errors import UnreadError, UsageError
+from bitwitness.files.reading import listed, open_file, read_json
 from bitwitness.store.msprobe_entry import clean
 from bitwitness.store.msprobe_rows import StepReader
 from bitwitness.store.rows import SCHEMA
@@ -34,31 +34,32 @@ _TOLD = 5  # problems of one file that are told one by one
 
 def is_msprobe(path: Path) -> bool:
     """Tell whether a folder is a dump of msprobe, or a step or a rank of one."""
-    return any(True for _ in _rank_folders(path))
+    return any(os.path.lexists(folder / "dump.json") for _, folder in _rank_folders(path, lambda _: None))
 
 
-def _rank_folders(path: Path) -> Iterable[tuple[int, Path]]:
-    """Yield the folders that hold a ``dump.json``, each with its step."""
-    if (path / "dump.json").is_file():
+def _rank_folders(path: Path, tell: Callable[[str], None]) -> Iterator[tuple[int, Path]]:
+    """Yield the folders that should hold a ``dump.json``, each with its step; ``tell``: of what cannot be listed."""
+    if os.path.lexists(path / "dump.json"):
         yield _step_of(path.absolute().parent), path
         return
-    own = [child for child in _children(path) if _RANK.fullmatch(child.name)]
+    children = _children(path, tell)
+    own = [child for child in children if _RANK.fullmatch(child.name)]
     for child in own:
-        if (child / "dump.json").is_file():
-            yield _step_of(path.absolute()), child
-    steps = [] if own else [child for child in _children(path) if _STEP.fullmatch(child.name)]
+        yield _step_of(path.absolute()), child
+    steps = [] if own else [child for child in children if _STEP.fullmatch(child.name)]
     for step in sorted(steps, key=_step_of):
-        if (step / "dump.json").is_file():
+        if os.path.lexists(step / "dump.json"):
             yield _step_of(step), step
-        for child in _children(step):
-            if _RANK.fullmatch(child.name) and (child / "dump.json").is_file():
-                yield _step_of(step), child
+        inside = [child for child in _children(step, tell) if _RANK.fullmatch(child.name)]
+        for child in inside:
+            yield _step_of(step), child
 
 
-def _children(path: Path) -> list[Path]:
+def _children(path: Path, tell: Callable[[str], None]) -> list[Path]:
     try:
-        return sorted(child for child in path.iterdir() if child.is_dir())
-    except OSError:
+        return [path / entry.name for entry in listed(path, "a folder of msprobe's") if entry.is_dir()]
+    except (UsageError, OSError) as error:
+        tell(f"{path} was left out: {error}")
         return []
 
 
@@ -105,7 +106,7 @@ class MsprobeSource:
         self.problems: list[str] = []
         self._folders: dict[int, dict[int, Path]] = {}
         self._stacks: dict[int, dict[str, int]] = {}
-        found = list(_rank_folders(Path(path)))
+        found = list(_rank_folders(Path(path), self._tell))
         ranks = _ranks_of(folder.name for _, folder in found)
         for step, folder in found:
             if self._looks_whole(folder / "dump.json"):
@@ -115,7 +116,7 @@ class MsprobeSource:
                 else:
                     others[step] = folder
         if not self._folders:
-            raise UsageError(
+            raise UnreadError(
                 f"{self.path} holds no dump of msprobe that can be read; expected step*/rank*/dump.json or "
                 "step*/proc*/dump.json" + "".join(f"; {problem}" for problem in self.problems[:3])
             )
@@ -174,7 +175,9 @@ class MsprobeSource:
         found = _FILE.fullmatch(reference)
         folder = self._folders.get(rank, {}).get(int(found[1])) if found else None
         if found is None or folder is None:
-            raise UsageError(f"{self.path}: {clean(reference)!r} names no tensor file of this dump; the row is damaged")
+            raise UnreadError(
+                f"{self.path}: {clean(reference)!r} names no tensor file of this dump; the row is damaged"
+            )
         return _load_tensor(folder / "dump_tensor_data", found[2], dtype, shape)
 
     # -- files -----------------------------------------------------------------------------------------------------
@@ -182,11 +185,14 @@ class MsprobeSource:
     def _looks_whole(self, path: Path) -> bool:
         """Tell whether a file begins and ends like one that was written to its end; takes what it says of the dump."""
         try:
-            size = path.stat().st_size
-            with path.open("rb") as file:
+            with open_file(path, "the dump.json of msprobe") as file:
+                size = os.fstat(file.fileno()).st_size
                 head = file.read(4096)
                 file.seek(max(0, size - 4096))
                 tail = file.read(4096)
+        except UsageError as error:
+            self._tell(f"{path} was left out: {error}")
+            return False
         except OSError as error:
             self._tell(f"{path} was left out: {error.strerror}; expected a JSON file that can be read")
             return False
@@ -201,17 +207,14 @@ class MsprobeSource:
 
     def _load(self, path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
         """Return what a JSON file holds; if it cannot be read, that is told, and it is empty."""
-        if missing_ok and not path.exists():
+        if missing_ok and not os.path.lexists(path):
             return {}
         try:
-            if not path.is_file() or path.stat().st_size > _LARGEST:
-                self._tell(f"{path} was left out: expected a file of at most {_LARGEST} bytes")
-                return {}
-            found = json.loads(path.read_bytes())
-        except OSError as error:
-            self._tell(f"{path} was left out: {error.strerror}; expected a JSON file that can be read")
-        except (ValueError, RecursionError, MemoryError) as error:
-            self._tell(f"{path} was left out: {clean(str(error))[:200]}; expected whole JSON, as msprobe writes it")
+            found = read_json(path, "whole JSON, as msprobe writes it", _LARGEST)
+        except UsageError as error:
+            self._tell(f"{path} was left out: {error}")
+        except MemoryError:
+            self._tell(f"{path} was left out: there is too little memory for it")
         else:
             if isinstance(found, dict):
                 return found
@@ -234,30 +237,30 @@ def _load_tensor(folder: Path, name: str, dtype: str, shape: tuple[int, ...]) ->
     except (OSError, ValueError, RuntimeError):
         inside = False
     if not inside:
-        raise UsageError(f"there is no tensor file {clean(str(path))}; expected it in the dump's own dump_tensor_data")
+        raise UnreadError(f"there is no tensor file {clean(str(path))}; expected it in the dump's own dump_tensor_data")
     try:
         tensor = _read_npy(path) if name.endswith(".npy") else torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # what a damaged or hostile file makes torch raise is not bounded
         why = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise UsageError(
+        raise UnreadError(
             f"{path} cannot be read: {clean(why)}; expected one tensor, saved by torch or NumPy"
         ) from error
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
-        raise UsageError(f"{path} holds {type(tensor).__name__}; expected one plain, dense tensor")
+        raise UnreadError(f"{path} holds {type(tensor).__name__}; expected one plain, dense tensor")
     tensor = tensor.detach()
     if tensor.nbytes > path.stat().st_size:  # one element spread over a shape that no memory holds
-        raise UsageError(
+        raise UnreadError(
             f"{path} claims {tensor.nbytes} bytes and has fewer; expected a tensor that was saved as a whole"
         )
     if tuple(tensor.shape) != tuple(shape):
-        raise UsageError(
+        raise UnreadError(
             f"{path}: the row says shape {list(shape)}, the file {list(tensor.shape)}; one of them is damaged"
         )
     wanted = getattr(torch, dtype, None)
     if not isinstance(wanted, torch.dtype) or tensor.dtype == wanted:
         return tensor
     if not name.endswith(".npy"):  # NumPy lacks some types, which are widened there
-        raise UsageError(f"{path}: the row says {dtype}, the file {tensor.dtype}; one of them is damaged")
+        raise UnreadError(f"{path}: the row says {dtype}, the file {tensor.dtype}; one of them is damaged")
     return tensor.to(wanted)
 
 

@@ -13,6 +13,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from bitwitness.errors import UnreadError, UsageError
+from bitwitness.files.reading import open_file
+from bitwitness.files.shown import shown
 from bitwitness.store.reader import read_description
 from bitwitness.store.rows import SCHEMA, STACKS
 from bitwitness.store.seal import SealedFolder
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
 _RANK = re.compile(r"rank(\d{5,})")
 _PART = re.compile(r"stats-(\d+)\.parquet")
 _FILE = re.compile(r"[\w][\w.-]*\.safetensors")
-_MOST_ROWS = 50_000_000  # of one file; ours hold some 50,000
+_MOST_ROWS = 2_000_000  # of one file; ours hold some 50,000, or one step's: at 250 bytes a row half a gigabyte
+_MOST_BYTES = 1 << 30  # of one file, unpacked: a few kilobytes can be told to become gigabytes
 _OPEN_FILES = 8  # files of tensors that stay mapped: a comparison goes through a step in order, and a step has few
 
 
@@ -99,6 +102,7 @@ class RunSource:
         return index
 
     def _steps_of(self, path: Path) -> pa.ChunkedArray:
+        open_file(path, "a Parquet file").close()  # a FIFO would be waited for
         file = pq.ParquetFile(path)
         _check(file)
         steps = file.read(columns=["step"]).column("step")
@@ -150,8 +154,10 @@ class RunSource:
         for path in sorted(folder.glob("stacks-*.parquet")):
             if folder in self._seals and self._seals[folder].damage(path):
                 continue  # told when the folder was opened
-            with suppress(OSError, ValueError, pa.ArrowException):  # ValueError: a text that is none
-                table = pq.read_table(path).select(STACKS.names).cast(STACKS)
+            with suppress(OSError, ValueError, pa.ArrowException, UsageError):  # ValueError: a text that is none
+                file = pq.ParquetFile(path)
+                _check_size(file)
+                table = file.read().select(STACKS.names).cast(STACKS)
                 found |= dict(zip(table["stack"].to_pylist(), table["text"].to_pylist(), strict=True))
         return found
 
@@ -204,13 +210,21 @@ def shaped(
 
 def _check(file: pq.ParquetFile) -> None:
     """Refuse a file that is not one of ours, before its data is read."""
-    rows = file.metadata.num_rows
-    if rows > _MOST_ROWS:
-        raise UnreadError(f"it claims {rows} rows; a recording's file holds at most {_MOST_ROWS}")
+    _check_size(file)
     missing = [name for name in SCHEMA.names if name not in file.schema_arrow.names]
     if missing:
         raise UnreadError(f"it has no column {', '.join(missing)}; it was not written by this version of bitwitness")
 
 
+def _check_size(file: pq.ParquetFile) -> None:
+    """Refuse what would fill the memory."""
+    metadata = file.metadata
+    if metadata.num_rows > _MOST_ROWS:
+        raise UnreadError(f"it claims {metadata.num_rows} rows; a recording's file holds at most {_MOST_ROWS}")
+    unpacked = sum(metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups))
+    if unpacked > _MOST_BYTES:
+        raise UnreadError(f"it becomes {unpacked} bytes; a recording's file has at most {_MOST_BYTES}")
+
+
 def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return shown((str(error).splitlines() or [type(error).__name__])[0])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import IO, Any, Literal
 
-from bitwitness.errors import UsageError
+from bitwitness.errors import UnwrittenError
+from bitwitness.files.reading import files_below, open_file
+from bitwitness.files.shown import shown
+from bitwitness.files.writing import new_file, target_of
 from bitwitness.store.ascend.dtypes import numpy_dtype
 from bitwitness.store.ascend.dump import DumpTensor, read_dump
 from bitwitness.store.ascend.opdebug import is_opdebug_name, read_opdebug
@@ -17,25 +19,27 @@ from bitwitness.store.ascend.opdebug import is_opdebug_name, read_opdebug
 Form = Literal["npy", "safetensors"]
 
 
-def dump_files(source: Path) -> Iterator[Path]:
+def dump_files(source: Path, failed: Callable[[str], None]) -> Iterator[Path]:
     """Yield a file, or all files below a folder, in order; tables beside them (.csv, .json, .npy) are passed over.
+
+    ``failed`` is told of what cannot be read below a folder.
 
     Raises
     ------
     UsageError
         If there is no such file or folder.
+    UnreadError
+        If it may not be read.
 
     """
-    if source.is_file():
+    if not source.is_dir():
+        open_file(source, "a dump file, or a folder of them").close()
         yield source
         return
-    if not source.is_dir():
-        raise UsageError(f"there is no file or folder {source}; check the path (seen from {Path.cwd()})")
-    for folder, folders, names in os.walk(source):
-        folders.sort()
-        for name in sorted(names):
+    for folder, names in files_below(source, "a folder of dump files", failed):
+        for name in names:
             if not name.endswith((".csv", ".json", ".npy", ".safetensors", ".txt", ".part")):
-                yield Path(folder) / name
+                yield folder / name
 
 
 def convert_file(path: Path, folder: Path, form: Form = "npy") -> list[tuple[Path, str]]:
@@ -109,7 +113,7 @@ def _to_safetensors(path: Path, tensors: list[DumpTensor], folder: Path) -> list
     text += b" " * (-len(text) % 8)
     target = folder / f"{path.name}.safetensors"
 
-    def write(file: BinaryIO) -> None:
+    def write(file: IO[Any]) -> None:
         file.write(len(text).to_bytes(8, "little") + text)
         file.writelines(parts)
 
@@ -124,16 +128,11 @@ _SAFE = {
 }  # fmt: skip
 
 
-def _write(target: Path, write: Callable[[BinaryIO], Any]) -> None:
+def _write(target: Path, write: Callable[[IO[Any]], Any]) -> None:
     """Write a file whole or not at all."""
-    part = target.with_name(f"{target.name}.part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as file:
-            write(file)
-        part.replace(target)
     except OSError as error:
-        part.unlink(missing_ok=True)
-        raise UsageError(
-            f"cannot write {target}: {error.strerror}; give another folder with -o, or free the space"
-        ) from error
+        raise UnwrittenError(f"cannot write {shown(target)}: {error.strerror}; give another folder with -o") from error
+    with new_file(target_of(target), binary=True) as file:
+        write(file)

@@ -39,7 +39,9 @@ class _NamedDump(NamedTuple):
 
 def is_ascend(path: Path) -> bool:
     """Tell whether a folder holds Ascend dump files, by their names."""
-    return path.is_dir() and any(_named(file) is not None for file in islice(dump_files(path), _LOOKED_AT))
+    return path.is_dir() and any(
+        _named(file) is not None for file in islice(dump_files(path, lambda _: None), _LOOKED_AT)
+    )
 
 
 def _named(path: Path) -> DumpName | None:
@@ -78,7 +80,7 @@ class AscendSource:
         self._folder = Path(path)
         self._files: dict[int, dict[int, list[_NamedDump]]] = {}
         self._known: dict[int, dict[str, Path]] = {}
-        for file in dump_files(self._folder):
+        for file in dump_files(self._folder, self.problems.append):
             name = _named(file)
             if name is not None:
                 rank, step = _place(file.parent)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bitwitness.errors import UsageError
+from bitwitness.errors import UnreadError, UsageError
+from bitwitness.files.reading import files_below, open_file, unread
 from bitwitness.store.ascend.names import DumpName, Place, parse_name, place_of, read_mapping
 from bitwitness.store.ascend.opdebug import Record, is_opdebug_name, read_opdebug
 
 _TABLES = (".csv", ".json", ".npy", ".safetensors", ".txt", ".part")
+_EXPECTED = "a dump path, or a folder below it (a file is read with: ascend convert)"
+_LOG = "a runtime log of level INFO, or a folder of them"
 _LONGEST_LINE = 1 << 16  # bytes of a log's line that are looked at; a log may lack line ends where it is damaged
 _STREAM = re.compile(rb"stream_?id\s*[=:]\s*(\d+)", re.IGNORECASE)
 _TASK = re.compile(rb"task_?id\s*[=:]\s*(\d+)", re.IGNORECASE)
@@ -94,18 +96,26 @@ class Overflow:
 
 @dataclass(slots=True)
 class Summary:
-    """All that was found. ``damaged``: a message for each file that could not be read."""
+    """All that was found. ``damaged``: a message for each file or folder that could not be read."""
 
     files: int = 0
     overflows: list[Overflow] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
 
+    @property
+    def status(self) -> str:
+        """Tell ``fine``, ``findings`` or ``unread``: not everything could be read, beside overflows or not, or nothing was."""
+        if self.damaged or not self.files:
+            return "unread"
+        return "findings" if self.overflows else "fine"
+
     def to_dict(self) -> dict[str, Any]:
         """Return it ready for JSON."""
         return {
+            "status": self.status,
             "files": self.files,
             "overflows": [overflow.to_dict() for overflow in self.overflows],
-            "damaged": self.damaged,
+            "problems": self.damaged,
         }
 
 
@@ -123,15 +133,12 @@ def summarise(path: Path, tick: Callable[[int], None] = lambda _count: None) -> 
     ------
     UsageError
         If there is no such folder.
+    UnreadError
+        If it may not be listed; what cannot be read below it is among the summary's ``damaged``.
 
     """
-    if not path.is_dir():
-        kind = "is a file, not a folder" if path.exists() else "does not exist"
-        raise UsageError(
-            f"{path} {kind}; expected a dump path, or a folder below it (a file is read with: ascend convert)"
-        )
     summary = Summary()
-    for folder, names in _folders(path):
+    for folder, names in files_below(path, _EXPECTED, summary.damaged.append):
         summary.files += len(names)
         tick(summary.files)
         records = [name for name in names if is_opdebug_name(name) and not name.endswith(_TABLES)]
@@ -139,12 +146,6 @@ def summarise(path: Path, tick: Callable[[int], None] = lambda _count: None) -> 
             summary.overflows += _of_folder(folder, records, names, summary)
     summary.overflows.sort(key=lambda overflow: overflow.order)
     return summary
-
-
-def _folders(path: Path) -> Iterator[tuple[Path, list[str]]]:
-    for folder, folders, names in os.walk(path):
-        folders.sort()
-        yield Path(folder), sorted(names)
 
 
 def _of_folder(folder: Path, records: list[str], names: list[str], summary: Summary) -> list[Overflow]:
@@ -200,13 +201,13 @@ def find_in_logs(path: Path, overflows: list[Overflow]) -> list[Overflow]:
     ------
     UsageError
         If there is no such file or folder.
+    UnreadError
+        If one of them may not be read.
 
     """
-    if not path.exists():
-        raise UsageError(f"there is no log {path}; expected a runtime log of level INFO, or a folder of them")
     wanted = {(o.record.number("stream_id"), o.record.number("task_id")) for o in overflows}
     found: dict[tuple[int, int], LogLine] = {}
-    for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
+    for file in _logs(path):
         for key, line in _lines_about(file, wanted):
             known = found.get(key)
             if known is None or len(line.names) > len(known.names):
@@ -214,9 +215,19 @@ def find_in_logs(path: Path, overflows: list[Overflow]) -> list[Overflow]:
     return [replace(o, log=found.get((o.record.number("stream_id"), o.record.number("task_id")))) for o in overflows]
 
 
+def _logs(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    unreadable: list[str] = []
+    files = [folder / name for folder, names in files_below(path, _LOG, unreadable.append) for name in names]
+    if unreadable:
+        raise UnreadError(f"{unreadable[0]}; expected {_LOG}")
+    return files
+
+
 def _lines_about(file: Path, wanted: set[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], LogLine]]:
     try:
-        with file.open("rb") as opened:
+        with open_file(file, _LOG) as opened:
             number = 0
             while line := opened.readline(_LONGEST_LINE):
                 number += 1
@@ -228,7 +239,7 @@ def _lines_about(file: Path, wanted: set[tuple[int, int]]) -> Iterator[tuple[tup
                     names = {_plain(name): value.decode("utf-8", "replace") for name, value in _NAMED.findall(line)}
                     yield key, LogLine(str(file), number, names, line.decode("utf-8", "replace").strip())
     except OSError as error:
-        raise UsageError(f"cannot read the log {file}: {error.strerror}; check its permissions") from error
+        raise unread(file, error, _LOG) from error
 
 
 def _plain(name: bytes) -> str:

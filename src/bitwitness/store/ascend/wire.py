@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bitwitness.errors import UsageError
+from bitwitness.errors import UnreadError
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # wire types; 3 and 4, groups, are out of use
 _LONGEST_VARINT = 10  # bytes: 64 bits, seven to a byte
 
 
-class AscendFileError(UsageError):
+class AscendFileError(UnreadError):
     """A dump file is not what it should be; the message names the file and the byte."""
 
     def __init__(self, name: str, offset: int, seen: str, expected: str) -> None:
