@@ -45,9 +45,9 @@ CLASSES = ("transient", "persistent", "intermittent")
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product_flash_attention_for_cpu")
 KINDS = (
     {"kind": "exponent_msb"},
-    {"kind": "bitflip", "bit": 0},
-    {"kind": "bitflip", "bit": 3},
-    {"kind": "bitflip", "bit": 6},
+    {"kind": "bitflip", "bit": 31},
+    {"kind": "bitflip", "bit": 28},
+    {"kind": "bitflip", "bit": 25},
     {"kind": "nullify", "pattern": "tile"},
     {"kind": "nullify", "pattern": "row"},
     {"kind": "multiply", "factor": 64.0, "pattern": "column"},

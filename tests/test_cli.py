@@ -198,7 +198,9 @@ def test_a_fault_declared_in_the_environment_is_found(script: Path, tmp_path: Pa
     assert "persistent_hardware" in done.stderr
     assert "2/mm#" in done.stderr
     assert done.stderr.count("never struck") == 1
-    assert "fault 1 never struck on rank 0: nothing of the site '7/mm:backward' was computed" in done.stderr
+    assert "fault 0 (multiply at 2/mm:backward) struck" in done.stderr
+    assert "[faults are injected here: 2 declared, multiply at 2/mm:backward" in done.stderr
+    assert "at 7/mm:backward) never struck on rank 0: nothing of that site was computed" in done.stderr
 
 
 def test_doctor_proves_every_sensor() -> None:

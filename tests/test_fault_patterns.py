@@ -1,15 +1,23 @@
 """Faults as they are declared: what one does to the bits, which element it strikes, and what a declaration may say."""
 
+import re
+import subprocess
+import sys
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import script
 
 from bitwitness.errors import ConfigError, UsageError
 from bitwitness.inject import patterns
 from bitwitness.inject.eod_mask import eod_mask_v2
-from bitwitness.inject.faults import DEFAULT_PATTERN, Fault, from_mapping, load_faults
+from bitwitness.inject.faults import DEFAULT_PATTERN, PATTERNS, Fault, from_mapping, load_faults
 
 DTYPES = list(patterns.FORMATS)
 SHAPES = [(), (1,), (5,), (3, 40), (2, 17, 33)]
@@ -52,8 +60,8 @@ def test_every_kind_changes_only_what_it_strikes_on_every_dtype(kind, dtype):
 def test_bit_positions_count_from_the_sign(dtype):
     x = torch.ones(3).to(dtype)
     form = patterns.FORMATS[dtype]
-    assert patterns.flip_bit(x, np.array([1]), 0).float().tolist() == [1.0, -1.0, 1.0]
-    assert patterns.flip_bit(x, np.array([1]), form.exponent + 1).float()[1] == 1.5  # the highest mantissa bit
+    assert patterns.flip_bit(x, np.array([1]), form.width - 1).float().tolist() == [1.0, -1.0, 1.0]
+    assert patterns.flip_bit(x, np.array([1]), form.mantissa - 1).float()[1] == 1.5  # the highest mantissa bit
     for bit in range(form.width):
         twice = patterns.flip_bit(patterns.flip_bit(x, None, bit), None, bit)
         assert torch.equal(bits(twice), bits(x))
@@ -80,9 +88,9 @@ def test_a_lost_carry_runs_through_the_exponent_but_spares_the_sign():
 def test_stuck_bit_is_the_same_after_a_second_time():
     x = sample((7,), torch.float32)
     for value in (0, 1):
-        once = patterns.force_bit(x, None, 0, value)
+        once = patterns.force_bit(x, None, -1, value)
         assert torch.equal(torch.signbit(once), torch.full((7,), bool(value)))
-        assert torch.equal(patterns.force_bit(once, None, 0, value), once)
+        assert torch.equal(patterns.force_bit(once, None, 31, value), once)
 
 
 def test_maximum_kinds():
@@ -149,7 +157,9 @@ def test_views_keep_their_base(view):
 
 
 def test_impossible_strikes_are_named():
-    with pytest.raises(UsageError, match=r"there is no bit 20 in bfloat16; expected 0 \(the sign\) to 15"):
+    with pytest.raises(
+        UsageError, match=r"there is no bit 20 in bfloat16; expected 0 \(the lowest\) to 15 \(the sign\)"
+    ):
         patterns.flip_bit(torch.ones(2, dtype=torch.bfloat16), None, 20)
     with pytest.raises(UsageError, match=r"element 9 is not in a tensor of shape \(2, 3\); expected one below 6"):
         patterns.choose("row", (2, 3), rng(), 9)
@@ -192,6 +202,9 @@ def test_a_file_of_faults(tmp_path):
         ({"kind": "bitflip", "element": 1, "element_probability": 0.5}, "leave pattern and element out"),
         ({"kind": "permute", "pattern": "element"}, "one element cannot be permuted"),
         ({"kind": 3}, "kind = 3, expected a word"),
+        ({"kind": "multiply", "factor": 10**400}, "factor = 1000000.* characters.*, expected a number"),
+        ({"kind": "multiply", "factor": 10**5000}, "factor = a number of more than .* digits, expected a number"),
+        ({"kind": "bitflip", "element": 1 << 70}, "element = .*, expected a flat index"),
     ],
 )
 def test_what_is_not_understood_is_named(row, message):
@@ -200,7 +213,7 @@ def test_what_is_not_understood_is_named(row, message):
 
 
 def test_files_that_cannot_be_used(tmp_path):
-    with pytest.raises(ConfigError, match=r"cannot read the faults from .*missing\.toml: No such file"):
+    with pytest.raises(ConfigError, match=r"cannot read the faults: cannot read .*missing\.toml: No such file"):
         load_faults(tmp_path / "missing.toml")
     (tmp_path / "bad.toml").write_text("[[fault")
     with pytest.raises(ConfigError, match=r"bad\.toml is not TOML: .*expected \[\[fault\]\] tables"):
@@ -208,6 +221,12 @@ def test_files_that_cannot_be_used(tmp_path):
     (tmp_path / "bad.toml").write_text('[fault]\nkind = "carry"\n')
     with pytest.raises(ConfigError, match=r"bad\.toml: expected \[\[fault\]\] tables \(with two brackets\)"):
         load_faults(tmp_path / "bad.toml")
+    for text in ("9" * 5000, "[" * 5000):
+        (tmp_path / "bad.toml").write_text(f'[[fault]]\nkind = "multiply"\nfactor = {text}\n')
+        with pytest.raises(ConfigError, match=r"bad\.toml is not TOML"):
+            load_faults(tmp_path / "bad.toml")
+    with pytest.raises(ConfigError, match="10000 faults are declared; expected at most 1000"):
+        from_mapping({"fault": [{"kind": "carry"}] * 10_000})
     with pytest.raises(ConfigError, match="unknown key 'faults'"):
         from_mapping({"faults": []})
 
@@ -273,3 +292,47 @@ def test_the_presets_probability_is_seeded():
 def test_the_preset_names_bad_arguments(change, message):
     with pytest.raises(UsageError, match=message):
         eod_mask_v2(**{"x": torch.ones(4), "ele_pos": 0, "cur_step": 1} | change)
+
+
+# -- docs/faults.md and the template -------------------------------------------------------------------------
+
+
+def test_the_page_tells_every_key_and_kind_and_its_examples_load():
+    page = (Path(__file__).parents[1] / "docs" / "faults.md").read_text()
+    for word in [field.name for field in fields(Fault)] + [
+        *DEFAULT_PATTERN,
+        *PATTERNS,
+        "forward",
+        "backward",
+        "comm",
+        "param",
+        "optim",
+    ]:
+        assert f"`{word}`" in page, word
+    examples = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    assert len(examples) >= 3
+    for example in examples:
+        assert len(from_mapping(tomllib.loads(example))) == 1
+
+
+def test_the_template_is_printed_without_torch_and_strikes(tmp_path):
+    code = "import sys; from bitwitness.cli import main; main(['demo', '--faults-template']); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    (tmp_path / "faults.toml").write_text(done.stdout)
+    (tmp_path / "train.py").write_text(
+        "import torch\n"
+        "net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8))\n"
+        "optimizer = torch.optim.SGD(net.parameters(), lr=0.01)\n"
+        "for _ in range(60):\n"
+        "    net(torch.randn(4, 8)).square().mean().backward(); optimizer.step(); optimizer.zero_grad()\n"
+    )
+    told = script(
+        ["-m", "bitwitness", "run", "--act", "protect", "train.py"],
+        tmp_path,
+        environment={"BITWITNESS_INJECT": "faults.toml"},
+    )
+    assert told.returncode == 17, told.stderr
+    assert re.search(r"fault 0 \(bitflip at \*/\*mm:backward\) struck once, in step 20 at .*/mm#", told.stderr), (
+        told.stderr
+    )
+    assert "fault 1 (multiply at */addmm:forward) struck" in told.stderr

@@ -116,7 +116,7 @@ def test_forward_and_backward_are_computed_wrongly():
         not torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), clean.parameters(), strict=True)
     )
     assert different == 3  # all but fc2's bias, whose gradient is no matmul
-    with FaultyDevice([Fault(kind="bitflip", site="fc1/addmm", element=3, bit=1)], model=model):
+    with FaultyDevice([Fault(kind="bitflip", site="fc1/addmm", element=3, bit=30)], model=model):
         corrupt = model.fc1(x)
     assert torch.nonzero(corrupt != clean.fc1(x)).tolist() == [[0, 3]]
 
@@ -192,7 +192,7 @@ def test_intermittent_faults_strike_as_often_as_declared():
 def test_weights_are_struck_after_the_optimizers_step():
     model, clean = net(), net()
     train(clean, steps=3)
-    fault = Fault(kind="bitflip", site="fc1.weight/weight:param", steps=[2], element=5, bit=3)
+    fault = Fault(kind="bitflip", site="fc1.weight/weight:param", steps=[2], element=5, bit=28)
     with FaultyDevice([fault]) as device:
         train(model, steps=3)
     assert struck_sites(device) == ["fc1.weight/weight#0:param.out0"]

@@ -25,7 +25,7 @@ def run(tmp_path: Path, case: str, faults: str = "") -> tuple[int, str]:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_fault_that_wanders_is_convicted(rank: int, tmp_path: Path) -> None:
-    fault = f'[[fault]]\nsite = "2/addmm*:forward*"\nrank = {rank}\nsteps = [10]\nkind = "bitflip"\nbit = 1\n'
+    fault = f'[[fault]]\nsite = "2/addmm*:forward*"\nrank = {rank}\nsteps = [10]\nkind = "bitflip"\nbit = 30\n'
     code, told = run(tmp_path, "plain", fault)
     assert code == 1, told
     assert f"VERDICT step 10: persistent_hardware, action stopped: rank {rank}:" in told

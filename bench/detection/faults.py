@@ -25,7 +25,7 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"kind": "multiply", "factor": 64.0},
     {"kind": "multiply", "factor": -30.0},
     {"kind": "multiply", "factor": 1e4},
-    {"kind": "stuck_at", "bit": 2, "value": 1},
+    {"kind": "stuck_at", "bit": -3, "value": 1},
     {"kind": "multiply_max"},
     {"kind": "permute"},
 )
@@ -84,7 +84,7 @@ def draw(rng: random.Random, places: Places, classes: Sequence[tuple[str, str]] 
     else:
         where = rng.choice(places.modules if place == "activation gradient" else places.parameters)
     if sort == "flip":
-        fault: dict[str, Any] = {"kind": "bitflip", "bit": rng.randrange(_BITS)}
+        fault: dict[str, Any] = {"kind": "bitflip", "bit": -1 - rng.randrange(_BITS)}
     else:
         fault = {**rng.choice(_CHANGES), "pattern": rng.choice(_SHAPES)}
     return {"place": place, "sort": sort, "where": where, "fault": fault}

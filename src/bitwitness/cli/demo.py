@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from importlib.resources import files
 from typing import Any
+
+from bitwitness.errors import UsageError
+
+_MOST_STEPS = 10_000
 
 
 def add_parser(verbs: Any) -> None:
@@ -17,13 +22,21 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--seed", action="store_true", help="instead: the Ascend document's own demonstration, on 8 ranks"
     )
-    parser.add_argument("--out", metavar="DIR", help="keep the run folders and logs here")
+    parser.add_argument("-o", "--out", metavar="DIR", help="keep the run folders and logs here, a fresh folder")
+    parser.add_argument(
+        "--faults-template", action="store_true", help="print a file of faults to begin with, for your own training"
+    )
     parser.add_argument("--steps", type=int, default=45, help="steps of the fault-free run (default 45)")
     parser.set_defaults(main=main)
 
 
 def main(args: argparse.Namespace) -> int:
     """Run it."""
+    if args.faults_template:
+        print(files("bitwitness.inject").joinpath("template.toml").read_text(encoding="utf-8"), end="")
+        return 0
+    if not 1 <= args.steps <= _MOST_STEPS:
+        raise UsageError(f"--steps {args.steps}: expected 1 to {_MOST_STEPS}; the second fault strikes from step 40 on")
     from bitwitness.demo.main import main as demo
 
     return demo(args)

@@ -87,11 +87,8 @@ def watch(args: argparse.Namespace, overrides: dict[str, Any], *, traces: bool) 
     except ScriptError as error:  # shown last, after what the guard has to say
         return PROCESS.exit_code(error.show())
     finally:
-        for number, fault in faulty.idle if faulty is not None else ():
-            sys.stderr.write(
-                f"bitwitness: fault {number} never struck on rank {rank}: nothing of the site {fault.site!r} was computed in a "
-                "step in which it is due; bitwitness record shows what sites there are\n"
-            )
+        for line in faulty.told() if faulty is not None else ():
+            sys.stderr.write(f"bitwitness: {line}\n")
     return PROCESS.exit_code(0)
 
 

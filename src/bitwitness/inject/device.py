@@ -25,10 +25,11 @@ from torch.optim.optimizer import Optimizer
 from bitwitness.inject.faults import Fault, load_faults
 from bitwitness.inject.outputs import change_contribution, computed, computes, delivered, is_collective
 from bitwitness.inject.patterns import corrupt, count_changed, reaches
-from bitwitness.inject.schedule import Firing, Trigger, is_again
+from bitwitness.inject.schedule import Firing, Trigger, is_again, told_of
 from bitwitness.session.steps import StepClock
 from bitwitness.site import Site, matches
 from bitwitness.tap.compat import OpOverload, dynamo, without_dispatch_modes
+from bitwitness.tap.emulated import injecting
 from bitwitness.tap.modes import put_at_the_bottom
 from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.moments import BackwardCall, StepListener, StepMoments
@@ -79,6 +80,7 @@ class FaultyDevice:
         self.clock = StepClock() if clock is None else clock
         self._counts_steps = clock is None
         self._rank = rank
+        self._declared = f"{len(faults)} declared" + "".join(f", {fault.kind} at {fault.site}" for fault in faults[:3])
         self._triggers = [
             Trigger(fault, index, seed=seed, rank=rank)
             for index, fault in enumerate(faults)
@@ -110,6 +112,7 @@ class FaultyDevice:
         return cls(load_faults(path), rank, clock, seed) if path else None
 
     def __enter__(self) -> Self:
+        self._stack.enter_context(injecting(self._declared))
         self._stack.enter_context(StepMoments(_Moments(self)))
         self._stack.enter_context(self._tracker)
         if self._counts_steps:
@@ -124,10 +127,9 @@ class FaultyDevice:
     ) -> None:
         self._stack.close()
 
-    @property
-    def idle(self) -> list[tuple[int, Fault]]:
-        """The faults of this device that have not struck, with their numbers: misspelt sites, perhaps."""
-        return [(trigger.index, trigger.fault) for trigger in self._triggers if not trigger.fired]
+    def told(self) -> list[str]:
+        """Return a line for each fault of this device: how often it struck, and where first; or that it never did."""
+        return [told_of(trigger, self.fired, self._rank) for trigger in self._triggers]
 
     # -- operators ---------------------------------------------------------------------------------------
 

@@ -102,7 +102,11 @@ def _struck(
         return patterns.multiply_max(x, None)
     positions = _positions(x, ele_pos, seed, probability)
     if flip_mode == "bitflip":
-        return patterns.flip_bit(x, positions, bit_pos)
+        width = patterns.FORMATS[x.dtype].width  # the reference counts from the sign
+        if not 0 <= bit_pos < width:
+            name = str(x.dtype).removeprefix("torch.")
+            raise UsageError(f"there is no bit {bit_pos} in {name}; expected 0 (the sign) to {width - 1}")
+        return patterns.flip_bit(x, positions, width - 1 - bit_pos)
     if flip_mode == "bitflip_designed":
         return patterns.raise_exponent(x, positions)
     cast = float(torch.tensor(factor, dtype=x.dtype))  # the kernel casts the factor, too

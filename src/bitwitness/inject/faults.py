@@ -8,11 +8,14 @@ A file holds one table a fault::
     steps = [5]
     times = 1                                 # a transient: a replay of the step is not struck again
     kind = "bitflip"
-    bit = 1
+    bit = 30                                  # of float32: the highest exponent bit
+
+docs/faults.md tells all keys.
 """
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -20,9 +23,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from bitwitness.errors import ConfigError
+from bitwitness.errors import ConfigError, UsageError
+from bitwitness.files.reading import read_text
+from bitwitness.files.shown import shown
 from bitwitness.site import PHASES, complete_glob
 
+_MOST = 1000  # faults of one file: more than anybody declares by hand
+_MOST_BYTES = 16 << 20
 PATTERNS = ("element", "all", "row", "column", "tile", "warp")
 
 DEFAULT_PATTERN = {
@@ -74,7 +81,8 @@ class Fault:
     element
         Flat index of an element that the pattern must contain; drawn anew for each strike if None.
     bit
-        Position counted from the most significant bit, 0 being the sign.
+        Position from the least significant bit, 0, on; a negative one counts from the top as Python's indices do: -1 is the
+        sign, -2 the highest exponent bit (the default) in every dtype.
     value, factor, ulps
         Of the kinds that say so.
 
@@ -97,7 +105,7 @@ class Fault:
     times: int | None = None
     pattern: str | None = None
     element: int | None = None
-    bit: int = 1
+    bit: int = -2
     value: int = 1
     factor: float = 2.0
     ulps: int = 1
@@ -106,7 +114,7 @@ class Fault:
         for name, (fits, wanted) in _CHECKS.items():
             given = getattr(self, name)
             if not fits(given):
-                raise ConfigError(f"fault: {name} = {given!r}, expected {wanted}")
+                raise ConfigError(f"fault: {name} = {_quoted(given)}, expected {wanted}")
         kind = ALIASES.get(self.kind, self.kind)
         if kind not in DEFAULT_PATTERN:
             raise ConfigError(f"fault: unknown kind {self.kind!r}{_nearest(self.kind, [*DEFAULT_PATTERN, *ALIASES])}")
@@ -168,25 +176,29 @@ def load_faults(path: str | Path) -> tuple[Fault, ...]:
     """Read the faults of a TOML file; raise `ConfigError` if it cannot be read or says something unknown."""
     path = Path(path)
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read the faults from {path}: {error.strerror}; give a TOML file") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}; expected [[fault]] tables") from error
+        table = tomllib.loads(read_text(path, "a TOML file of faults", _MOST_BYTES))
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
+        raise ConfigError(f"{shown(path)} is not TOML: {shown(error)}; expected [[fault]] tables") from error
+    except UsageError as error:
+        raise ConfigError(f"cannot read the faults: {error}") from error
     try:
         return from_mapping(table)
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(f"{shown(path)}: {error}") from error
 
 
 def from_mapping(table: Mapping[str, Any]) -> tuple[Fault, ...]:
     """Return the faults of ``{"fault": [{...}, ...]}``; raise `ConfigError` for what is not understood."""
     for key in table:
         if key != "fault":
-            raise ConfigError(f"unknown key {key!r}; faults are declared in [[fault]] tables")
+            raise ConfigError(f"unknown key {shown(repr(key))}; faults are declared in [[fault]] tables")
     rows = table.get("fault", [])
     if not isinstance(rows, list) or not all(isinstance(row, Mapping) for row in rows):
         raise ConfigError("expected [[fault]] tables (with two brackets), one for each fault")
+    if len(rows) > _MOST:
+        raise ConfigError(
+            f"{len(rows)} faults are declared; expected at most {_MOST}: each is asked at every operator it fits"
+        )
     return tuple(_fault(number, row) for number, row in enumerate(rows))
 
 
@@ -203,17 +215,27 @@ def _fault(number: int, row: Mapping[str, Any]) -> Fault:
         raise ConfigError(str(error).replace("fault:", f"fault {number}:", 1)) from error
 
 
+def _quoted(value: Any) -> str:
+    """Return a value as it was given, if that can be shown: Python refuses to write numbers of thousands of digits."""
+    try:
+        return shown(repr(value), 100)
+    except ValueError:
+        return f"a number of more than {sys.get_int_max_str_digits()} digits"
+
+
 def _nearest(word: str, known: list[str] | tuple[str, ...]) -> str:
     close = get_close_matches(word, known, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(known)}"
 
 
 def _is_int(value: Any, least: int | None = None) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
+    """Tell whether a value is a whole number that an index can hold."""
+    fits = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63
+    return fits and (least is None or value >= least)
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, float) or (_is_int(value) and abs(value) <= sys.float_info.max)
 
 
 def _is_probability(value: Any) -> bool:
@@ -244,7 +266,10 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "times": (_or_none(lambda value: _is_int(value, 1)), "a count, 1 or more"),
     "pattern": (_or_none(lambda value: isinstance(value, str)), "a word"),
     "element": (_or_none(lambda value: _is_int(value, 0)), "a flat index, 0 or more"),
-    "bit": (lambda value: _is_int(value, 0) and value < 64, "a bit position from 0 (the sign) to 63"),
+    "bit": (
+        lambda value: _is_int(value, -64) and value < 64,
+        "a bit position from 0 (the lowest) to 63, or from -1 (the sign) down to -64",
+    ),
     "value": (lambda value: _is_int(value) and value in {0, 1}, "0 or 1"),
     "factor": (_is_number, "a number"),
     "ulps": (

@@ -91,7 +91,7 @@ def choose_random(count: int, probability: float, rng: np.random.Generator) -> n
 
 
 def flip_bit(x: torch.Tensor, positions: Positions, bit: int) -> torch.Tensor:
-    """Invert a bit; ``bit`` is counted from the most significant, 0 being the sign."""
+    """Invert a bit, counted from the least significant; a negative one from the top, -1 being the sign."""
     mask = _mask(x, bit)
     return _change_bits(x, positions, lambda bits: bits ^ mask)
 
@@ -162,7 +162,7 @@ def reaches(fault: Fault, x: torch.Tensor) -> bool:
     form = FORMATS.get(x.dtype)
     if form is None or x.numel() == 0:
         return False
-    if fault.kind in {"bitflip", "stuck_at"} and fault.bit >= form.width:
+    if fault.kind in {"bitflip", "stuck_at"} and not -form.width <= fault.bit < form.width:
         return False
     return fault.element is None or fault.element < x.numel()
 
@@ -215,9 +215,11 @@ def _name(dtype: torch.dtype) -> str:
 
 def _mask(x: torch.Tensor, bit: int) -> int:
     width = _format(x).width
-    if not 0 <= bit < width:
-        raise UsageError(f"there is no bit {bit} in {_name(x.dtype)}; expected 0 (the sign) to {width - 1}")
-    mask = 1 << (width - 1 - bit)
+    if not -width <= bit < width:
+        raise UsageError(
+            f"there is no bit {bit} in {_name(x.dtype)}; expected 0 (the lowest) to {width - 1} (the sign), or -1 to {-width}"
+        )
+    mask = 1 << (bit % width)
     return mask - (1 << 64) if mask == 1 << 63 else mask  # int64 holds the top bit as a negative number
 
 

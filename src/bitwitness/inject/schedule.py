@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,3 +52,16 @@ class Trigger:
 def is_again(call: OpCall) -> bool:
     """Tell whether an operator is not the training's own: of a step that is run again, or of a check."""
     return call.own or in_replay()
+
+
+def told_of(trigger: Trigger, fired: Sequence[Firing], rank: int) -> str:
+    """Say how often a fault struck, and where first; or that it never did, which a misspelt site may be the reason of."""
+    what = f"fault {trigger.index} ({trigger.fault.kind} at {trigger.fault.site})"
+    mine = [firing for firing in fired if firing.fault == trigger.index]
+    if not mine:
+        return (
+            f"{what} never struck on rank {rank}: nothing of that site was computed in a step in which it is due; bitwitness "
+            "record shows what sites there are"
+        )
+    times = "once," if len(mine) == 1 else f"{len(mine)} times, first"
+    return f"{what} struck {times} in step {mine[0].step} at {mine[0].site.short} on rank {rank}"

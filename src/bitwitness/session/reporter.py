@@ -6,6 +6,7 @@ import sys
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from bitwitness.errors import SideChannelError
 from bitwitness.finding import Event, Finding, Note, Severity, Verdict
 from bitwitness.ranks import Ranks
 from bitwitness.store import RunWriter
+from bitwitness.tap.emulated import injected
 
 _SPEAKS_FREELY = 8  # lines of one kind, then only the 8th, 16th, 32nd …: a terminal is read by people
 _FINDINGS_KEPT = 10_000  # a kilobyte each
@@ -118,7 +120,10 @@ class Reporter:
             self.say(f"step {finding.step}: suspicion ({finding.sensor}): {finding.message}{often}")
 
     def verdict(self, verdict: Verdict, *, speak: bool) -> None:
-        """Record a verdict on every rank; one rank prints it."""
+        """Record a verdict on every rank; one rank prints it. Under injected faults it says so."""
+        if what := injected():
+            message = f"{verdict.message} [faults are injected here: {what}]"
+            verdict = replace(verdict, message=message, evidence={**verdict.evidence, "injected": what})
         self.event(verdict, shared=True)
         if speak:
             self.say(f"VERDICT step {verdict.step}: {verdict.cause}, action {verdict.action}: {verdict.message}")
