@@ -41,7 +41,7 @@ def test_convert_names_what_is_damaged_and_goes_on(tmp_path: Path, capsys: pytes
     assert "1 files converted, 1 could not be read" in told.out
     assert main(["ascend", "convert", "-d", str(source / "Add.Add_1.3.7.100")]) == 3
     assert main(["ascend", "convert", "-d", str(tmp_path / "nothing")]) == 2
-    assert "there is no file or folder" in capsys.readouterr().err
+    assert "No such file or directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["272", "0x110"])

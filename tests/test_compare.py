@@ -193,7 +193,7 @@ def test_renamed_modules_are_matched_and_the_map_can_be_written_and_read(tmp_pat
     path = tmp_path / "map.json"
     path.write_text(json.dumps({"blocks.*": "core.blocks.*", "ln": "core.ln"}))
     assert Mapping(read_map(path)).get("blocks.1.fc1") == "core.blocks.1.fc1"
-    for wrong, said in (("[]", "expected an object of texts"), ("{", "no JSON"), ('{"a": 1}', "expected an object")):
+    for wrong, said in (("[]", "expected an object of texts"), ("{", "is damaged"), ('{"a": 1}', "expected an object")):
         path.write_text(wrong)
         with pytest.raises(UsageError, match=said):
             read_map(path)

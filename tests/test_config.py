@@ -103,7 +103,7 @@ def test_a_mistake_in_a_file_names_key_value_place_and_what_was_expected(tmp_pat
 
 
 def test_a_missing_file_says_so(tmp_path):
-    with pytest.raises(ConfigError, match=r"cannot read the configuration .*none\.toml: No such file"):
+    with pytest.raises(ConfigError, match=r"cannot read the configuration: cannot read .*none\.toml: No such file"):
         load_config(tmp_path / "none.toml", environ={})
 
 

@@ -43,8 +43,23 @@ def check_out(out: str | None, args: argparse.Namespace) -> None:
         raise UsageError(f"--out {shown(out)}: {shown(parent)} {seen}; expected a folder, or a name that is free")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise UsageError(f"--out {shown(out)}: {shown(parent)} may not be written to; name another place")
-    if os.environ.get("RANK", "0") == "0":
+    if rank_here() == 0:
         _make_room(folder, args)
+
+
+def rank_here() -> int:
+    """Return the rank that a launcher gave this process; 0 without one.
+
+    Raises
+    ------
+    UsageError
+        If ``RANK`` is no rank.
+
+    """
+    text = os.environ.get("RANK", "0")
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise UsageError(f"RANK = {shown(repr(text))} in the environment; expected a rank, as torchrun sets it")
+    return int(text)
 
 
 def _make_room(folder: Path, args: argparse.Namespace) -> None:

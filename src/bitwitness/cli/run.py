@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from typing import Any
 
-from bitwitness.cli.folders import add_out, check_out
+from bitwitness.cli.folders import add_out, check_out, rank_here
 from bitwitness.cli.script import Script, ScriptError, add_script_arguments, torch_lacks, unusable
 from bitwitness.errors import UsageError
 
@@ -75,7 +74,7 @@ def watch(args: argparse.Namespace, overrides: dict[str, Any], *, traces: bool) 
         sys.stderr.write(f"bitwitness: {unusable(error)}. SCRIPT RUNS UNGUARDED\n")
         return unguarded(script)
 
-    rank = int(os.environ.get("RANK", "0"))
+    rank = rank_here()
     faulty = FaultyDevice.from_environment(rank)
     try:
         with ExitStack() as stack:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 
 from bitwitness.errors import UsageError
+from bitwitness.files.reading import open_file
+from bitwitness.files.shown import shown
 
 _NOT_THE_SCRIPTS = frozenset({__file__, runpy.__file__, "<frozen runpy>"})
 
@@ -148,10 +151,9 @@ def _put_first_on_path(folder: str) -> None:
 
 
 def _check_file(path: Path) -> None:
-    if path.is_dir():
-        raise UsageError(f"{path} is a folder; expected a Python script")
-    if not path.is_file():
-        raise UsageError(f"there is no script {path}; check the path (seen from {Path.cwd()})")
+    if not os.path.lexists(path):
+        raise UsageError(f"there is no script {shown(path)}; check the path (seen from {Path.cwd()})")
+    open_file(path, "a Python script").close()
 
 
 def _check_module(name: str) -> None:

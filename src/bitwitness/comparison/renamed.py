@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import json
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 
 from bitwitness.comparison.frame import StepFrame
 from bitwitness.errors import UsageError
+from bitwitness.files.reading import read_json
 from bitwitness.oracle.names import canonical
 from bitwitness.store.source import Source
 
@@ -19,12 +19,7 @@ _ENOUGH = 0.5
 
 def read_map(path: Path) -> dict[str, str]:
     """Read a JSON object of module paths; raise `UsageError` if the file is none."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}; expected a JSON object of module paths") from error
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is no JSON: {error}; expected an object of module paths, A's to B's") from error
+    found = read_json(path, "a JSON object of module paths, A's to B's", 64 << 20)
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
         raise UsageError(f'{path}: expected an object of texts, such as {{"model.layers.0": "blocks.0"}}')
     return found

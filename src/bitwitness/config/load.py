@@ -16,7 +16,11 @@ from bitwitness.config.dumpconfig import DumpConfig
 from bitwitness.config.reference import read_reference
 from bitwitness.config.schema import Config, all_kinds, from_flat, sections_of, to_dict
 from bitwitness.config.values import nearest
-from bitwitness.errors import ConfigError
+from bitwitness.errors import ConfigError, UsageError
+from bitwitness.files.reading import read_text
+from bitwitness.files.shown import shown
+
+_MOST_BYTES = 16 << 20
 
 PREFIX = "BITWITNESS_"
 NOT_SETTINGS = frozenset({"BITWITNESS_INJECT"})
@@ -69,14 +73,13 @@ def load_config(
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
-            return tomllib.load(file)
-    except OSError as error:
+        return tomllib.loads(read_text(path, "a configuration in TOML", _MOST_BYTES))
+    except UsageError as error:
+        raise ConfigError(f"cannot read the configuration: {error}") from error
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
         raise ConfigError(
-            f"cannot read the configuration {path}: {error.strerror}; give a TOML file that exists"
+            f"{shown(path)} is not TOML: {shown(error)}; expected key = value lines and [section] tables"
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}; expected key = value lines and [section] tables") from error
 
 
 def _dump_section(tables: dict[str, Any], source: Any) -> tuple[dict[str, Any], tuple[str, ...]]:

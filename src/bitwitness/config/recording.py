@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from bitwitness.config.values import nearest
-from bitwitness.errors import ConfigError
+from bitwitness.errors import ConfigError, UsageError
+from bitwitness.files.reading import read_object
 from bitwitness.site import PHASES
+
+_MOST_BYTES = 16 << 20
 
 LEVELS = {"modules": "modules", "ops": "ops", "mix": "mix", "L0": "modules", "L1": "ops", "L2": "ops"}
 CONTENTS = ("structure", "stats", "hash", "tensors")
@@ -159,13 +160,9 @@ def read_msprobe(path: str | os.PathLike[str]) -> MsprobeSettings:
     """
     where = str(path)
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {where}: {error.strerror}; expected msprobe's config.json") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} is no JSON: {error}; expected msprobe's config.json") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{where} holds no object; expected msprobe's config.json")
+        found = read_object(path, "msprobe's config.json", _MOST_BYTES)
+    except UsageError as error:
+        raise ConfigError(str(error)) from error
     return _understood(found, where)
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bitwitness.errors import UsageError
+from bitwitness.errors import UnreadError, UsageError
+from bitwitness.files.reading import read_json
 from bitwitness.store.dcp import METADATA, read_dcp
 from bitwitness.store.entry import FoundTensors, TensorEntry, inside
 from bitwitness.store.tensorfile import TensorReader
@@ -82,7 +82,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         raise UsageError(f"cannot read {place}: {error.strerror}; expected {_KINDS}") from error
     if not found.entries:
         why = "".join(f"; {problem}" for problem in found.problems[:3])
-        raise UsageError(
+        raise UnreadError(
             f"{place} holds no tensors that can be read ({found.ignored} other entries); expected {_KINDS}{why}"
         )
     return Checkpoint(place, found)
@@ -97,7 +97,7 @@ def _file(path: Path) -> FoundTensors:
         return _safetensors(path)
     if path.suffix in _PICKLED:
         return read_torch_file(path)
-    raise UsageError(f"{path} is of no known kind; expected {_KINDS}")
+    raise UnreadError(f"{path} is of no known kind; expected {_KINDS}")
 
 
 def _folder(folder: Path) -> FoundTensors:
@@ -106,7 +106,7 @@ def _folder(folder: Path) -> FoundTensors:
     indices = sorted(folder.glob(f"*{_INDEX}"))
     if len(indices) > 1:
         names = ", ".join(repr(one.name) for one in indices[:4])
-        raise UsageError(f"{folder} holds {len(indices)} checkpoints: {names}; name one of these files instead")
+        raise UnreadError(f"{folder} holds {len(indices)} checkpoints: {names}; name one of these files instead")
     if indices:
         return _indexed(indices[0])
     files = sorted(folder.glob("*.safetensors"))
@@ -122,13 +122,10 @@ def _indexed(index: Path) -> FoundTensors:
     folder = index.parent
     if index.stat().st_size > _LARGEST_INDEX:
         raise UsageError(f"{index} has {index.stat().st_size} bytes; expected an index of at most {_LARGEST_INDEX}")
-    try:
-        content: Any = json.loads(inside(folder, index.name).read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{index} is damaged: it is no JSON; expected the index of a sharded checkpoint") from error
+    content: Any = read_json(inside(folder, index.name), "the index of a sharded checkpoint")
     names = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
-        raise UsageError(
+        raise UnreadError(
             f"{index} is damaged: it has no weight_map of names to files; expected that of a sharded checkpoint"
         )
     files = sorted(set(names.values()))

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from bitwitness.errors import UsageError
+from bitwitness.errors import UnreadError, UsageError
+from bitwitness.files.reading import open_file
 from bitwitness.store.dcp_metadata import Plain, read_metadata
 from bitwitness.store.entry import FoundTensors, TensorEntry, inside, is_shape
 from bitwitness.store.torchfile import tensor_from
@@ -43,7 +44,7 @@ def read_dcp(folder: Path) -> FoundTensors:
     metadata = read_metadata(inside(folder, METADATA))
     described, stored = metadata.get("state_dict_metadata"), _stored(metadata.get("storage_data"))
     if not isinstance(described, dict):
-        raise UsageError(
+        raise UnreadError(
             f"{folder / METADATA} is damaged: it describes no state; expected what torch's dcp.save writes"
         )
     found = FoundTensors({}, [])
@@ -73,7 +74,7 @@ def _entry(folder: Path, name: str, about: Plain, stored: dict[tuple[str, Sizes]
     shape, parts, properties = (about.fields.get(key) for key in ("size", "chunks", "properties"))
     dtype = properties.first("dtype") if isinstance(properties, Plain) else None
     if not is_shape(shape) or not isinstance(parts, list) or not isinstance(dtype, torch.dtype):
-        raise UsageError("its description is damaged; expected dtype, size and chunks")
+        raise UnreadError("its description is damaged; expected dtype, size and chunks")
     chunks = {_chunk(part, name, shape, stored) for part in parts}
     return TensorEntry(
         dtype, shape, lambda: _whole(folder, name, dtype, shape, sorted(chunks, key=lambda c: c.offsets))
@@ -84,16 +85,16 @@ def _chunk(part: Any, name: str, shape: Sizes, stored: dict[tuple[str, Sizes], d
     fields = part.fields if isinstance(part, Plain) else {}
     offsets, sizes = fields.get("offsets"), fields.get("sizes")
     if not is_shape(offsets) or not is_shape(sizes) or not len(offsets) == len(sizes) == len(shape):
-        raise UsageError(f"a chunk of it is damaged; expected offsets and sizes of {len(shape)} dimensions")
+        raise UnreadError(f"a chunk of it is damaged; expected offsets and sizes of {len(shape)} dimensions")
     if any(first + size > end for first, size, end in zip(offsets, sizes, shape, strict=True)):
-        raise UsageError(f"a chunk at {list(offsets)} of {list(sizes)} does not fit into its shape {list(shape)}")
+        raise UnreadError(f"a chunk at {list(offsets)} of {list(sizes)} does not fit into its shape {list(shape)}")
     info = stored.get((name, offsets), {})
     file, first, length = (info.get(key) for key in ("relative_path", "offset", "length"))
     place = (first, length)
     if not isinstance(file, str) or not is_shape(place):
-        raise UsageError(f"the metadata does not say where its chunk at {list(offsets)} is stored")
+        raise UnreadError(f"the metadata does not say where its chunk at {list(offsets)} is stored")
     if info.get("transform_descriptors"):
-        raise UsageError("it was stored compressed or otherwise transformed; save it without extensions")
+        raise UnreadError("it was stored compressed or otherwise transformed; save it without extensions")
     return _Chunk(offsets, sizes, file, *place)
 
 
@@ -104,13 +105,13 @@ def _whole(folder: Path, name: str, dtype: torch.dtype, shape: Sizes, chunks: li
     paths = {chunk.file: inside(folder, chunk.file) for chunk in chunks}
     sizes = {file: _size(path) for file, path in paths.items()}
     if math.prod(shape) * dtype.itemsize > sum(sizes.values()):
-        raise UsageError(
+        raise UnreadError(
             f"{where} claims shape {list(shape)}, which is more than its files hold; the metadata is damaged"
         )
     whole: torch.Tensor | None = None
     for chunk in chunks:
         if chunk.first + chunk.length > sizes[chunk.file] or math.prod(chunk.sizes) * dtype.itemsize > chunk.length:
-            raise UsageError(
+            raise UnreadError(
                 f"{where}: the chunk at {list(chunk.offsets)} should be {chunk.length} bytes from byte {chunk.first} of "
                 f"{chunk.file!r}, which has {sizes[chunk.file]}; the file was cut short or the metadata is damaged"
             )
@@ -118,7 +119,7 @@ def _whole(folder: Path, name: str, dtype: torch.dtype, shape: Sizes, chunks: li
             _bytes(paths[chunk.file], chunk), f"{where}, chunk at {list(chunk.offsets)} in {chunk.file!r}"
         )
         if tensor.dtype != dtype or tuple(tensor.shape) != chunk.sizes:
-            raise UsageError(
+            raise UnreadError(
                 f"{where}: the chunk at {list(chunk.offsets)} is {tensor.dtype} {list(tensor.shape)}; the metadata says "
                 f"{dtype} {list(chunk.sizes)}: one of them is damaged"
             )
@@ -134,7 +135,7 @@ def _whole(folder: Path, name: str, dtype: torch.dtype, shape: Sizes, chunks: li
 def _check_cover(where: str, shape: Sizes, chunks: list[_Chunk]) -> None:
     """Refuse chunks that leave something out, or lie on one another."""
     if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
-        raise UsageError(
+        raise UnreadError(
             f"{where}: its {len(chunks)} chunks do not make up its shape {list(shape)}; files of ranks are missing"
         )
     full = [chunk for chunk in chunks if math.prod(chunk.sizes)]
@@ -144,20 +145,20 @@ def _check_cover(where: str, shape: Sizes, chunks: list[_Chunk]) -> None:
     end = first + np.array([chunk.sizes for chunk in full], dtype=np.int64)
     for i in range(len(full) - 1):
         if ((first[i] < end[i + 1 :]) & (first[i + 1 :] < end[i])).all(axis=1).any():
-            raise UsageError(f"{where}: the chunk at {first[i].tolist()} lies over another; the metadata is damaged")
+            raise UnreadError(f"{where}: the chunk at {first[i].tolist()} lies over another; the metadata is damaged")
 
 
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
     except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}; a file of the checkpoint is missing") from error
+        raise UnreadError(f"cannot read {path}: {error.strerror}; a file of the checkpoint is missing") from error
 
 
 def _bytes(path: Path, chunk: _Chunk) -> bytes:
     try:
-        with path.open("rb") as file:
+        with open_file(path, "a file of a DCP checkpoint") as file:
             file.seek(chunk.first)
             return file.read(chunk.length)
     except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}; expected a file of the checkpoint") from error
+        raise UnreadError(f"cannot read {path}: {error.strerror}; expected a file of the checkpoint") from error

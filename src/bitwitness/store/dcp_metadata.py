@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from bitwitness.errors import UsageError
+from bitwitness.errors import UnreadError, UsageError
+from bitwitness.files.reading import read_bytes
 
 _LARGEST = 4 << 30  # bytes: the metadata are read as a whole, and have some hundred bytes for each chunk of a tensor
 _DCP = "torch.distributed.checkpoint"
@@ -100,7 +101,7 @@ class _Reader(pickle._Unpickler):
             return _CONTAINERS[module, name]
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
-        raise UsageError(
+        raise UnreadError(
             f"{self._path} names {f'{module}.{name}'[:200]!a}, which no checkpoint of torch needs; unpickling it could run "
             "code, so it was not read. Get the checkpoint again, from where you trust it"
         )
@@ -134,16 +135,16 @@ def read_metadata(path: Path) -> dict[Any, Any]:
     """
     try:
         if path.stat().st_size > _LARGEST:
-            raise UsageError(f"{path} has {path.stat().st_size} bytes; expected metadata, of {_LARGEST} at most")
-        data = path.read_bytes()
+            raise UnreadError(f"{path} has {path.stat().st_size} bytes; expected metadata, of {_LARGEST} at most")
+        data = read_bytes(path, "the .metadata of a DCP checkpoint")
     except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}; expected the metadata of a checkpoint") from error
+        raise UnreadError(f"cannot read {path}: {error.strerror}; expected the metadata of a checkpoint") from error
     try:
         found = _Reader(data, path).load()
     except UsageError:
         raise
     except Exception as error:  # a damaged pickle raises whatever its bytes happen to ask for
-        raise UsageError(
+        raise UnreadError(
             f"{path} is damaged: {str(error)[:200] or type(error).__name__!a}; expected the metadata that torch's dcp.save "
             "writes: get the checkpoint again"
         ) from error

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from bitwitness.errors import UsageError
+from bitwitness.errors import UnreadError
+from bitwitness.files.reading import open_file
 from bitwitness.store.entry import FoundTensors, TensorEntry
 
 _DEEPEST = 64
@@ -32,6 +33,7 @@ def read_torch_file(path: Path) -> FoundTensors:
         If it is damaged, or holds anything but tensors and plain values.
 
     """
+    open_file(path, "a file of torch.save").close()  # of a device or a FIFO there is no end
     content = _load(path, path.stat().st_size, str(path), mmap=True)
     found, size = FoundTensors({}, []), path.stat().st_size
     for name, value in _flat(content, str(path)):
@@ -51,9 +53,9 @@ def tensor_from(data: bytes, where: str) -> torch.Tensor:
     """Return the one tensor that `torch.save` wrote as these bytes."""
     value = _load(BytesIO(data), len(data), where)
     if not isinstance(value, torch.Tensor):
-        raise UsageError(f"{where} holds a {type(value).__name__}; expected a tensor: the checkpoint is damaged")
+        raise UnreadError(f"{where} holds a {type(value).__name__}; expected a tensor: the checkpoint is damaged")
     if (why := _unusual(value, len(data))) is not None:
-        raise UsageError(f"{where} cannot be compared: {why}")
+        raise UnreadError(f"{where} cannot be compared: {why}")
     return value.detach()
 
 
@@ -68,12 +70,12 @@ def _load(source: Path | BytesIO, size: int, where: str, *, mmap: bool = False) 
             warnings.filterwarnings("ignore", message="Validating sparse tensor invariants|Sparse invariant checks")
             return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
-        raise UsageError(
+        raise UnreadError(
             f"{where} holds more than tensors and plain values ({_reason(error)}); unpickling that could run code, so it was "
             "not read. Save the state_dict alone, or convert the file to safetensors where you trust it"
         ) from error
     except Exception as error:
-        raise UsageError(f"{where} is damaged: {_reason(error)}; expected a whole file of torch.save") from error
+        raise UnreadError(f"{where} is damaged: {_reason(error)}; expected a whole file of torch.save") from error
 
 
 def _check_archive(source: Path | BytesIO, size: int, where: str) -> None:
@@ -82,12 +84,14 @@ def _check_archive(source: Path | BytesIO, size: int, where: str) -> None:
         with zipfile.ZipFile(source) as archive:
             members = archive.infolist()
     except Exception as error:  # a hostile archive makes zipfile raise what it likes
-        raise UsageError(
+        raise UnreadError(
             f"{where} is no whole archive of torch.save ({_reason(error)}); it was cut short, or saved before torch 1.6: "
             "get it again, or load and save it anew"
         ) from error
     if any(one.compress_type != zipfile.ZIP_STORED for one in members) or sum(one.file_size for one in members) > size:
-        raise UsageError(f"{where} unpacks to more than its {size} bytes; torch.save writes nothing like that: refused")
+        raise UnreadError(
+            f"{where} unpacks to more than its {size} bytes; torch.save writes nothing like that: refused"
+        )
 
 
 def _unusual(tensor: torch.Tensor, size: int) -> str | None:
@@ -113,7 +117,7 @@ def _flat(content: Any, where: str) -> Iterator[tuple[str, Any]]:
         name, value, depth = waiting.pop()
         count += 1
         if depth > _DEEPEST or count > _MOST_ENTRIES:
-            raise UsageError(f"{where} is nested deeper than {_DEEPEST}, or has over {_MOST_ENTRIES} entries; refused")
+            raise UnreadError(f"{where} is nested deeper than {_DEEPEST}, or has over {_MOST_ENTRIES} entries; refused")
         if isinstance(value, Mapping):
             inner = list(value.items())
         elif isinstance(value, list | tuple | torch.Size):

@@ -10,6 +10,7 @@ from typing import Any
 
 from bitwitness.errors import UnreadError, UsageError
 from bitwitness.files.reading import files_below, open_file, unread
+from bitwitness.files.shown import shown
 from bitwitness.store.ascend.names import DumpName, Place, parse_name, place_of, read_mapping
 from bitwitness.store.ascend.opdebug import Record, is_opdebug_name, read_opdebug
 
@@ -139,6 +140,8 @@ def summarise(path: Path, tick: Callable[[int], None] = lambda _count: None) -> 
     """
     summary = Summary()
     for folder, names in files_below(path, _EXPECTED, summary.damaged.append):
+        if is_opdebug_name(folder.name):
+            summary.damaged.append(f"{shown(folder)} is a folder; expected an overflow file of that name")
         summary.files += len(names)
         tick(summary.files)
         records = [name for name in names if is_opdebug_name(name) and not name.endswith(_TABLES)]
