@@ -60,6 +60,7 @@ campaign: .stamp-venv
 	$(BIN)/python bench/lost.py
 	$(BIN)/python -W ignore bench/trace_campaign.py
 	$(BIN)/python bench/inputs.py
+	$(BIN)/python bench/kills.py
 	TEST_EVERYTHING=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 	$(BIN)/python bench/innocent.py --faults --only late_one_feature --repeat 44 --jobs 2 --out bench/results/late
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from test_layers import LAYERS, SOURCE, TREES, inner_names, part_of
 
+from bitwitness.cli import main
 from bitwitness.guard import doctor
 from bitwitness.tap import compat
 
@@ -31,7 +32,7 @@ def test_doctor_names_it_and_fails(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     found = doctor.examine()
     assert found["lacking"] == ["torch.Tensor._no_such_version"]
     monkeypatch.setattr(doctor, "examine", lambda: found)
-    assert doctor.show(as_json=False) == 1
+    assert main(["doctor"]) == 1
     assert "this torch has no torch.Tensor._no_such_version, which bitwitness stands on" in capsys.readouterr().out
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from bitwitness.cli import ascend_summary
+from bitwitness.cli.options import add_json, write_json
 from bitwitness.errors import EXIT_UNREAD, UsageError
 
 _UNITS = {"aicore": "AI Core", "dha": "DHA Atomic Add", "l2": "L2 Atomic Add"}
@@ -44,7 +44,7 @@ def add_parser(verbs: Any) -> None:
     )
     decode.add_argument("status", metavar="STATUS", help="decimal (272) or hexadecimal (0x110)")
     decode.add_argument("--unit", choices=tuple(_UNITS), help="only this unit's meaning")
-    decode.add_argument("--json", action="store_true", help="print JSON")
+    add_json(decode, "the same as JSON; '-', the default, prints it")
     decode.set_defaults(main=decode_main)
     ascend_summary.add_parser(inner)
 
@@ -92,8 +92,8 @@ def decode_main(args: argparse.Namespace) -> int:
             f"not a status: {args.status!r}; expected a number of at most 64 bits, decimal (272) or hexadecimal (0x110)"
         )
     decoded = [decode(status, unit) for unit in ([_UNITS[args.unit]] if args.unit else UNITS)]
-    if args.json:
-        print(json.dumps([one.to_dict() for one in decoded], indent=2))
+    if args.json is not None:
+        write_json([one.to_dict() for one in decoded], args.json)
         return 0
     print(f"status {status} = {status:#x} = {status:#b}")
     for one in decoded:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from bitwitness.cli.options import add_json, add_quiet, write_json
+from bitwitness.errors import EXIT_FINDINGS
+
 
 def add_parser(verbs: Any) -> None:
     """Add the verb."""
@@ -13,12 +16,18 @@ def add_parser(verbs: Any) -> None:
         help="what is covered here, each sensor proven on a self-test fault",
         description="Shows devices, torch's inner names that the guard needs, and lets every sensor prove that it sees.",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser, "the same as JSON; '-', the default, prints it")
+    add_quiet(parser)
     parser.set_defaults(main=main)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run it."""
-    from bitwitness.guard.doctor import main as doctor
+    """Examine this machine; return 1 if something failed its proof."""
+    from bitwitness.guard.doctor import examine, is_healthy, show
 
-    return doctor(args)
+    found = examine()
+    if args.json is not None:
+        write_json(found, args.json)
+    elif not args.quiet:
+        show(found)
+    return 0 if is_healthy(found) else EXIT_FINDINGS

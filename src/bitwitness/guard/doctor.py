@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import platform
 from typing import Any
 
@@ -11,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from bitwitness.device import this_device
-from bitwitness.errors import EXIT_FINDINGS
 from bitwitness.guard.selftest import prove
 from bitwitness.tap.compat import lacking
 
@@ -51,18 +48,13 @@ def _available(backend: str) -> bool:
     return dist.is_available() and dist.is_backend_available(backend)
 
 
-def main(args: argparse.Namespace) -> int:
-    """Run the verb."""
-    return show(as_json=args.json)
+def is_healthy(found: dict[str, Any]) -> bool:
+    """Return whether every sensor saw its fault, and torch has all that is needed."""
+    return all(result == "sees" for result in found["proven"].values()) and not found["lacking"]
 
 
-def show(*, as_json: bool) -> int:
-    """Print the examination; return 1 if something failed its proof."""
-    found = examine()
-    healthy = all(result == "sees" for result in found["proven"].values()) and not found["lacking"]
-    if as_json:
-        print(json.dumps(found, indent=1))
-        return 0 if healthy else EXIT_FINDINGS
+def show(found: dict[str, Any]) -> None:
+    """Print an examination."""
     print(f"python {found['python']}, torch {found['torch']}, accelerator: {found['accelerator']}")
     print(f"device {found['device']}")
     print(f"process groups: {', '.join(found['backends']) or 'none'}")
@@ -74,4 +66,3 @@ def show(*, as_json: bool) -> int:
         print(f"  FAILED  this torch has no {name}, which bitwitness stands on")
     for gap in found["not_covered"]:
         print(f"  not covered: {gap}")
-    return 0 if healthy else EXIT_FINDINGS
