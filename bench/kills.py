@@ -36,6 +36,7 @@ while True:
     time.sleep(0.002)
 """
 PATIENCE_S = 60.0
+BEGUN_S = 200.0  # the demo trains without a guard first
 ENDED = {signal.SIGTERM: "terminated", signal.SIGINT: "interrupted", signal.SIGKILL: "killed"}
 
 
@@ -85,7 +86,7 @@ def trial(draw: random.Random, folder: Path) -> tuple[str, str | None]:
         job = subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=log, start_new_session=True)
     run = folder / "out" / ("guarded/run" if name == "demo" else "")
     started = time.monotonic()
-    while not (run / "run.json").exists() and time.monotonic() - started < PATIENCE_S:
+    while not (run / "run.json").exists() and time.monotonic() - started < BEGUN_S:
         time.sleep(0.05)
     time.sleep(draw.uniform(0.0, 6.0))
     job.send_signal(number)

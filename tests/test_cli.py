@@ -90,7 +90,7 @@ def test_a_scripts_own_exit_code_and_error_pass_through(tmp_path: Path) -> None:
     [
         (["run", "no/such/script.py"], "there is no script no/such/script.py"),
         (["run", "-m", "no_such_module"], "no module named 'no_such_module'"),
-        (["run", "--config", "no.toml", "{script}"], "cannot read the configuration no.toml"),
+        (["run", "--config", "no.toml", "{script}"], "cannot read the configuration: cannot read no.toml"),
         (["run", "."], "is a folder"),
         (["run"], "the following arguments are required: SCRIPT"),
         (["run", "--act", "heal", "{script}"], "invalid choice: 'heal'"),

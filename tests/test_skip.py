@@ -211,7 +211,9 @@ def test_two_models_of_one_backward_are_each_healed_by_their_own_guard(capsys) -
             both.step(x, y, None, None)
     assert len(device.fired) == 1
     said = capsys.readouterr().err
-    assert said.count("VERDICT") == said.count("healed with it\n") == 2
+    verdicts = [line for line in said.splitlines() if "VERDICT" in line]
+    assert len(verdicts) == 2
+    assert all("healed with it [faults are injected here" in line for line in verdicts)
     for one, other in ((both.first, plain.first), (both.second, plain.second)):
         assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True)), said
 

@@ -153,6 +153,8 @@ def _put_first_on_path(folder: str) -> None:
 def _check_file(path: Path) -> None:
     if not os.path.lexists(path):
         raise UsageError(f"there is no script {shown(path)}; check the path (seen from {Path.cwd()})")
+    if path.is_dir():
+        raise UsageError(f"{shown(path)} is a folder; expected a Python script")
     open_file(path, "a Python script").close()
 
 

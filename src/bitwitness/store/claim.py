@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO, cast
 
+from bitwitness.store.life import beginning
 from bitwitness.store.seal import SEAL, sealed
 
 SCHEMA = 2
@@ -84,7 +85,7 @@ def _mark(folder: Path) -> bool:
     """Take a folder; return whether it was free."""
     try:
         with open_private(folder / "run.json", "x") as file:
-            json.dump(sealed({"schema": SCHEMA}), file)
+            json.dump(sealed({"schema": SCHEMA, **beginning()}), file)
     except FileExistsError:
         return False
     return True

@@ -40,6 +40,8 @@ class Health:
         What was not covered, and why.
     doubts
         Why not everything is known.
+    remark
+        What is worth a line though nothing is wrong: how often a loss scale was dropped.
 
     """
 
@@ -48,6 +50,7 @@ class Health:
     advice: str = ""
     gaps: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
+    remark: str = ""
 
     @property
     def details(self) -> list[str]:
@@ -59,6 +62,8 @@ class Health:
         lines = [self.sentence]
         if self.advice:
             lines.append(f"to do: {self.advice}")
+        elif self.remark:
+            lines.append(self.remark)
         if self.gaps:
             rest = len(self.gaps) - 1
             lines.append(f"not covered: {self.gaps[0]}" + (f"; and {rest} more ({more})" if rest else ""))
@@ -102,10 +107,11 @@ def health_of(
     else:
         sentence = f"healthy{_until(life)}: {seen}"
     found = bool(verdicts or nonfinite)
+    remarks = (told for table in tables if (told := _of(table, "loss_scale").get("told")))
     status = "unread" if doubts or not _ended_well(life) else "findings" if found else "fine"
     if not _ended_well(life):
         sentence = f"{life.state}{f' ({life.by})' * bool(life.by)}: {'until then ' * (not found)}{sentence}"
-    return Health(status, sentence, advice, gaps, doubts)
+    return Health(status, sentence, advice, gaps, doubts, next(remarks, ""))
 
 
 def _of(table: Table, name: str) -> Table:
