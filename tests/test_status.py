@@ -217,3 +217,28 @@ def test_a_rank_that_left_nothing_is_missed(tmp_path: Path, capsys: pytest.Captu
     code, told = status(tmp_path / "run", capsys)
     assert code == 3
     assert "1 of 2 ranks left nothing: 1" in told["problems"]
+
+
+def test_a_disk_that_fills_up_under_a_recording_is_told_and_what_was_written_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bitwitness.store.tensorfile import TensorFile
+
+    write, times = TensorFile.add, iter(range(10_000))
+
+    def full(self: TensorFile, key: str, tensor: torch.Tensor) -> None:
+        if next(times) > 60:
+            raise OSError(28, "No space left on device")
+        write(self, key, tensor)
+
+    monkeypatch.setattr(TensorFile, "add", full)
+    net = model()
+    with bw.Recorder(net, out=tmp_path / "run", content="tensors") as recorder:
+        train(net, 20)
+    assert recorder.problem is not None
+    code, told = status(tmp_path / "run", capsys)
+    assert code == 3
+    assert any("No space left on device" in problem for problem in told["problems"]), told
+    assert bw.Run(tmp_path / "run").steps()  # rows came with the tensors that they describe
+    for row in bw.Run(tmp_path / "run").rows(step=0).to_pylist():
+        assert row["tensor"] is None or bw.Run(tmp_path / "run").tensor(row) is not None

@@ -63,7 +63,7 @@ class _Asked:
         self.life: Life = life_of(description)
         tables = _latest(self._notes)
         missing = _missing(self._notes, self._verdicts, description, self.life)
-        problems = [*run.problems, *_missing_ranks(run), *missing]
+        problems = [*run.problems, *_missing_ranks(run), *missing, *_not_written(run, description)]
         self.health: Health = health_of(tables, self._verdicts, self.life, problems=list(dict.fromkeys(problems)))
         if self._recorded and not tables and not self._verdicts:
             _tell_recording(self.health, self._recorded)
@@ -131,6 +131,13 @@ def _missing(notes: list[Any], verdicts: list[Any], description: dict[str, Any],
     if told > len(verdicts):
         lines.append(f"{told} verdicts were reached and {len(verdicts)} are in events.jsonl: it is cut or damaged")
     return lines
+
+
+def _not_written(run: Run, description: dict[str, Any]) -> list[str]:
+    """Return what the run itself says that it could not record."""
+    lines = [note.message for note in run.notes() if note.sensor == "record" and note.severity != "info"]
+    lost = description.get("not_recorded")
+    return [*lines, f"{lost} events were not recorded"] if isinstance(lost, int) and lost else lines
 
 
 def _missing_ranks(run: Run) -> list[str]:
