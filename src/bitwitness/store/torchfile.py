@@ -16,6 +16,7 @@ import torch
 
 from bitwitness.errors import UnreadError
 from bitwitness.files.reading import open_file
+from bitwitness.files.shown import quoted, shown
 from bitwitness.store.entry import FoundTensors, TensorEntry
 
 _DEEPEST = 64
@@ -51,10 +52,20 @@ def read_torch_file(path: Path) -> FoundTensors:
 
 def tensor_from(data: bytes, where: str) -> torch.Tensor:
     """Return the one tensor that `torch.save` wrote as these bytes."""
-    value = _load(BytesIO(data), len(data), where)
+    return _only_tensor(_load(BytesIO(data), len(data), where), len(data), where)
+
+
+def tensor_in(path: Path) -> torch.Tensor:
+    """Return the one tensor that `torch.save` wrote to a file."""
+    open_file(path, "a file of torch.save").close()
+    size = path.stat().st_size
+    return _only_tensor(_load(path, size, shown(path)), size, shown(path))
+
+
+def _only_tensor(value: Any, size: int, where: str) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
-        raise UnreadError(f"{where} holds a {type(value).__name__}; expected a tensor: the checkpoint is damaged")
-    if (why := _unusual(value, len(data))) is not None:
+        raise UnreadError(f"{where} holds a {type(value).__name__}; expected one tensor: it is damaged")
+    if (why := _unusual(value, size)) is not None:
         raise UnreadError(f"{where} cannot be compared: {why}")
     return value.detach()
 
@@ -96,6 +107,8 @@ def _check_archive(source: Path | BytesIO, size: int, where: str) -> None:
 
 def _unusual(tensor: torch.Tensor, size: int) -> str | None:
     """Return why a tensor cannot be compared as plain numbers, if it cannot."""
+    if tensor.is_nested:  # it has no shape
+        return "it is a nested tensor; expected a plain dense tensor"
     if type(tensor) not in _TENSORS or tensor.layout != torch.strided or tensor.is_quantized:
         return (
             f"it is a {type(tensor).__name__} of layout {tensor.layout}, {tensor.dtype}; expected a plain dense tensor"
