@@ -348,7 +348,7 @@ def test_msprobes_config_is_read_as_it_is(tmp_path: Path) -> None:
         ({"task": "overflow_check"}, "bitwitness trace"),
         ({"level": "L9"}, "L0, L1 or mix"),
         ({"step": ["x"]}, "a list of numbers"),
-        ([], "holds no object"),
+        ([], "holds no JSON object"),
     ):
         path.write_text(json.dumps(wrong))
         with pytest.raises(ConfigError, match=said):
