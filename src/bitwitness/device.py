@@ -32,7 +32,8 @@ def this_device(where: torch.Tensor | torch.device | str | None = None) -> Devic
     host = socket.gethostname()
     if device.type == "cpu":
         local_rank = os.environ.get("LOCAL_RANK", "")
-        return Device(host, int(local_rank) if local_rank.isdecimal() else 0, _host_identity(), "cpu")
+        is_rank = local_rank.isdecimal() and len(local_rank) < 10
+        return Device(host, int(local_rank) if is_rank else 0, _host_identity(), "cpu")
     index, module = device.index, None
     with suppress(Exception):
         module = torch.get_device_module(device)

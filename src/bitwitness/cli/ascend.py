@@ -10,7 +10,8 @@ from typing import Any
 
 from bitwitness.cli import ascend_summary
 from bitwitness.cli.options import add_json, write_json
-from bitwitness.errors import EXIT_UNREAD, UsageError
+from bitwitness.errors import EXIT_UNREAD, UnreadError, UsageError
+from bitwitness.files.shown import quoted, shown
 
 _UNITS = {"aicore": "AI Core", "dha": "DHA Atomic Add", "l2": "L2 Atomic Add"}
 
@@ -52,11 +53,12 @@ def add_parser(verbs: Any) -> None:
 def convert_main(args: argparse.Namespace) -> int:
     """Convert; return the exit code."""
     from bitwitness.store.ascend.convert import convert_file, dump_files
-    from bitwitness.store.ascend.wire import AscendFileError
 
+    if not args.out:
+        raise UsageError("-o is empty; name a folder to write to")
     out = Path(args.out)
     if out.exists() and not out.is_dir():
-        raise UsageError(f"{out} is a file; expected a folder to write to (-o DIR)")
+        raise UsageError(f"{shown(out)} is a file; expected a folder to write to (-o DIR)")
     if not args.source:
         raise UsageError("-d is empty; name a dump file, or a folder of them")
     source, count = Path(args.source), 0
@@ -65,7 +67,7 @@ def convert_main(args: argparse.Namespace) -> int:
         folder = out / path.parent.relative_to(source) if source.is_dir() else out
         try:
             written = convert_file(path, folder, args.form)
-        except AscendFileError as error:
+        except UnreadError as error:
             if path == source:
                 raise
             damaged.append(str(error))
@@ -74,7 +76,7 @@ def convert_main(args: argparse.Namespace) -> int:
         for target, what in written:
             print(f"{os.path.relpath(target) if not out.is_absolute() else target}: {what}")
     for message in damaged:
-        sys.stderr.write(f"bitwitness: {message}\n")
+        sys.stderr.write(f"bitwitness: {shown(message, None)}\n")
     print(f"{count} files converted" + (f", {len(damaged)} could not be read (named above)" if damaged else ""))
     return EXIT_UNREAD if damaged or not count else 0
 
@@ -89,7 +91,7 @@ def decode_main(args: argparse.Namespace) -> int:
         status = -1
     if not 0 <= status < 1 << 64:
         raise UsageError(
-            f"not a status: {args.status!r}; expected a number of at most 64 bits, decimal (272) or hexadecimal (0x110)"
+            f"not a status: {quoted(args.status)}; expected a number of at most 64 bits, decimal (272) or hexadecimal (0x110)"
         )
     decoded = [decode(status, unit) for unit in ([_UNITS[args.unit]] if args.unit else UNITS)]
     if args.json is not None:

@@ -47,8 +47,9 @@ def main(args: argparse.Namespace) -> int:
     """Sum up; return the exit code."""
     from bitwitness.store.ascend.summary import find_in_logs, summarise
 
-    if not args.path:
-        raise UsageError("the dump path is empty; name a folder")
+    for value, what in ((args.path, "the dump path"), (args.log, "--log"), (args.out, "--out")):
+        if value == "":
+            raise UsageError(f"{what} is empty; name a folder")
     mode = os.environ.get("INF_NAN_MODE_ENABLE", "").strip()
     spoken = args.json is None and not args.quiet
     if spoken:
@@ -56,7 +57,7 @@ def main(args: argparse.Namespace) -> int:
     with _progress() as tick:
         summary = summarise(Path(args.path), tick)
     if args.log is not None:
-        summary.overflows = find_in_logs(Path(args.log), summary.overflows)
+        summary.overflows = find_in_logs(Path(args.log), summary.overflows, summary.damaged.append)
     for message in summary.damaged:
         sys.stderr.write(f"bitwitness: {message}\n")
     result = {"inf_nan_mode": mode or None, "path": str(args.path), **summary.to_dict()}
@@ -77,7 +78,7 @@ def _mode(value: str) -> str:
             "INF_NAN_MODE_ENABLE = 0 here: saturation. Inf became the dtype's largest number and NaN became 0; a search for "
             "Inf and NaN in dumped tensors sees nothing, the records below do"
         )
-    shown = f"INF_NAN_MODE_ENABLE = {value}" if value else "INF_NAN_MODE_ENABLE is not set (1 by default)"
+    shown = f"INF_NAN_MODE_ENABLE = {value[:40]}" if value else "INF_NAN_MODE_ENABLE is not set (1 by default)"
     return f"{shown} here: an overflow shows as Inf, an undefined result as NaN"
 
 

@@ -8,8 +8,9 @@ from functools import cached_property
 from pathlib import Path
 
 from bitwitness.comparison.frame import StepFrame
-from bitwitness.errors import UsageError
+from bitwitness.errors import UnreadError
 from bitwitness.files.reading import read_json
+from bitwitness.files.shown import shown
 from bitwitness.oracle.names import canonical
 from bitwitness.store.source import Source
 
@@ -18,10 +19,10 @@ _ENOUGH = 0.5
 
 
 def read_map(path: Path) -> dict[str, str]:
-    """Read a JSON object of module paths; raise `UsageError` if the file is none."""
+    """Read a JSON object of module paths; raise `UnreadError` if the file is none."""
     found = read_json(path, "a JSON object of module paths, A's to B's", 64 << 20)
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
-        raise UsageError(f'{path}: expected an object of texts, such as {{"model.layers.0": "blocks.0"}}')
+        raise UnreadError(f'{shown(path)}: expected an object of texts, such as {{"model.layers.0": "blocks.0"}}')
     return found
 
 

@@ -19,11 +19,12 @@ from typing import Any
 
 from bitwitness.config.values import nearest
 from bitwitness.errors import ConfigError
+from bitwitness.files.shown import quoted, shown
 
 _DUMP_MODES = ("input", "output", "all")
 _DEBUG_MODES = {"aicore_overflow": "compute", "atomic_overflow": "accumulate", "all": "all"}
 _MOST_STEPS = 100  # the vendors' own bound for this key
-_STEP = re.compile(r"(\d+)(?:-(\d+))?")
+_STEP = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
 _NOT_OURS = frozenset({"use_off_line"})
 """Keys of the parameter map that concern other things."""
 
@@ -70,6 +71,9 @@ class DumpConfig:
                 "DumpConfig: enable_dump and enable_dump_debug are both on; dump and overflow detection exclude each other: "
                 "turn one off"
             )
+        for name in ("dump_mode", "dump_debug_mode"):
+            if not isinstance(getattr(self, name), str):
+                raise _wrong(name, getattr(self, name), "a text")
         if self.dump_mode not in _DUMP_MODES:
             raise _wrong("dump_mode", self.dump_mode, f"one of {', '.join(_DUMP_MODES)}")
         if self.dump_debug_mode not in _DEBUG_MODES:
@@ -86,7 +90,7 @@ class DumpConfig:
         for name, value in values.items():
             if name not in known:
                 raise ConfigError(
-                    f"unknown key {name!r} (= {value!r}) in {where}: expected one of {', '.join(known)}{nearest(name, known)}"
+                    f"unknown key {quoted(name)} (= {quoted(value)}) in {shown(where)}: expected one of {', '.join(known)}{nearest(str(name), known)}"
                 )
         return cls(**values)
 
@@ -137,7 +141,7 @@ class NPURunConfig:
 
 
 def _wrong(name: str, value: Any, expected: str, owner: str = "DumpConfig") -> ConfigError:
-    return ConfigError(f"{owner}: {name} = {value!r}: expected {expected}; change it")
+    return ConfigError(f"{owner}: {name} = {quoted(value)}: expected {expected}; change it")
 
 
 def _check_steps(text: Any) -> None:
@@ -146,7 +150,7 @@ def _check_steps(text: Any) -> None:
     for entry in entries or [text]:
         found = _STEP.fullmatch(entry) if isinstance(entry, str) else None
         if found is None or (found[2] is not None and int(found[1]) >= int(found[2])):
-            raise _wrong("dump_step", text, f"{expected} (seen {entry!r})")
+            raise _wrong("dump_step", text, f"{expected} (seen {quoted(entry)})")
     if len(entries) > _MOST_STEPS:
         raise ConfigError(
             f"DumpConfig: dump_step has {len(entries)} entries; expected at most {_MOST_STEPS}; join some to ranges"
@@ -158,7 +162,11 @@ def _check_path(path: Any) -> None:
         raise _wrong("dump_path", path, "an existing folder, since dump or overflow detection is on")
     if not isinstance(path, str | os.PathLike):
         raise _wrong("dump_path", path, "a path")
-    if not Path(path).is_dir():
+    try:
+        is_folder = Path(path).is_dir()
+    except OSError as error:
+        raise _wrong("dump_path", str(path), f"a folder that can be looked at ({error.strerror})") from error
+    if not is_folder:
         raise _wrong("dump_path", str(path), "a folder that exists; create it first")
     if not os.access(path, os.R_OK | os.W_OK):
         raise _wrong("dump_path", str(path), "a folder that this user may read and write")
@@ -168,4 +176,4 @@ def _plain(value: Any, *, switch: bool) -> Any:
     """Return a parameter map's value as a plain one."""
     if hasattr(value, "b") and hasattr(value, "s"):
         value = value.b if switch else value.s
-    return value.decode() if isinstance(value, bytes) else value
+    return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else value

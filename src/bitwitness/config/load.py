@@ -6,6 +6,7 @@ In the environment two underscores stand for a dot: ``BITWITNESS_TREND__Z=8`` is
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -18,9 +19,10 @@ from bitwitness.config.schema import Config, all_kinds, from_flat, sections_of, 
 from bitwitness.config.values import nearest
 from bitwitness.errors import ConfigError, UsageError
 from bitwitness.files.reading import read_text
-from bitwitness.files.shown import shown
+from bitwitness.files.shown import quoted, shown
 
-_MOST_BYTES = 16 << 20
+_MOST_BYTES = 1 << 20
+_MOST_DOTS = 100  # of a key in TOML, whose reader takes a time that is the square of their number
 
 PREFIX = "BITWITNESS_"
 NOT_SETTINGS = frozenset({"BITWITNESS_INJECT"})
@@ -73,7 +75,12 @@ def load_config(
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(read_text(path, "a configuration in TOML", _MOST_BYTES))
+        text = read_text(path, "a configuration in TOML", _MOST_BYTES)
+        if any(part.count(".") > _MOST_DOTS for part in re.split(r"[=,\n\[\]{}]", text)):
+            raise ConfigError(f"{shown(path)} is not TOML that is understood: more than {_MOST_DOTS} dots in one key or value")
+        return tomllib.loads(text)
+    except ConfigError:
+        raise
     except UsageError as error:
         raise ConfigError(f"cannot read the configuration: {error}") from error
     except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
@@ -88,7 +95,7 @@ def _dump_section(tables: dict[str, Any], source: Any) -> tuple[dict[str, Any], 
     if section is None:
         return {}, ()
     if not isinstance(section, dict):
-        raise ConfigError(f"dump_config = {section!r} in {source}: expected a section [dump_config]")
+        raise ConfigError(f"dump_config = {quoted(section)} in {shown(source)}: expected a section [dump_config]")
     dump = DumpConfig.from_mapping(section, f"[dump_config] of {source}")
     return dump.to_settings(), dump.warnings
 
@@ -106,7 +113,7 @@ def _flat(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         try:
             flat[name] = kind.check(value)
         except ValueError:
-            raise ConfigError(f"{name} = {value!r} in {where}: expected {kind}") from None
+            raise ConfigError(f"{name} = {quoted(value)} in {shown(where)}: expected {kind}") from None
     return flat
 
 
@@ -116,7 +123,7 @@ def _items(name: str, value: Any, where: str) -> dict[str, Any]:
     if isinstance(value, Mapping):
         return {str(key): item for key, item in value.items()}
     keys = ", ".join(f"{name}.{f.name}" for f in fields(sections_of(Config)[name]))
-    raise ConfigError(f"{name} = {value!r} in {where}: expected a section with the keys {keys}")
+    raise ConfigError(f"{name} = {quoted(value)} in {shown(where)}: expected a section with the keys {keys}")
 
 
 def _unknown(name: str, value: Any, where: str) -> str:
@@ -124,7 +131,7 @@ def _unknown(name: str, value: Any, where: str) -> str:
     hint = nearest(name, known)
     if not hint:  # a key written without its section
         hint = nearest(name.rpartition(".")[2], [key.rpartition(".")[2] for key in known])
-    return f"unknown key {name!r} (= {value!r}) in {where}: expected one of the documented settings{hint}"
+    return f"unknown key {quoted(name)} (= {quoted(value)}) in {shown(where)}: expected one of the documented settings{hint}"
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -137,11 +144,11 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         if kind is None:
             spelled = [PREFIX + key.upper().replace(".", "__") for key in all_kinds()]
             raise ConfigError(
-                f"unknown variable {variable} (= {text!r}) in the environment: expected BITWITNESS_ and a "
+                f"unknown variable {shown(variable)} (= {quoted(text)}) in the environment: expected BITWITNESS_ and a "
                 f"setting's name, with __ for each dot{nearest(variable, spelled)}"
             )
         try:
             flat[name] = kind.parse(text)
         except ValueError:
-            raise ConfigError(f"{variable} = {text!r} in the environment: expected {kind} ({name})") from None
+            raise ConfigError(f"{variable} = {quoted(text)} in the environment: expected {kind} ({name})") from None
     return flat

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from bitwitness.config.values import nearest
 from bitwitness.errors import ConfigError, UsageError
 from bitwitness.files.reading import read_object
+from bitwitness.files.shown import quoted, shown
 from bitwitness.site import PHASES
 
 _MOST_BYTES = 16 << 20
 
 LEVELS = {"modules": "modules", "ops": "ops", "mix": "mix", "L0": "modules", "L1": "ops", "L2": "ops"}
 CONTENTS = ("structure", "stats", "hash", "tensors")
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_RANGE = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
 _MOST = 1 << 31  # of a rank or a step: rows hold them as int32
+_MOST_ELEMENTS = 1 << 62
 
 Ranges = tuple[tuple[int, int], ...]
 """Closed ranges of numbers."""
@@ -75,18 +78,22 @@ class RecordConfig:
     recording: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("level", "content", "steps", "ranks"):
+            value = getattr(self, name)
+            if not isinstance(value, str) and (value is not None or name in ("level", "content")):
+                raise _wrong(name, value, "a text", ())
         if self.level not in LEVELS:
             raise _wrong("level", self.level, f"one of {', '.join(LEVELS)}", LEVELS)
         if self.content not in CONTENTS:
             raise _wrong("content", self.content, f"one of {', '.join(CONTENTS)}", CONTENTS)
         for name in ("sites", "phases"):
             value = getattr(self, name)
-            if isinstance(value, str) or not all(isinstance(item, str) for item in value):
+            if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
                 raise _wrong(name, value, "a list of texts", ())
         for phase in self.phases:
             if phase not in PHASES:
                 raise _wrong("phases", phase, f"some of {', '.join(PHASES)}", PHASES)
-        if not isinstance(self.max_elements, int) or self.max_elements < 0:
+        if not isinstance(self.max_elements, int) or not 0 <= self.max_elements < _MOST_ELEMENTS:
             raise _wrong("max_elements", self.max_elements, "a number of elements, 0 for all", ())
         ranges(self.steps, "steps")
         ranges(self.ranks, "ranks")
@@ -114,11 +121,18 @@ def ranges(text: str | None, name: str) -> Ranges | None:
     """Read ``"0-3,10"``; None for all."""
     if text is None:
         return None
-    found = [_RANGE.fullmatch(part.strip()) for part in text.split(",")] if isinstance(text, str) else [None]
-    pairs = [(int(m[1]), int(m[2] or m[1])) for m in found if m is not None]
-    if len(pairs) < len(found) or any(first > last for first, last in pairs):
+    pairs = _pairs(text) if isinstance(text, str) else ()
+    if not pairs:
         raise _wrong(name, text, "numbers and ranges a-b (a <= b) separated by commas, for example 0-3,10", ())
-    return tuple(pairs)
+    return pairs
+
+
+@cache
+def _pairs(text: str) -> Ranges:
+    """Return the ranges of a text, asked for at every step; none if it is not understood."""
+    found = [_RANGE.fullmatch(part.strip()) for part in text.split(",")]
+    pairs = tuple((int(m[1]), int(m[2] or m[1])) for m in found if m is not None)
+    return pairs if len(pairs) == len(found) and all(first <= last for first, last in pairs) else ()
 
 
 def within(number: int, wanted: Ranges | None) -> bool:
@@ -128,7 +142,7 @@ def within(number: int, wanted: Ranges | None) -> bool:
 
 def _wrong(name: str, value: Any, expected: str, known: Iterable[str], owner: str = "recording") -> ConfigError:
     hint = nearest(value, list(known)) if isinstance(value, str) and known else ""
-    return ConfigError(f"{owner}: {name} = {value!r}: expected {expected}{hint}")
+    return ConfigError(f"{owner}: {name} = {quoted(value)}: expected {expected}{hint}")
 
 
 # -- msprobe's config.json ---------------------------------------------------------------------------------------
@@ -137,7 +151,19 @@ _TASKS = {"statistics": "stats", "tensor": "tensors", "structure": "structure"}
 _COMMON = {"task", "dump_path", "rank", "step", "level", "async_dump", "seed", "is_deterministic", "enable_dataloader"}
 _COMMON |= {"precision", "extra_info", "risk_level", "token_range", "acl_config", "framework"}
 _SECTION = {"scope", "list", "tensor_list", "data_mode", "summary_mode", "file_format", "backward_input", "device"}
-_MODES = {"all": (), "forward": ("forward",), "backward": ("backward",)}
+_MODES = {"all": (), "forward": ("forward",), "backward": ("backward",), "input": (), "output": ()}
+_HALVES = frozenset({"input", "output"})
+_KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "level": (lambda value: isinstance(value, str) and value in LEVELS, "L0, L1 or mix"),
+    "dump_path": (lambda value: isinstance(value, str), "a folder's path"),
+    "async_dump": (lambda value: isinstance(value, bool), "true or false"),
+    "data_mode": (
+        lambda value: _is_texts(value) and _MODES.keys() >= set(value), f"a list of some of {', '.join(_MODES)}"
+    ),
+    "summary_mode": (lambda value: isinstance(value, str) or _is_texts(value), "statistics or md5"),
+    "list": (lambda value: _is_texts(value), "a list of names"),
+}
+"""What a config.json's settings may hold, where they are there and not null."""
 
 
 @dataclass(frozen=True)
@@ -168,31 +194,30 @@ def read_msprobe(path: str | os.PathLike[str]) -> MsprobeSettings:
 
 def _understood(found: Mapping[str, Any], where: str) -> MsprobeSettings:
     task = found.get("task") or "statistics"
-    if task not in _TASKS:
+    if not isinstance(task, str) or task not in _TASKS:
         raise ConfigError(
-            f"{where}: task {task!r} is no recording; expected {', '.join(_TASKS)}"
+            f"{shown(where)}: task {quoted(task)} is no recording; expected {', '.join(_TASKS)}"
             f"{nearest(task, list(_TASKS)) if isinstance(task, str) else ''}; for overflows see bitwitness trace"
         )
     section = found.get(task) or {}
     if not isinstance(section, dict):
-        raise ConfigError(f"{where}: {task} = {section!r}: expected an object of settings")
+        raise ConfigError(f"{shown(where)}: {task} = {quoted(section)}: expected an object of settings")
+    for name, value in (*found.items(), *section.items()):
+        fits, expected = _KINDS.get(name, (None, ""))
+        if fits is not None and value not in (None, "") and not fits(value):
+            raise _wrong(name, value, expected, LEVELS if name == "level" else (), shown(where))
     content = "hash" if section.get("summary_mode") == "md5" else _TASKS[task]
-    level = found.get("level") or "L1"
-    if not isinstance(level, str) or level not in LEVELS:
-        raise _wrong("level", level, "L0, L1 or mix", LEVELS, where)
-    modes = section.get("data_mode") or ["all"]
-    phases = {phase for mode in modes for phase in _MODES.get(mode, ())} if isinstance(modes, list) else set()
+    phases = {phase for mode in section.get("data_mode") or () for phase in _MODES[mode]}
     config = RecordConfig(
-        level=level,
+        level=found.get("level") or "L1",
         content=content,
         steps=_numbers(found.get("step"), "step", where),
         ranks=_numbers(found.get("rank"), "rank", where),
-        sites=tuple(glob for name in _texts(section.get("list"), "list", where) for glob in _globs(name)),
+        sites=tuple(glob for name in section.get("list") or () for glob in _globs(name)),
         phases=tuple(sorted(phases)),
         async_dump=bool(found.get("async_dump")),
     )
-    dump_path = found.get("dump_path")
-    return MsprobeSettings(config, str(dump_path) if dump_path else None, _unheeded(found, section, where))
+    return MsprobeSettings(config, found.get("dump_path") or None, _unheeded(found, section, shown(where)))
 
 
 def _unheeded(found: Mapping[str, Any], section: Mapping[str, Any], where: str) -> tuple[str, ...]:
@@ -201,7 +226,8 @@ def _unheeded(found: Mapping[str, Any], section: Mapping[str, Any], where: str) 
     ignored = [
         key for key in ("scope", "tensor_list", "acl_config", "token_range") if section.get(key) or found.get(key)
     ]
-    texts = [f"{where}: {key!r} is unknown and was ignored" for key in unknown]
+    ignored += [f"data_mode {mode}" for mode in sorted(_HALVES.intersection(section.get("data_mode") or ()))]
+    texts = [f"{where}: {quoted(key)} is unknown and was ignored" for key in unknown]
     texts += [
         f"{where}: {key!r} has no counterpart here and was ignored; select with list or --sites" for key in ignored
     ]
@@ -217,16 +243,12 @@ def _numbers(value: Any, name: str, where: str) -> str | None:
             isinstance(entry, str) and _RANGE.fullmatch(entry)
         )
         if not valid:
-            raise _wrong(name, value, "a list of numbers, or of ranges like '2-5'", (), where)
+            raise _wrong(name, value, "a list of numbers, or of ranges like '2-5'", (), shown(where))
     return ",".join(str(entry) for entry in entries)
 
 
-def _texts(value: Any, name: str, where: str) -> list[str]:
-    if value is None:
-        return []
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise _wrong(name, value, "a list of names", (), where)
-    return value
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def _globs(name: str) -> list[str]:

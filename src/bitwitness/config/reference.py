@@ -21,10 +21,12 @@ from typing import Any
 
 from bitwitness.config.schema import FeatureConfig, Scheme
 from bitwitness.config.values import nearest
+from bitwitness.files.shown import quoted
 
 _THRESHOLDS = {"NPU_ASD_UPPER_THRESH": "feature.upper_thresh", "NPU_ASD_SIGMA_THRESH": "feature.sigma_thresh"}
 _LEAST_THRESHOLD = 3  # the vendors' own bound; they raise what is below to it
 _INT_MAX = 2**31 - 1  # the vendors hold these numbers in a 32-bit int
+_MOST_DIGITS = 18  # a number of more is no threshold
 _SWITCHES = ("enable", "with_checksum")
 _NUMBERS = {  # key of the combined scheme: our name, least value
     "grad_sample_interval": ("feature.grad_sample_interval", 1),
@@ -94,7 +96,7 @@ def _read_enable(environ: Mapping[str, str], reading: _SettingsRead, *, release_
     if level not in allowed:
         advice = "" if release_levels else "; for later releases' 2 and 3 set feature.levels = 'release'"
         reading.warnings.append(
-            f"NPU_ASD_ENABLE = {text!r}: expected one of {', '.join(allowed)}; detection stays off{advice}"
+            f"NPU_ASD_ENABLE = {quoted(text)}: expected one of {', '.join(allowed)}; detection stays off{advice}"
         )
         level = "0"
     reading.switched["v1"] = level != "0"
@@ -108,14 +110,14 @@ def _read_pair(variable: str, text: str, name: str, warnings: list[str]) -> tupl
     rule = f"expected two integers >= {_LEAST_THRESHOLD}, the first above the second"
     parts = [part.strip() for part in text.split(",")]
     if len(parts) != 2 or not all(_is_digits(part) for part in parts):
-        warnings.append(f"{variable} = {text!r}: {rule}; the default {default} holds")
+        warnings.append(f"{variable} = {quoted(text)}: {rule}; the default {default} holds")
         return default
     first, second = (max(int(part), _LEAST_THRESHOLD) for part in parts)
     if first <= second:
-        warnings.append(f"{variable} = {text!r}: {rule}; the default {default} holds")
+        warnings.append(f"{variable} = {quoted(text)}: {rule}; the default {default} holds")
         return default
     if (first, second) != tuple(int(part) for part in parts):
-        warnings.append(f"{variable} = {text!r}: {rule}; raised to {first},{second}")
+        warnings.append(f"{variable} = {quoted(text)}: {rule}; raised to {first},{second}")
     return first, second
 
 
@@ -130,10 +132,10 @@ def _read_combined(variable: str, text: str, reading: _SettingsRead) -> None:
         elif key in _NUMBERS:
             _read_number(variable, key, value, reading)
         elif key is None:
-            reading.warnings.append(f"{variable}: {item!r} is not understood; expected key:value; it is ignored")
+            reading.warnings.append(f"{variable}: {quoted(item)} is not understood; expected key:value; it is ignored")
         else:
             reading.warnings.append(
-                f"{variable}: unknown key {key!r} (= {value!r}) is ignored; expected one of {', '.join(keys)}"
+                f"{variable}: unknown key {quoted(key)} (= {quoted(value)}) is ignored; expected one of {', '.join(keys)}"
                 f"{nearest(key, keys)}"
             )
 
@@ -147,7 +149,7 @@ def _split(item: str) -> tuple[str | None, str]:
 
 def _read_switch(variable: str, key: str, value: str, reading: _SettingsRead) -> None:
     if value not in ("true", "false"):
-        reading.warnings.append(f"{variable}: {key} = {value!r}: expected true or false; the default false holds")
+        reading.warnings.append(f"{variable}: {key} = {quoted(value)}: expected true or false; the default false holds")
         return
     if key == "enable":
         reading.switched["combined"] = value == "true"
@@ -158,10 +160,10 @@ def _read_switch(variable: str, key: str, value: str, reading: _SettingsRead) ->
 def _read_number(variable: str, key: str, value: str, reading: _SettingsRead) -> None:
     name, least = _NUMBERS[key]
     if not _is_digits(value) or not least <= int(value) <= _INT_MAX:
-        reading.warnings.append(f"{variable}: {key} = {value!r}: expected an integer >= {least}; the default holds")
+        reading.warnings.append(f"{variable}: {key} = {quoted(value)}: expected an integer >= {least}; the default holds")
         return
     reading.values[name] = int(value)
 
 
 def _is_digits(text: str) -> bool:
-    return text.isascii() and text.isdigit()
+    return text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS

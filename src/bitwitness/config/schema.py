@@ -10,6 +10,7 @@ from typing import Any, Literal, get_type_hints
 
 from bitwitness.config.values import SettingType
 from bitwitness.errors import ConfigError
+from bitwitness.files.shown import quoted
 
 Act = Literal["observe", "protect", "stop"]
 OverflowMode = Literal["compute", "accumulate", "all", "aicore_overflow", "atomic_overflow"]
@@ -29,12 +30,12 @@ class _Validated:
             try:
                 object.__setattr__(self, name, kind.check(value))
             except ValueError:
-                message = f"{type(self).__name__}.{name} = {value!r}: expected {kind}; change it"
+                message = f"{type(self).__name__}.{name} = {quoted(value)}: expected {kind}; change it"
                 raise ConfigError(message) from None
         for name, section in sections_of(type(self)).items():
             if not isinstance(getattr(self, name), section):
                 raise ConfigError(
-                    f"{type(self).__name__}.{name} = {getattr(self, name)!r}: expected a {section.__name__}"
+                    f"{type(self).__name__}.{name} = {quoted(getattr(self, name))}: expected a {section.__name__}"
                 )
 
 

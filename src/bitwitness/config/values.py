@@ -15,6 +15,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 _TRUE = ("1", "true", "yes", "on")
 _NOTHING = ("", "none")
 _FALSE = ("0", "false", "no", "off")
+_LARGEST = 1 << 53  # of an integer: above, it is no count of anything, and floats round it
+_LONGEST_KEY = 80  # characters of a name that are compared with the known ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +88,21 @@ def _coerce(hint: Any, value: Any) -> Any:
     elif origin in (Union, types.UnionType):
         return None if value is None else _coerce(_only(inner), value)
     elif hint is float:
-        fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        fits = isinstance(value, int | float) and not isinstance(value, bool) and _is_finite(value)
         value = float(value) if fits else value
     else:
         fits = isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
+        fits = fits and (hint is not int or abs(value) <= _LARGEST)
     if not fits:
         raise ValueError
     return value
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return False
 
 
 def _only(inner: tuple[Any, ...]) -> Any:
@@ -121,5 +131,5 @@ def _parse(hint: Any, text: str) -> Any:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``; the nearest known key is …``, or nothing where none is near."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name[:_LONGEST_KEY], list(known), n=1, cutoff=0.5)
     return f"; the nearest known key is {close[0]!r}" if close else ""

@@ -7,6 +7,7 @@ import json
 import os
 import stat
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -57,6 +58,16 @@ def open_file(path: str | os.PathLike[str], expected: str) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
+@contextmanager
+def opened(path: str | os.PathLike[str], expected: str) -> Iterator[BinaryIO]:
+    """Open a file as `open_file` does; what the system refuses while it is read is an `UnreadError`, too."""
+    with open_file(path, expected) as file:
+        try:
+            yield file
+        except OSError as error:
+            raise unread(path, error, expected) from error
+
+
 def kind_of(mode: int) -> str:
     """Say what a file is that is not a regular one; ``mode``: of `os.stat`."""
     return next((words for test, words in _KINDS if test(mode)), "is no regular file")
@@ -72,14 +83,11 @@ def unread(path: str | os.PathLike[str], error: OSError, expected: str) -> Usage
 
 def read_bytes(path: str | os.PathLike[str], expected: str, most: int = MOST_BYTES) -> bytes:
     """Return a file's contents; raises as `open_file`, and `UnreadError` for more than ``most`` bytes."""
-    with open_file(path, expected) as file:
+    with opened(path, expected) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
             raise UnreadError(f"{shown(path)} has {size:,} bytes, of at most {most:,}; expected {expected}")
-        try:
-            data = file.read(most + 1)
-        except OSError as error:
-            raise unread(path, error, expected) from error
+        data = file.read(most + 1)
     if len(data) > most:  # it grew meanwhile, or its size is not known beforehand
         raise UnreadError(f"{shown(path)} has more than {most:,} bytes; expected {expected}")
     return data
@@ -141,6 +149,8 @@ def files_below(
 ) -> Iterator[tuple[Path, list[str]]]:
     """Yield each folder below and with this one, and the names of its regular files, sorted; links to folders are not followed.
 
+    A link to a folder that is walked anyway is passed over in silence, one to another is told.
+
     Parameters
     ----------
     failed
@@ -156,10 +166,16 @@ def files_below(
     listed(folder, expected)
 
     def refused(error: OSError) -> None:
-        failed(f"cannot read {shown(error.filename)}: {error.strerror}; what is in it is missing here")
+        failed(f"cannot read {shown(error.filename or folder)}: {error.strerror}; what is in it is missing here")
+
+    root = os.path.realpath(folder)
 
     for path, folders, names in os.walk(folder, onerror=refused):
         folders.sort()
+        for name in folders:
+            link = Path(path, name)
+            if link.is_symlink() and os.path.commonpath([root, os.path.realpath(link)]) != root:
+                failed(f"{shown(link)} is a link to a folder elsewhere, and was not followed; name that folder, too")
         regular = []
         for name in sorted(names):
             file = Path(path, name)

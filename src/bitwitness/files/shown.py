@@ -17,6 +17,15 @@ def shown(text: object, limit: int | None = _LONGEST) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else escaped(c) for c in text)
 
 
+def quoted(value: object) -> str:
+    """Return a value that was read as Python writes it, fit for a message; one that Python cannot write by its kind."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a number of thousands of digits; containers nested as deeply
+        return f"a {type(value).__name__} too large to show"
+    return shown(text)
+
+
 def shown_lines(text: str) -> str:
     """Return a text of several lines, each as `shown` gives it, uncut; tabs stay."""
     if text.isprintable():

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bitwitness.errors import UnreadError, UsageError
-from bitwitness.files.reading import read_json
+from bitwitness.files.reading import listed, read_json, unread
+from bitwitness.files.shown import quoted, shown
 from bitwitness.store.dcp import METADATA, read_dcp
 from bitwitness.store.entry import FoundTensors, TensorEntry, inside
 from bitwitness.store.tensorfile import TensorReader
 from bitwitness.store.torchfile import read_torch_file
 
 _INDEX = ".safetensors.index.json"
+_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors", re.ASCII | re.DOTALL)
 _PICKLED = (".pt", ".pth", ".bin")
 _LARGEST_INDEX = 256 << 20  # bytes, read as a whole: a line for each tensor
 _KINDS = (
@@ -54,15 +58,15 @@ class Checkpoint:
         return entry.dtype, entry.shape
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Load a tensor to the CPU; raises `UsageError` if it is damaged. Threads may load different ones."""
+        """Load a tensor to the CPU; raises `UnreadError` if it is damaged. Threads may load different ones."""
         try:
             return self._entry(name).read()
         except (OSError, RuntimeError, TypeError, ValueError, OverflowError, MemoryError) as error:
-            raise UsageError(f"{self.path}: {name!r} cannot be read: {_short(error)}; the file is damaged") from error
+            raise UnreadError(f"{shown(self.path)}: {quoted(name)} cannot be read: {_short(error)}; the file is damaged") from error
 
     def _entry(self, name: str) -> TensorEntry:
         if name not in self._entries:
-            raise UsageError(f"{self.path} holds no tensor {name!r}; names() lists what it holds")
+            raise UsageError(f"{shown(self.path)} holds no tensor {quoted(name)}; names() lists what it holds")
         return self._entries[name]
 
 
@@ -72,61 +76,89 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     Raises
     ------
     UsageError
+        If there is no such file or folder.
+    UnreadError
         If it is none of these, is damaged, holds no tensors, or would have to run code to be read.
 
     """
     place = Path(path)
+    if not os.fspath(path):
+        raise UsageError(f"a path is empty; expected {_KINDS}")
     try:
+        place.stat()
         found = _folder(place) if place.is_dir() else _file(place)
-    except OSError as error:
-        raise UsageError(f"cannot read {place}: {error.strerror}; expected {_KINDS}") from error
+    except UnreadError:
+        raise
+    except (OSError, ValueError) as error:
+        raise _unread(place, error) from error
+    except UsageError as error:  # of a file in it that is not there
+        raise UnreadError(str(error)) from error
     if not found.entries:
         why = "".join(f"; {problem}" for problem in found.problems[:3])
         raise UnreadError(
-            f"{place} holds no tensors that can be read ({found.ignored} other entries); expected {_KINDS}{why}"
+            f"{shown(place)} holds no tensors that can be read ({found.ignored} other entries); expected {_KINDS}{why}"
         )
     return Checkpoint(place, found)
 
 
+def _unread(place: Path, error: OSError | ValueError) -> UsageError:
+    if isinstance(error, FileNotFoundError) and not os.path.lexists(place):
+        return UsageError(f"{shown(place)} does not exist (seen from {Path.cwd()}); expected {_KINDS}")
+    if isinstance(error, OSError):
+        return unread(place, error, _KINDS)
+    return UsageError(f"{shown(place)} is no path: {error}; expected {_KINDS}")  # a null byte
+
+
 def _file(path: Path) -> FoundTensors:
-    if not path.exists():
-        raise UsageError(f"{path} does not exist; expected {_KINDS}")
     if path.name.endswith(_INDEX):
         return _indexed(path)
     if path.suffix == ".safetensors":
         return _safetensors(path)
     if path.suffix in _PICKLED:
         return read_torch_file(path)
-    raise UnreadError(f"{path} is of no known kind; expected {_KINDS}")
+    raise UnreadError(f"{shown(path)} is of no known kind; expected {_KINDS}")
 
 
 def _folder(folder: Path) -> FoundTensors:
-    if (folder / METADATA).exists():
+    names = [entry.name for entry in listed(folder, _KINDS)]
+    if METADATA in names:
         return read_dcp(folder)
-    indices = sorted(folder.glob(f"*{_INDEX}"))
+    indices = [name for name in names if name.endswith(_INDEX)]
     if len(indices) > 1:
-        names = ", ".join(repr(one.name) for one in indices[:4])
-        raise UnreadError(f"{folder} holds {len(indices)} checkpoints: {names}; name one of these files instead")
+        some = ", ".join(map(quoted, indices[:4]))
+        raise UnreadError(f"{shown(folder)} holds {len(indices)} checkpoints: {some}; name one of these files instead")
     if indices:
-        return _indexed(indices[0])
-    files = sorted(folder.glob("*.safetensors"))
+        return _indexed(folder / indices[0])
+    files = [name for name in names if name.endswith(".safetensors")]
     if not files:
-        inner = [one.name for one in sorted(folder.iterdir()) if one.is_dir() and (one / METADATA).exists()]
-        hint = f"; it has folders that are checkpoints: {', '.join(map(repr, inner[:4]))}" if inner else ""
-        raise UsageError(f"{folder} holds no checkpoint; expected {_KINDS}{hint}")
-    return _merged(folder, [one.name for one in files])
+        inner = [name for name in names if os.path.lexists(folder / name / METADATA)]
+        hint = f"; it has folders that are checkpoints: {', '.join(map(quoted, inner[:4]))}" if inner else ""
+        raise UnreadError(f"{shown(folder)} holds no checkpoint; expected {_KINDS}{hint}")
+    found = _merged(folder, files)
+    found.problems += _missing_shards(folder, files)
+    return found
+
+
+def _missing_shards(folder: Path, files: list[str]) -> list[str]:
+    """Return what shards are not there, by the numbers in the names of those that are (model-00001-of-00003.safetensors)."""
+    numbered = [found for file in files if (found := _SHARD.fullmatch(file))]
+    sets = {(one[1], one[3]) for one in numbered}
+    counts = {key: len({one[2] for one in numbered if (one[1], one[3]) == key}) for key in sets}
+    return [
+        f"{shown(folder)}: {have} of {int(of)} files {shown(name)}-…-of-{of}.safetensors are there; the rest is missing"
+        for (name, of), have in sorted(counts.items())
+        if have < int(of)
+    ]
 
 
 def _indexed(index: Path) -> FoundTensors:
     """Read the files that an index names, and hold them to it."""
     folder = index.parent
-    if index.stat().st_size > _LARGEST_INDEX:
-        raise UsageError(f"{index} has {index.stat().st_size} bytes; expected an index of at most {_LARGEST_INDEX}")
-    content: Any = read_json(inside(folder, index.name), "the index of a sharded checkpoint")
+    content: Any = read_json(inside(folder, index.name), "the index of a sharded checkpoint", _LARGEST_INDEX)
     names = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
         raise UnreadError(
-            f"{index} is damaged: it has no weight_map of names to files; expected that of a sharded checkpoint"
+            f"{shown(index)} is damaged: it has no weight_map of names to files; expected that of a sharded checkpoint"
         )
     files = sorted(set(names.values()))
     for file in files:
@@ -135,7 +167,7 @@ def _indexed(index: Path) -> FoundTensors:
     missing = [name for name in names if name not in found.entries]
     if missing:
         found.problems.append(
-            f"{index}: {len(missing)} of its tensors are in none of its files, such as {missing[0]!r}"
+            f"{shown(index)}: {len(missing)} of its tensors are in none of its files, such as {quoted(missing[0])}"
         )
     return found
 
@@ -154,8 +186,9 @@ def _merged(folder: Path, files: list[str]) -> FoundTensors:
         whole.problems += part.problems
         for name, entry in part.entries.items():
             if name in home:
-                raise UsageError(
-                    f"{folder}: {name!r} is in {home[name]!r} and in {file!r}; expected shards of one checkpoint: name one file"
+                raise UnreadError(
+                    f"{shown(folder)}: {quoted(name)} is in {quoted(home[name])} and in {quoted(file)}; expected shards of one "
+                    "checkpoint: name one file"
                 )
             home[name], whole.entries[name] = file, entry
     return whole
@@ -164,13 +197,20 @@ def _merged(folder: Path, files: list[str]) -> FoundTensors:
 def _safetensors(path: Path) -> FoundTensors:
     reader = TensorReader(path)
     found = FoundTensors({}, [])
+    places: list[tuple[int, int]] = []
     for name in reader.keys():  # noqa: SIM118 - not a mapping
         try:
-            dtype, shape, _, _ = reader.describe(name)
-        except (UsageError, TypeError) as error:
-            found.problems.append(f"{path}: {name!r} was left out: {_short(error)}")
+            dtype, shape, first, last = reader.describe(name)
+        except (UsageError, TypeError, ValueError) as error:  # ValueError: sizes of thousands of digits
+            found.problems.append(f"{shown(path)}: {quoted(name)} was left out: {_short(error)}")
             continue
+        places.append((first, last))
         found.entries[name] = TensorEntry(dtype, shape, lambda name=name: reader.read(name))  # type: ignore[misc]
+    # The format leaves no holes: where there is one, a number of the header is not what was written.
+    places.sort()
+    filled = all(end == begin for (_, end), (begin, _) in pairwise([*places, (path.stat().st_size, 0)]))
+    if places and not filled and not found.problems:
+        found.problems.append(f"{shown(path)} is damaged: its tensors do not fill it; a header's number or the end is wrong")
     return found
 
 

@@ -11,12 +11,14 @@ import numpy as np
 import torch
 
 from bitwitness.errors import UnreadError, UsageError
-from bitwitness.files.reading import open_file
+from bitwitness.files.reading import opened
+from bitwitness.files.shown import quoted, shown
 from bitwitness.store.dcp_metadata import Plain, read_metadata
 from bitwitness.store.entry import FoundTensors, TensorEntry, inside, is_shape
 from bitwitness.store.torchfile import tensor_from
 
 METADATA = ".metadata"
+_MOST_CHUNKS = 1 << 15  # of one tensor: each is held against all others
 
 Sizes = tuple[int, ...]
 
@@ -49,13 +51,16 @@ def read_dcp(folder: Path) -> FoundTensors:
         )
     found = FoundTensors({}, [])
     for name, about in described.items():
-        if not isinstance(name, str) or not isinstance(about, Plain) or "chunks" not in about.fields:
+        if isinstance(name, str) and type(about).__name__ == "BytesStorageMetadata":
             found.ignored += 1  # numbers and objects are pickled one by one
+            continue
+        if not isinstance(name, str) or not isinstance(about, Plain):
+            found.problems.append(f"{shown(folder)}: {quoted(name)} was left out: its description is damaged")
             continue
         try:
             found.entries[name] = _entry(folder, name, about, stored)
         except UsageError as error:
-            found.problems.append(f"{folder}: {name[:200]!r} was left out: {error}")
+            found.problems.append(f"{shown(folder)}: {quoted(name)} was left out: {error}")
     return found
 
 
@@ -100,7 +105,7 @@ def _chunk(part: Any, name: str, shape: Sizes, stored: dict[tuple[str, Sizes], d
 
 def _whole(folder: Path, name: str, dtype: torch.dtype, shape: Sizes, chunks: list[_Chunk]) -> torch.Tensor:
     """Load the chunks and put them in their places."""
-    where = f"{folder}: {name[:200]!r}"
+    where = f"{shown(folder)}: {quoted(name)}"
     _check_cover(where, shape, chunks)
     paths = {chunk.file: inside(folder, chunk.file) for chunk in chunks}
     sizes = {file: _size(path) for file, path in paths.items()}
@@ -141,6 +146,8 @@ def _check_cover(where: str, shape: Sizes, chunks: list[_Chunk]) -> None:
     full = [chunk for chunk in chunks if math.prod(chunk.sizes)]
     if len(full) < 2:
         return
+    if len(full) > _MOST_CHUNKS:
+        raise UnreadError(f"{where}: it has {len(full)} chunks; expected at most {_MOST_CHUNKS}, one for each rank")
     first = np.array([chunk.offsets for chunk in full], dtype=np.int64)
     end = first + np.array([chunk.sizes for chunk in full], dtype=np.int64)
     for i in range(len(full) - 1):
@@ -157,8 +164,8 @@ def _size(path: Path) -> int:
 
 def _bytes(path: Path, chunk: _Chunk) -> bytes:
     try:
-        with open_file(path, "a file of a DCP checkpoint") as file:
+        with opened(path, "a file of a DCP checkpoint") as file:
             file.seek(chunk.first)
             return file.read(chunk.length)
-    except OSError as error:
-        raise UnreadError(f"cannot read {path}: {error.strerror}; expected a file of the checkpoint") from error
+    except ValueError as error:  # an offset that no file has
+        raise UnreadError(f"cannot read {shown(path)}: {error}; the metadata is damaged") from error

@@ -15,15 +15,19 @@ import torch
 
 from bitwitness.errors import UnreadError, UsageError
 from bitwitness.files.reading import read_bytes
+from bitwitness.files.shown import shown
 
-_LARGEST = 4 << 30  # bytes: the metadata are read as a whole, and have some hundred bytes for each chunk of a tensor
+_LARGEST = 512 << 20  # bytes: the metadata are read as a whole, and have some hundred bytes for each chunk of a tensor
 _DCP = "torch.distributed.checkpoint"
 _SHARD = "torch.distributed._shard"
 _MEGATRON = "megatron.core.dist_checkpointing"
 
 
 class Plain:
-    """Stands for any object of the metadata: it keeps its arguments and its state, and does nothing."""
+    """Stands for any object of the metadata: it keeps its arguments and its state, and does nothing.
+
+    A class of its own stands for each name, and has it.
+    """
 
     __slots__ = ("args", "state")
 
@@ -70,7 +74,7 @@ _OPERATIONS = (
     *("EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "APPEND", "APPENDS"),
     *("GLOBAL", "STACK_GLOBAL", "NEWOBJ", "REDUCE", "BUILD"),
 )
-_KEYS = (str, int, Plain)
+_KINDS = {(module, name): type(name, (Plain,), {"__slots__": ()}) for module, name in _OBJECTS}
 
 
 def _ordered() -> dict[Any, Any]:
@@ -95,14 +99,14 @@ class _Reader(pickle._Unpickler):
 
     def find_class(self, module: str, name: str, /) -> Any:
         """Return what stands for a name."""
-        if (module, name) in _OBJECTS:
-            return Plain
+        if (module, name) in _KINDS:
+            return _KINDS[module, name]
         if (module, name) in _CONTAINERS:
             return _CONTAINERS[module, name]
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
         raise UnreadError(
-            f"{self._path} names {f'{module}.{name}'[:200]!a}, which no checkpoint of torch needs; unpickling it could run "
+            f"{shown(self._path)} names {f'{module}.{name}'[:200]!a}, which no checkpoint of torch needs; unpickling it could run "
             "code, so it was not read. Get the checkpoint again, from where you trust it"
         )
 
@@ -116,7 +120,7 @@ class _Reader(pickle._Unpickler):
             self._set(key, value)
 
     def _set(self, key: Any, value: Any) -> None:
-        if type(key) not in _KEYS:  # hashing a tuple that is nested deeply enough would end the process
+        if type(key) not in (str, int) and not isinstance(key, Plain):  # hashing a tuple that is nested deeply enough would end the process
             raise pickle.UnpicklingError(f"a key is a {type(key).__name__}")
         self.stack[-1][key] = value
 
@@ -134,18 +138,13 @@ def read_metadata(path: Path) -> dict[Any, Any]:
 
     """
     try:
-        if path.stat().st_size > _LARGEST:
-            raise UnreadError(f"{path} has {path.stat().st_size} bytes; expected metadata, of {_LARGEST} at most")
-        data = read_bytes(path, "the .metadata of a DCP checkpoint")
-    except OSError as error:
-        raise UnreadError(f"cannot read {path}: {error.strerror}; expected the metadata of a checkpoint") from error
-    try:
+        data = read_bytes(path, "the .metadata of a DCP checkpoint", _LARGEST)
         found = _Reader(data, path).load()
     except UsageError:
         raise
     except Exception as error:  # a damaged pickle raises whatever its bytes happen to ask for
         raise UnreadError(
-            f"{path} is damaged: {str(error)[:200] or type(error).__name__!a}; expected the metadata that torch's dcp.save "
+            f"{shown(path)} is damaged: {shown(error, 200) or type(error).__name__}; expected the metadata that torch's dcp.save "
             "writes: get the checkpoint again"
         ) from error
     return found.fields if isinstance(found, Plain) else {}

@@ -16,9 +16,12 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from bitwitness.errors import UnreadError, UsageError
-from bitwitness.files.reading import listed, open_file, read_json
-from bitwitness.store.msprobe_entry import clean
+from bitwitness.files.reading import MOST_BYTES, listed, opened, read_json
+from bitwitness.files.shown import quoted
+from bitwitness.store.msprobe_beside import stack_entry, wrong_parents
+from bitwitness.store.msprobe_entry import Malformed, clean
 from bitwitness.store.msprobe_rows import StepReader
+from bitwitness.store.msprobe_tensor import read_tensor
 from bitwitness.store.rows import SCHEMA
 
 if TYPE_CHECKING:
@@ -28,7 +31,6 @@ _STEP = re.compile(r"step(\d{1,9})", re.ASCII)
 _RANK = re.compile(r"(rank|proc)(\d{0,9})", re.ASCII)
 _FILE = re.compile(r"(\d{1,9})\|([^/\\\0]+\.(?:pt|npy))", re.ASCII)
 _FIELD = re.compile(r'"(task|level|framework)"\s*:\s*"([\w .-]{1,40})"')
-_LARGEST = 4_000_000_000  # bytes of a JSON file, which is read as a whole
 _TOLD = 5  # problems of one file that are told one by one
 
 
@@ -42,25 +44,37 @@ def _rank_folders(path: Path, tell: Callable[[str], None]) -> Iterator[tuple[int
     if os.path.lexists(path / "dump.json"):
         yield _step_of(path.absolute().parent), path
         return
-    children = _children(path, tell)
-    own = [child for child in children if _RANK.fullmatch(child.name)]
+    own = _children(path, _RANK, tell)
     for child in own:
         yield _step_of(path.absolute()), child
-    steps = [] if own else [child for child in children if _STEP.fullmatch(child.name)]
-    for step in sorted(steps, key=_step_of):
-        if os.path.lexists(step / "dump.json"):
+    for step in [] if own else sorted(_children(path, _STEP, tell), key=_step_of):
+        alone = os.path.lexists(step / "dump.json")
+        if alone:
             yield _step_of(step), step
-        inside = [child for child in _children(step, tell) if _RANK.fullmatch(child.name)]
+        told: list[str] = []
+        inside = _children(step, _RANK, told.append)
         for child in inside:
             yield _step_of(step), child
+        if not alone and not inside and not told:
+            told.append(f"{step} was left out: it holds no rank's folder and no dump.json")
+        for problem in told:
+            tell(problem)
 
 
-def _children(path: Path, tell: Callable[[str], None]) -> list[Path]:
+def _children(path: Path, named: re.Pattern[str], tell: Callable[[str], None]) -> list[Path]:
+    """Return the folders in a folder that have a name of a kind; ``tell``: of what has such a name and is no folder."""
     try:
-        return [path / entry.name for entry in listed(path, "a folder of msprobe's") if entry.is_dir()]
-    except (UsageError, OSError) as error:
+        entries = [entry for entry in listed(path, "a folder of msprobe's") if named.fullmatch(entry.name)]
+    except UsageError as error:
         tell(f"{path} was left out: {error}")
         return []
+    folders = []
+    for entry in entries:
+        if Path(entry.path).is_dir():
+            folders.append(path / entry.name)
+        else:
+            tell(f"{path / entry.name} was left out: it is no folder; expected that of a step or a rank")
+    return folders
 
 
 def _step_of(path: Path) -> int:
@@ -141,13 +155,11 @@ class MsprobeSource:
             if body:
                 self._tell(f"{path} was left out: it holds no 'data'; expected an object of calls by name")
             return SCHEMA.empty_table()
-        parents = self._load(folder / "construct.json", missing_ok=True)
-        reader = StepReader(step, parents, self._number_stacks(rank, folder))
+        parents = self._load(folder / "construct.json")
+        reader = StepReader(step, parents, self._number_stacks(rank, folder), kept=body.get("task") == "tensor")
         table = reader.table(rank, data)
-        for problem in reader.problems[:_TOLD]:
-            self._tell(f"{path}: left out {problem}")
-        if len(reader.problems) > _TOLD:
-            self._tell(f"{path}: left out {len(reader.problems) - _TOLD} more of the kind")
+        self._tell_some(path, reader.problems)
+        self._tell_some(folder / "construct.json", list(wrong_parents(parents)))
         return table
 
     def stacks(self, rank: int) -> dict[int, str]:
@@ -160,14 +172,18 @@ class MsprobeSource:
         """Return the number of each name's stack; the same text has the same number in all steps."""
         known = self._stacks.setdefault(rank, {})
         numbers: dict[str, int] = {}
-        for entry in self._load(folder / "stack.json", missing_ok=True).values():
-            if not isinstance(entry, list) or len(entry) != 2 or not all(isinstance(part, list) for part in entry):
+        path = folder / "stack.json"
+        problems: list[str] = []
+        for key, entry in self._load(path).items():
+            try:
+                names, lines = stack_entry(key, entry)
+            except Malformed as error:
+                problems.append(f"{quoted(key)}: {error}")
                 continue
-            names, lines = entry
-            text = clean("\n".join(" ".join(line.split()) for line in lines if isinstance(line, str)))
+            text = clean("\n".join(" ".join(line.split()) for line in lines))
             if text:
-                number = known.setdefault(text, len(known))
-                numbers |= {name: number for name in names if isinstance(name, str)}
+                numbers |= dict.fromkeys(names, known.setdefault(text, len(known)))
+        self._tell_some(path, problems)
         return numbers
 
     def tensor(self, rank: int, reference: str, dtype: str, shape: tuple[int, ...], layout: str | None) -> torch.Tensor:  # noqa: ARG002 - files hold tensors in their own order
@@ -176,16 +192,16 @@ class MsprobeSource:
         folder = self._folders.get(rank, {}).get(int(found[1])) if found else None
         if found is None or folder is None:
             raise UnreadError(
-                f"{self.path}: {clean(reference)!r} names no tensor file of this dump; the row is damaged"
+                f"{self.path}: {quoted(reference)} names no tensor file of this dump; the row is damaged"
             )
-        return _load_tensor(folder / "dump_tensor_data", found[2], dtype, shape)
+        return read_tensor(folder / "dump_tensor_data", found[2], dtype, shape)
 
     # -- files -----------------------------------------------------------------------------------------------------
 
     def _looks_whole(self, path: Path) -> bool:
         """Tell whether a file begins and ends like one that was written to its end; takes what it says of the dump."""
         try:
-            with open_file(path, "the dump.json of msprobe") as file:
+            with opened(path, "the dump.json of msprobe") as file:
                 size = os.fstat(file.fileno()).st_size
                 head = file.read(4096)
                 file.seek(max(0, size - 4096))
@@ -193,11 +209,8 @@ class MsprobeSource:
         except UsageError as error:
             self._tell(f"{path} was left out: {error}")
             return False
-        except OSError as error:
-            self._tell(f"{path} was left out: {error.strerror}; expected a JSON file that can be read")
-            return False
-        if size > _LARGEST:
-            self._tell(f"{path} was left out: it has {size} bytes; expected at most {_LARGEST}")
+        if size > MOST_BYTES:
+            self._tell(f"{path} was left out: it has {size} bytes; expected at most {MOST_BYTES}")
             return False
         if not head.lstrip().startswith(b"{") or not tail.rstrip().endswith(b"}"):
             self._tell(f"{path} was left out: it is cut short or no JSON; expected an object, from {{ to }}")
@@ -205,12 +218,10 @@ class MsprobeSource:
         self.info = dict(_FIELD.findall(head.decode("utf-8", "replace"))) | self.info
         return True
 
-    def _load(self, path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
-        """Return what a JSON file holds; if it cannot be read, that is told, and it is empty."""
-        if missing_ok and not os.path.lexists(path):
-            return {}
+    def _load(self, path: Path) -> dict[str, Any]:
+        """Return what a JSON file holds; if it is not there or cannot be read, that is told, and it is empty."""
         try:
-            found = read_json(path, "whole JSON, as msprobe writes it", _LARGEST)
+            found = read_json(path, "whole JSON, as msprobe writes it")
         except UsageError as error:
             self._tell(f"{path} was left out: {error}")
         except MemoryError:
@@ -221,51 +232,14 @@ class MsprobeSource:
             self._tell(f"{path} was left out: it holds no object; expected the {path.name} that msprobe writes")
         return {}
 
+    def _tell_some(self, path: Path, problems: list[str]) -> None:
+        """Note the first problems of a file, and how many more there are."""
+        for problem in problems[:_TOLD]:
+            self._tell(f"{path}: left out {problem}")
+        if len(problems) > _TOLD:
+            self._tell(f"{path}: left out {len(problems) - _TOLD} more of the kind")
+
     def _tell(self, problem: str) -> None:
         """Note a problem once: tables may be read again."""
         if problem not in self.problems:
             self.problems.append(problem)
-
-
-def _load_tensor(folder: Path, name: str, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Read one tensor, and nothing else: no code that a file brings along is run."""
-    import torch
-
-    path = folder / name
-    try:
-        inside = path.resolve().parent == folder.resolve() and path.is_file()
-    except (OSError, ValueError, RuntimeError):
-        inside = False
-    if not inside:
-        raise UnreadError(f"there is no tensor file {clean(str(path))}; expected it in the dump's own dump_tensor_data")
-    try:
-        tensor = _read_npy(path) if name.endswith(".npy") else torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # what a damaged or hostile file makes torch raise is not bounded
-        why = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise UnreadError(
-            f"{path} cannot be read: {clean(why)}; expected one tensor, saved by torch or NumPy"
-        ) from error
-    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
-        raise UnreadError(f"{path} holds {type(tensor).__name__}; expected one plain, dense tensor")
-    tensor = tensor.detach()
-    if tensor.nbytes > path.stat().st_size:  # one element spread over a shape that no memory holds
-        raise UnreadError(
-            f"{path} claims {tensor.nbytes} bytes and has fewer; expected a tensor that was saved as a whole"
-        )
-    if tuple(tensor.shape) != tuple(shape):
-        raise UnreadError(
-            f"{path}: the row says shape {list(shape)}, the file {list(tensor.shape)}; one of them is damaged"
-        )
-    wanted = getattr(torch, dtype, None)
-    if not isinstance(wanted, torch.dtype) or tensor.dtype == wanted:
-        return tensor
-    if not name.endswith(".npy"):  # NumPy lacks some types, which are widened there
-        raise UnreadError(f"{path}: the row says {dtype}, the file {tensor.dtype}; one of them is damaged")
-    return tensor.to(wanted)
-
-
-def _read_npy(path: Path) -> torch.Tensor:
-    import numpy as np
-    import torch
-
-    return torch.from_numpy(np.load(path, allow_pickle=False))

@@ -13,6 +13,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from bitwitness.store.rows import Measured
@@ -20,6 +21,9 @@ from bitwitness.store.rows import Measured
 _MODULES = ("Module", "Cell")
 _COLLECTIVES = ("Distributed", "MintDistributed")
 _GRADIENTS = "parameters_grad"
+_PARTS = frozenset({"input", "input_args", "input_kwargs", "output", "parameters"})
+_STATISTICS = ("Max", "Min", "Mean", "Norm")
+_SAID = frozenset({"type", "dtype", "shape", "requires_grad", "md5", "data_name", *_STATISTICS})
 _DIRECTIONS = ("forward", "backward")
 _DEEPEST = 64  # of containers inside one another, and of a shape
 _MOST_ELEMENTS = 1 << 62  # of a tensor: counts are stored as int64, and this leaves room to add some up
@@ -139,6 +143,23 @@ def _finite(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
+def measures_of(found: Mapping[str, Any]) -> frozenset[str]:
+    """Return which statistics the file has of a tensor."""
+    return frozenset(name for name in _STATISTICS if name in found)
+
+
+def wrong_measures(found: Mapping[str, Any]) -> list[str]:
+    """Return what is said of a tensor in no form that can be read, or under a name that is almost one that is known."""
+    wrong = [name for name in _STATISTICS if not _is_number(found.get(name))]
+    wrong += ["md5"] if found.get("md5") is not None and _hash(found["md5"]) is None else []
+    missing = [name for name in _SAID if name not in found]
+    return wrong + [name for key in found.keys() - _SAID for name in get_close_matches(key[:20], missing, 1, 0.6)]
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or isinstance(value, int | float) or value in ("nan", "inf", "-inf", "N/A")
+
+
 def _hash(value: Any) -> int | None:
     """Return a checksum as a number that fits; of one longer than 60 bits its end."""
     return int(value[-15:], 16) if isinstance(value, str) and _HEX.fullmatch(value) else None
@@ -164,6 +185,8 @@ def tensors_in(found: Any, slot: str, depth: int = 0) -> Iterator[tuple[str, Map
         if "shape" in found and "dtype" in found:
             yield slot, found
             return
+        if str(found.get("type")).endswith("Tensor"):
+            raise Malformed(f"a tensor at {slot[:80]} without shape and dtype")
         inside = slot.rstrip("0123456789") or slot  # out0 of a module that returns a dict: out.logits
         for key, item in found.items():
             yield from tensors_in(item, f"{inside if slot[-1:].isdigit() else slot}.{clean(key)}", depth + 1)
@@ -203,6 +226,18 @@ def values_of(call: EntryName, entry: Mapping[str, Any]) -> Iterator[tuple[str, 
     yield from _named(entry.get("input_kwargs"), "in.")
     yield from _named(entry.get("parameters"), "")
     yield from _numbered(entry.get("output"), "grad_in" if swap else "out")
+
+
+def unknown_parts(entry: Mapping[str, Any]) -> list[str]:
+    """Return the parts of an entry that hold tensors and have a name that is not known; others may hold what they like."""
+    return [key for key, found in entry.items() if key not in _PARTS and isinstance(found, dict | list) and _holds(found)]
+
+
+def _holds(found: Any) -> bool:
+    try:
+        return next(tensors_in(found, ""), None) is not None
+    except Malformed:
+        return True
 
 
 def arguments_text(op: str, entry: Mapping[str, Any]) -> str | None:

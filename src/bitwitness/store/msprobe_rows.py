@@ -8,23 +8,26 @@ from typing import Any
 
 import pyarrow as pa
 
+from bitwitness.store.msprobe_beside import parent_of
 from bitwitness.store.msprobe_entry import (
     EntryName,
     Malformed,
     arguments_text,
     clean,
     in_site,
+    measures_of,
     parse_name,
     read_value,
     short,
     tensors_in,
+    unknown_parts,
     values_of,
+    wrong_measures,
 )
 from bitwitness.store.rows import Measured, Row, to_table
 
 _MOST_ROWS = 1 << 32  # of a step, so that steps' numbers do not meet
 _MODULES = ("Module.", "Cell.")
-_LARGEST_INT32 = (1 << 31) - 1  # what a column of rows holds
 
 
 class StepReader:
@@ -38,13 +41,19 @@ class StepReader:
         What ``construct.json`` holds: a name's parent, or a list of its parent and the micro-batch.
     stacks
         The number of each name's call stack.
+    kept
+        Whether the dump is to hold the tensors themselves, so that each names its file.
 
     """
 
-    def __init__(self, step: int, parents: Mapping[str, Any], stacks: Mapping[str, int]) -> None:
+    def __init__(
+        self, step: int, parents: Mapping[str, Any], stacks: Mapping[str, int], *, kept: bool = False
+    ) -> None:
         self._step = step
         self._parents = parents
         self._stacks = stacks
+        self._kept = kept
+        self._measures: frozenset[str] | None = None
         self._calls: Counter[tuple[int, EntryName]] = Counter()
         self._rows: list[Row] = []
         self._values: dict[int, Measured] = {}
@@ -73,6 +82,7 @@ class StepReader:
         stack = self._stacks.get(name, -1)
         if call.kind != "gradient":
             args = arguments_text(call.op, entry) if call.phase != "backward" else None
+            self.problems += [f"{short(name)}: {short(key)}, which is no part of a call" for key in unknown_parts(entry)]
             self._add_values(self._row(node, micro, call, args=args, stack=stack), values_of(call, entry))
             return
         for leaf, found in entry.items():
@@ -87,12 +97,7 @@ class StepReader:
 
     def _parent(self, name: str) -> tuple[str, int]:
         """Return the name of the module in which an entry ran, and the micro-batch."""
-        parent, micro = self._parents.get(name), 0
-        if isinstance(parent, list) and len(parent) == 2:
-            parent, micro = parent
-        if type(micro) is not int or not 0 <= micro <= _LARGEST_INT32:
-            micro = 0
-        return (parent if isinstance(parent, str) else ""), micro
+        return parent_of(self._parents.get(name)) or ("", 0)  # what makes no sense is told by who reads that file
 
     def _row(self, node: int, micro: int, call: EntryName, *, args: str | None, stack: int) -> Row:
         """Return what an entry's rows have in common; counts the call."""
@@ -103,6 +108,18 @@ class StepReader:
             None, args, stack, None, recomputed=False,
         )  # fmt: skip
 
+    def _check(self, what: str, described: Mapping[str, Any]) -> None:
+        """Tell of a tensor of which something that all others have is not said, or not in a form that can be read."""
+        measures = measures_of(described)
+        if self._measures is None:
+            self._measures = measures
+        lacking = sorted(self._measures ^ measures) if 0 not in described["shape"] else []
+        lacking += wrong_measures(described)
+        if self._kept and not isinstance(described.get("data_name"), str):
+            lacking.append("data_name")
+        if lacking:
+            self.problems.append(f"{what}: {', '.join(lacking)} of it, which cannot be read or others of the dump lack")
+
     def _add_values(self, row: Row, found: Iterator[tuple[str, Mapping[str, Any]]]) -> None:
         """Add a row for each tensor; one that makes no sense is told, and the others are read."""
         args = row.args
@@ -112,6 +129,7 @@ class StepReader:
             except Malformed as error:
                 self.problems.append(f"{row.module}/{row.op} {slot[:80]}: {error}")
                 continue
+            self._check(f"{row.module}/{row.op} {slot[:80]}", described)
             number = self._base + len(self._rows)
             kept = None if value.file is None else f"{self._step}|{value.file}"
             self._values[number] = value.measured

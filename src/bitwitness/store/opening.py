@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import stat
 from itertools import islice
 from pathlib import Path
 
-from bitwitness.errors import UsageError
+from bitwitness.errors import UnreadError, UsageError
+from bitwitness.files.reading import kind_of, unread
+from bitwitness.files.shown import shown
 from bitwitness.store.msprobe import MsprobeSource, is_msprobe
 from bitwitness.store.run import RunSource, is_recording
 from bitwitness.store.source import Source
@@ -24,23 +27,30 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     Raises
     ------
     UsageError
-        If there is none of them, or it cannot be read.
+        If there is no such folder.
+    UnreadError
+        If it is none of them, or cannot be read.
 
     """
-    folder = Path(path)
+    folder, name = Path(path), shown(path)
     try:
+        if not os.fspath(path):
+            raise UsageError(f"a path is empty; {_EXPECTED}")
         if folder.is_dir():
             return _opened(folder)
-        seen = "is a file" if folder.exists() else f"does not exist (seen from {Path.cwd()})"
+        mode = folder.stat().st_mode
+    except FileNotFoundError as error:
+        raise UsageError(f"{name} does not exist (seen from {Path.cwd()}); {_EXPECTED}") from error
     except OSError as error:
-        raise UsageError(f"cannot read {folder}: {error.strerror}; {_EXPECTED}") from error
+        raise unread(folder, error, _EXPECTED.removeprefix("expected ")) from error
     except ValueError as error:  # a null byte in the path
-        raise UsageError(f"{str(folder)!r} is no path: {error}; {_EXPECTED}") from error
-    raise UsageError(f"{folder} {seen}; {_EXPECTED}")
+        raise UsageError(f"{name} is no path: {error}; {_EXPECTED}") from error
+    raise UnreadError(f"{name} {'is a file' if stat.S_ISREG(mode) else kind_of(mode)}; {_EXPECTED}")
 
 
 def _opened(folder: Path) -> Source:
-    names = sorted(child.name for child in islice(folder.iterdir(), 1000))  # tells, too, whether it may be looked into
+    with os.scandir(folder) as entries:  # tells, too, whether it may be looked into
+        names = sorted(entry.name for entry in islice(entries, 1000))
     if is_recording(folder) or "run.json" in names:
         return RunSource(folder)
     if is_msprobe(folder):
@@ -50,6 +60,6 @@ def _opened(folder: Path) -> Source:
     if is_ascend(folder):
         return AscendSource(folder)
     if not names:
-        raise UsageError(f"{folder} is empty; {_EXPECTED}")
-    shown = ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
-    raise UsageError(f"{folder} holds no recording, but {shown}; {_EXPECTED}")
+        raise UnreadError(f"{shown(folder)} is empty; {_EXPECTED}")
+    held = shown(", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else ""))
+    raise UnreadError(f"{shown(folder)} holds no recording, but {held}; {_EXPECTED}")

@@ -16,11 +16,16 @@ import torch
 
 from bitwitness.errors import UnreadError
 from bitwitness.files.reading import open_file
+from bitwitness.files.shown import quoted, shown
 from bitwitness.store.entry import FoundTensors, TensorEntry
+from bitwitness.store.nesting import DEEPEST, nests_tuples_deeply
 
 _DEEPEST = 64
 """Containers inside one another. Training states have a handful; a file made to break its reader has as many as it likes."""
 _MOST_ENTRIES = 1_000_000  # likewise: an optimizer's state has a few for each parameter
+_LARGEST_PICKLE = 256 << 20  # bytes, likewise: values beside the tensors' numbers, which are files of their own
+_LONGEST_NAME = 4096  # characters, likewise
+_MOST_CHARACTERS = 64 << 20  # of all names together
 _TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
@@ -34,15 +39,14 @@ def read_torch_file(path: Path) -> FoundTensors:
 
     """
     open_file(path, "a file of torch.save").close()  # of a device or a FIFO there is no end
-    content = _load(path, path.stat().st_size, str(path), mmap=True)
     found, size = FoundTensors({}, []), path.stat().st_size
-    for name, value in _flat(content, str(path)):
+    for name, value in _flat(_load(path, size, shown(path), mmap=True), shown(path)):
         if not isinstance(value, torch.Tensor):
             found.ignored += 1
         elif name in found.entries:
-            found.problems.append(f"{path}: two entries are called {name!r}; the second was left out")
+            found.problems.append(f"{shown(path)}: two entries are called {quoted(name)}; the second was left out")
         elif (why := _unusual(value, size)) is not None:
-            found.problems.append(f"{path}: {name!r} was left out: {why}")
+            found.problems.append(f"{shown(path)}: {quoted(name)} was left out: {why}")
         else:
             tensor = value.detach()
             found.entries[name] = TensorEntry(tensor.dtype, tuple(tensor.shape), lambda tensor=tensor: tensor)  # type: ignore[misc]
@@ -51,10 +55,20 @@ def read_torch_file(path: Path) -> FoundTensors:
 
 def tensor_from(data: bytes, where: str) -> torch.Tensor:
     """Return the one tensor that `torch.save` wrote as these bytes."""
-    value = _load(BytesIO(data), len(data), where)
+    return _only_tensor(_load(BytesIO(data), len(data), where), len(data), where)
+
+
+def tensor_in(path: Path) -> torch.Tensor:
+    """Return the one tensor that `torch.save` wrote to a file."""
+    open_file(path, "a file of torch.save").close()
+    size = path.stat().st_size
+    return _only_tensor(_load(path, size, shown(path)), size, shown(path))
+
+
+def _only_tensor(value: Any, size: int, where: str) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
-        raise UnreadError(f"{where} holds a {type(value).__name__}; expected a tensor: the checkpoint is damaged")
-    if (why := _unusual(value, len(data))) is not None:
+        raise UnreadError(f"{where} holds a {type(value).__name__}; expected one tensor: it is damaged")
+    if (why := _unusual(value, size)) is not None:
         raise UnreadError(f"{where} cannot be compared: {why}")
     return value.detach()
 
@@ -83,19 +97,27 @@ def _check_archive(source: Path | BytesIO, size: int, where: str) -> None:
     try:
         with zipfile.ZipFile(source) as archive:
             members = archive.infolist()
+            stored = not any(one.compress_type != zipfile.ZIP_STORED for one in members)
+            stored = stored and sum(one.file_size for one in members) <= size
+            pickles = [one for one in members if stored and one.filename.endswith(".pkl") and one.file_size <= _LARGEST_PICKLE]
+            deep = any(nests_tuples_deeply(archive.read(one)) for one in pickles)
     except Exception as error:  # a hostile archive makes zipfile raise what it likes
         raise UnreadError(
             f"{where} is no whole archive of torch.save ({_reason(error)}); it was cut short, or saved before torch 1.6: "
             "get it again, or load and save it anew"
         ) from error
-    if any(one.compress_type != zipfile.ZIP_STORED for one in members) or sum(one.file_size for one in members) > size:
+    if not stored:
         raise UnreadError(
             f"{where} unpacks to more than its {size} bytes; torch.save writes nothing like that: refused"
         )
+    if deep or any(one.filename.endswith(".pkl") and one.file_size > _LARGEST_PICKLE for one in members):
+        raise UnreadError(f"{where} nests tuples deeper than {DEEPEST}, or describes more than a state can hold: refused")
 
 
 def _unusual(tensor: torch.Tensor, size: int) -> str | None:
     """Return why a tensor cannot be compared as plain numbers, if it cannot."""
+    if tensor.is_nested:  # it has no shape
+        return "it is a nested tensor; expected a plain dense tensor"
     if type(tensor) not in _TENSORS or tensor.layout != torch.strided or tensor.is_quantized:
         return (
             f"it is a {type(tensor).__name__} of layout {tensor.layout}, {tensor.dtype}; expected a plain dense tensor"
@@ -112,12 +134,14 @@ def _unusual(tensor: torch.Tensor, size: int) -> str | None:
 def _flat(content: Any, where: str) -> Iterator[tuple[str, Any]]:
     """Yield leaves with their dotted names; a file may hold lists that hold themselves."""
     waiting: list[tuple[str, Any, int]] = [("", content, 0)]
-    count = 0
+    count = characters = 0
     while waiting:
         name, value, depth = waiting.pop()
-        count += 1
+        count, characters = count + 1, characters + len(name)
         if depth > _DEEPEST or count > _MOST_ENTRIES:
             raise UnreadError(f"{where} is nested deeper than {_DEEPEST}, or has over {_MOST_ENTRIES} entries; refused")
+        if len(name) > _LONGEST_NAME or characters > _MOST_CHARACTERS:
+            raise UnreadError(f"{where} has a name of {len(name)} characters, {shown(name, 80)}, or too many such; refused")
         if isinstance(value, Mapping):
             inner = list(value.items())
         elif isinstance(value, list | tuple | torch.Size):
@@ -126,7 +150,9 @@ def _flat(content: Any, where: str) -> Iterator[tuple[str, Any]]:
             yield name or "tensor", value
             continue
         prefix = f"{name}." if name else ""
-        waiting += [(f"{prefix}{key}", one, depth + 1) for key, one in reversed(inner)]
+        waiting += [
+            (f"{prefix}{key if isinstance(key, str) else quoted(key)}", one, depth + 1) for key, one in reversed(inner)
+        ]
 
 
 def _reason(error: Exception) -> str:

@@ -14,6 +14,7 @@ from bitwitness.files.shown import shown
 from bitwitness.files.writing import new_file, target_of
 from bitwitness.store.ascend.dtypes import numpy_dtype
 from bitwitness.store.ascend.dump import DumpTensor, read_dump
+from bitwitness.store.ascend.names import parse_name
 from bitwitness.store.ascend.opdebug import is_opdebug_name, read_opdebug
 
 Form = Literal["npy", "safetensors"]
@@ -40,6 +41,8 @@ def dump_files(source: Path, failed: Callable[[str], None]) -> Iterator[Path]:
         for name in names:
             if not name.endswith((".csv", ".json", ".npy", ".safetensors", ".txt", ".part")):
                 yield folder / name
+        if not names and (is_opdebug_name(folder.name) or parse_name(folder.name) is not None) and not any(folder.iterdir()):
+            failed(f"{shown(folder)} is an empty folder; expected a dump file, as its name says")
 
 
 def convert_file(path: Path, folder: Path, form: Form = "npy") -> list[tuple[Path, str]]:

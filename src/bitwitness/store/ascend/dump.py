@@ -15,14 +15,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from bitwitness.errors import UsageError
+from bitwitness.files.reading import opened
 from bitwitness.store.ascend.dtypes import PACKED_BITS, dtype_name, format_name, numpy_dtype
 from bitwitness.store.ascend.wire import AscendFileError, Field, Span, fields, signed
 
 NANO = 0x5A5A5A5A
 """With what the dumps of small devices begin, where an ordinary one has its header's length."""
-_LARGEST_HEADER = 256 << 20
+_LARGEST_HEADER = 16 << 20
 """A header is read as a whole; it names tensors in some hundred bytes each, so that no real one comes near."""
+_DIMENSIONS = 64  # NumPy's arrays have no more
+_EXPECTED = "an Ascend dump file"
 Kind = Literal["input", "output", "buffer", "space"]
 
 
@@ -66,9 +68,9 @@ class DumpTensor:
         """
         if self.offset is None:
             return b""
-        with _opened(self.path) as file:
+        with opened(self.path, _EXPECTED) as file:
             file.seek(self.offset)
-            data: bytes = file.read(self.size)
+            data = file.read(self.size)
         if len(data) < self.size:
             raise AscendFileError(
                 str(self.path), self.offset, f"{len(data)} bytes of {self.kind} {self.index}", f"{self.size} bytes"
@@ -122,10 +124,10 @@ def read_dump(path: Path) -> DumpFile:
     AscendFileError
         If the file is damaged, or of another kind.
     UsageError
-        If it cannot be opened.
+        If it cannot be opened or read.
 
     """
-    with _opened(path) as file:
+    with opened(path, _EXPECTED) as file:
         size = file.seek(0, 2)
         file.seek(0)
         start = file.read(8)
@@ -141,13 +143,6 @@ def read_dump(path: Path) -> DumpFile:
             )
         header = Span(name, file.read(length), 8)
     return _placed(parse_header(header, path), 8 + length, size)
-
-
-def _opened(path: Path) -> Any:
-    try:
-        return path.open("rb")
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}; check the path and its permissions") from error
 
 
 def parse_header(header: Span, path: Path) -> DumpFile:
@@ -172,7 +167,11 @@ def parse_header(header: Span, path: Path) -> DumpFile:
 
 
 def _dims(item: Field) -> tuple[int, ...]:
-    return tuple(dim for part in fields(item.message()) if part.number == 1 for dim in part.integers())
+    parts = [part for part in fields(item.message()) if part.number == 1]
+    dims = tuple(dim for part in parts[: _DIMENSIONS + 1] for dim in part.integers(_DIMENSIONS))
+    if len(dims) > _DIMENSIONS:
+        raise item.span.error(0, f"a shape of more than {_DIMENSIONS} dimensions", "a tensor's shape")
+    return dims
 
 
 def _signed(item: Field) -> int:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import csv
+import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from bitwitness.errors import UsageError
+from bitwitness.files.reading import read_bytes
+from bitwitness.files.shown import shown
+
 _FFTS = 4  # marks the four numbers that follow a timestamp in FFTS+ mode
-_TIME = re.compile(r"\d{14}")
+_TIME = re.compile(r"\d{14}", re.ASCII)
+_MAPPING = "mapping.csv"
+_LARGEST_MAPPING = 256 << 20  # bytes, read as a whole: a line of some hundred for each file of a folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +50,24 @@ def parse_name(name: str) -> DumpName | None:
     return DumpName(parts[0], ".".join(parts[1:]), numbers[0], numbers[-1], stream, context, thread)
 
 
-def read_mapping(folder: Path) -> dict[str, str]:
-    """Return the original names of files whose names were too long, from ``mapping.csv``; other rows do not count."""
+def read_mapping(folder: Path, failed: Callable[[str], None]) -> dict[str, str]:
+    """Return the original names of files whose names were too long, from ``mapping.csv`` where there is one.
+
+    Other rows do not count; ``failed`` is told if it is there and cannot be read.
+    """
     found: dict[str, str] = {}
-    try:
-        with (folder / "mapping.csv").open(newline="", encoding="utf-8", errors="replace") as file:
-            for row in csv.reader(line.replace("\0", "") for line in file):
-                if len(row) >= 2 and row[0].strip():
-                    found[row[0].strip()] = row[1].strip()
-    except (OSError, csv.Error):
+    path = folder / _MAPPING
+    if not os.path.lexists(path):
         return found
+    try:
+        text = read_bytes(path, "a table of the names of dump files", _LARGEST_MAPPING).decode("utf-8", "replace")
+        for row in csv.reader(text.replace("\0", "").splitlines()):
+            if len(row) >= 2 and row[0].strip():
+                found[row[0].strip()] = row[1].strip()
+    except UsageError as error:
+        failed(str(error))
+    except csv.Error as error:
+        failed(f"{shown(path)} is damaged: {shown(error)}; the names after that were left out")
     return found
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bitwitness.errors import UsageError
+from bitwitness.files.reading import opened
 from bitwitness.store.ascend.dump import read_dump
 from bitwitness.store.ascend.status import CORES, Decoded, decode
 from bitwitness.store.ascend.wire import AscendFileError
@@ -114,14 +114,11 @@ def read_opdebug(path: Path) -> OpDebug:
     AscendFileError
         If the file is damaged, or holds no overflow record.
     UsageError
-        If it cannot be opened.
+        If it cannot be opened or read.
 
     """
-    try:
-        size = path.stat().st_size
-        bare = path.read_bytes() if size == SIZE else b""
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}; check the path and its permissions") from error
+    with opened(path, "an overflow file of an Ascend device") as file:
+        bare = file.read(SIZE) if file.seek(0, 2) == SIZE and not file.seek(0) else b""
     if bare and not 0 < int.from_bytes(bare[:8], "little") <= SIZE - 8:
         return parse_opdebug(bare, str(path), 0)
     try:

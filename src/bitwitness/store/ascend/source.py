@@ -10,6 +10,8 @@ import math
 import os
 import re
 from collections import Counter
+from collections.abc import Callable
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +19,8 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import torch
 
-from bitwitness.errors import UsageError
+from bitwitness.errors import UnreadError, UsageError
+from bitwitness.files.shown import quoted
 from bitwitness.stats import stats_of
 from bitwitness.store.ascend.convert import dump_files
 from bitwitness.store.ascend.dump import DumpFile, DumpTensor, read_dump
@@ -39,19 +42,30 @@ class _NamedDump(NamedTuple):
 
 def is_ascend(path: Path) -> bool:
     """Tell whether a folder holds Ascend dump files, by their names."""
+    mappings = _mappings(lambda _: None)
     return path.is_dir() and any(
-        _named(file) is not None for file in islice(dump_files(path, lambda _: None), _LOOKED_AT)
+        _named(file, mappings) is not None for file in islice(dump_files(path, lambda _: None), _LOOKED_AT)
     )
 
 
-def _named(path: Path) -> DumpName | None:
+def _mappings(failed: Callable[[str], None]) -> Callable[[Path], dict[str, str]]:
+    """Return what reads a folder's ``mapping.csv``, once; ``failed`` is told of one that cannot be read."""
+    return cache(lambda folder: read_mapping(folder, failed))
+
+
+def _named(path: Path, mappings: Callable[[Path], dict[str, str]]) -> DumpName | None:
     """Return what a dump file's name tells, its long form where it was shortened; None if it is no dump of an operator."""
     if is_opdebug_name(path.name):
         return None
     found = parse_name(path.name)
-    if found is None and path.name.isascii() and path.name.isdigit():
-        found = parse_name(read_mapping(path.parent).get(path.name, ""))
+    if found is None and _is_shortened(path.name):
+        found = parse_name(mappings(path.parent).get(path.name, ""))
     return found
+
+
+def _is_shortened(name: str) -> bool:
+    """Tell whether a name is of the kind that stands for one that was too long."""
+    return name.isascii() and name.isdigit()
 
 
 class AscendSource:
@@ -80,14 +94,18 @@ class AscendSource:
         self._folder = Path(path)
         self._files: dict[int, dict[int, list[_NamedDump]]] = {}
         self._known: dict[int, dict[str, Path]] = {}
+        mappings = _mappings(self.problems.append)
         for file in dump_files(self._folder, self.problems.append):
-            name = _named(file)
-            if name is not None:
+            name = _named(file, mappings)
+            if name is None:
+                if _is_shortened(file.name):
+                    self.problems.append(f"{file} was left out: no mapping.csv beside it tells its whole name")
+            else:
                 rank, step = _place(file.parent)
                 self._files.setdefault(rank, {}).setdefault(step, []).append(_NamedDump(file, name))
                 self._known.setdefault(rank, {})[self._relative(file)] = file
         if not self._files:
-            raise UsageError(
+            raise UnreadError(
                 f"{self.path} holds no Ascend dump files; expected names such as Conv2D.conv1.3.1600000000000000: "
                 "operator's type, its name, task and time"
             )
@@ -145,14 +163,14 @@ class AscendSource:
         found = _REFERENCE.fullmatch(reference)
         path = self._known.get(rank, {}).get(found[1]) if found else None
         if found is None or path is None:
-            raise UsageError(f"{self.path}: {reference!r} names no dump file of this folder; the row is damaged")
+            raise UnreadError(f"{self.path}: {quoted(reference)} names no dump file of this folder; the row is damaged")
         dump = read_dump(path)
         tensors = dump.inputs if found[2] == "input" else dump.outputs
         if int(found[3]) >= len(tensors) or tensors[int(found[3])].offset is None:
-            raise UsageError(f"{path} holds no {found[2]} {found[3]}; the row is damaged")
+            raise UnreadError(f"{path} holds no {found[2]} {found[3]}; the row is damaged")
         value, name = _read(tensors[int(found[3])])
         if name != dtype or tuple(value.shape) != tuple(shape):
-            raise UsageError(f"{path}: the row says {dtype} {list(shape)}, the file {name} {list(value.shape)}")
+            raise UnreadError(f"{path}: the row says {dtype} {list(shape)}, the file {name} {list(value.shape)}")
         return value
 
     def _tell(self, problem: str) -> None:

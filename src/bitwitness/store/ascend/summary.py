@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bitwitness.errors import UnreadError, UsageError
-from bitwitness.files.reading import files_below, open_file, unread
+from bitwitness.files.reading import files_below, opened
 from bitwitness.files.shown import shown
 from bitwitness.store.ascend.names import DumpName, Place, parse_name, place_of, read_mapping
 from bitwitness.store.ascend.opdebug import Record, is_opdebug_name, read_opdebug
@@ -163,13 +163,15 @@ def _of_folder(folder: Path, records: list[str], names: list[str], summary: Summ
         tail = name.rpartition(".")[2]
         timestamp = int(tail[:20]) if tail.isascii() and tail.isdigit() else 0
         found += [Overflow(folder / name, place, timestamp, record) for record in debug.overflowed]
-    return _with_operators(folder, found, names)
+    return _with_operators(folder, found, names, summary.damaged.append)
 
 
-def _with_operators(folder: Path, found: list[Overflow], names: list[str]) -> list[Overflow]:
+def _with_operators(
+    folder: Path, found: list[Overflow], names: list[str], failed: Callable[[str], None]
+) -> list[Overflow]:
     """Find each overflow's operator among the folder's files: by the record's task and stream, the earliest first."""
     wanted = {overflow.record.number("task_id") for overflow in found}
-    mapping = read_mapping(folder)
+    mapping = read_mapping(folder, failed)
     by_task: dict[int, list[tuple[DumpName, str]]] = {}
     for name in names:
         if is_opdebug_name(name) or name.endswith(_TABLES):
@@ -197,52 +199,52 @@ def _with_operator(overflow: Overflow, by_task: dict[int, list[tuple[DumpName, s
     return replace(overflow, operator=name, operator_file=file)
 
 
-def find_in_logs(path: Path, overflows: list[Overflow]) -> list[Overflow]:
+def find_in_logs(path: Path, overflows: list[Overflow], failed: Callable[[str], None]) -> list[Overflow]:
     """Find each overflow's operator in a runtime log (or a folder of them), by stream and task in one line.
+
+    ``failed`` is told of what cannot be read.
 
     Raises
     ------
     UsageError
         If there is no such file or folder.
-    UnreadError
-        If one of them may not be read.
 
     """
     wanted = {(o.record.number("stream_id"), o.record.number("task_id")) for o in overflows}
     found: dict[tuple[int, int], LogLine] = {}
-    for file in _logs(path):
-        for key, line in _lines_about(file, wanted):
-            known = found.get(key)
-            if known is None or len(line.names) > len(known.names):
-                found[key] = line
+    for file in _logs(path, failed):
+        try:
+            for key, line in _lines_about(file, wanted):
+                known = found.get(key)
+                if known is None or len(line.names) > len(known.names):
+                    found[key] = line
+        except UnreadError as error:
+            failed(str(error))
     return [replace(o, log=found.get((o.record.number("stream_id"), o.record.number("task_id")))) for o in overflows]
 
 
-def _logs(path: Path) -> list[Path]:
+def _logs(path: Path, failed: Callable[[str], None]) -> list[Path]:
     if not path.is_dir():
         return [path]
-    unreadable: list[str] = []
-    files = [folder / name for folder, names in files_below(path, _LOG, unreadable.append) for name in names]
-    if unreadable:
-        raise UnreadError(f"{unreadable[0]}; expected {_LOG}")
-    return files
+    try:
+        return [folder / name for folder, names in files_below(path, _LOG, failed) for name in names]
+    except UnreadError as error:
+        failed(str(error))
+        return []
 
 
 def _lines_about(file: Path, wanted: set[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], LogLine]]:
-    try:
-        with open_file(file, _LOG) as opened:
-            number = 0
-            while line := opened.readline(_LONGEST_LINE):
-                number += 1
-                stream, task = _STREAM.search(line), _TASK.search(line)
-                if stream is None or task is None:
-                    continue
-                key = (int(stream[1][:20]), int(task[1][:20]))
-                if key in wanted:
-                    names = {_plain(name): value.decode("utf-8", "replace") for name, value in _NAMED.findall(line)}
-                    yield key, LogLine(str(file), number, names, line.decode("utf-8", "replace").strip())
-    except OSError as error:
-        raise unread(file, error, _LOG) from error
+    with opened(file, _LOG) as log:
+        number = 0
+        while line := log.readline(_LONGEST_LINE):
+            number += 1
+            stream, task = _STREAM.search(line), _TASK.search(line)
+            if stream is None or task is None:
+                continue
+            key = (int(stream[1][:20]), int(task[1][:20]))
+            if key in wanted:
+                names = {_plain(name): value.decode("utf-8", "replace") for name, value in _NAMED.findall(line)}
+                yield key, LogLine(str(file), number, names, line.decode("utf-8", "replace").strip())
 
 
 def _plain(name: bytes) -> str:

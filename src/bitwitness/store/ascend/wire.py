@@ -10,16 +10,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bitwitness.errors import UnreadError
+from bitwitness.files.shown import shown
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # wire types; 3 and 4, groups, are out of use
 _LONGEST_VARINT = 10  # bytes: 64 bits, seven to a byte
+_MOST_FIELDS = 100_000  # of one message; a dump file's has one for each tensor and attribute
 
 
 class AscendFileError(UnreadError):
     """A dump file is not what it should be; the message names the file and the byte."""
 
     def __init__(self, name: str, offset: int, seen: str, expected: str) -> None:
-        super().__init__(f"{name}, byte {offset}: {seen}; expected {expected}. Is the file complete, and of this kind?")
+        super().__init__(f"{shown(name)}, byte {offset}: {seen}; expected {expected}. Is the file complete, and of this kind?")
         self.offset = offset
 
 
@@ -61,10 +63,12 @@ class Field:
         """Return text; bytes that are no UTF-8 are shown as escapes."""
         return self.message().data.decode("utf-8", "backslashreplace")
 
-    def integers(self) -> list[int]:
-        """Return the numbers of a repeated field, packed or one of many."""
+    def integers(self, most: int) -> list[int]:
+        """Return the numbers of a repeated field, packed or one of many; no more than ``most``."""
         if self.kind != BYTES:
             return [self.value]
+        if len(self.span.data) > most * _LONGEST_VARINT:
+            raise self.span.error(0, f"{len(self.span.data)} bytes of numbers", f"at most {most} numbers")
         found, at = [], 0
         while at < len(self.span.data):
             value, at = read_varint(self.span, at)
@@ -94,9 +98,11 @@ def fields(span: Span) -> Iterator[Field]:
         Where the bytes are no message.
 
     """
-    at = 0
+    at = count = 0
     while at < len(span.data):
-        began = at
+        began, count = at, count + 1
+        if count > _MOST_FIELDS:
+            raise span.error(began, f"more than {_MOST_FIELDS:,} fields in one message", "a message of a dump file")
         key, at = read_varint(span, at)
         number, kind = key >> 3, key & 7
         if number == 0:
