@@ -90,7 +90,8 @@ class DumpConfig:
         for name, value in values.items():
             if name not in known:
                 raise ConfigError(
-                    f"unknown key {quoted(name)} (= {quoted(value)}) in {shown(where)}: expected one of {', '.join(known)}{nearest(str(name), known)}"
+                    f"unknown key {quoted(name)} (= {quoted(value)}) in {shown(where)}: expected one of "
+                    f"{', '.join(known)}{nearest(str(name), known)}"
                 )
         return cls(**values)
 

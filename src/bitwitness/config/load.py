@@ -76,13 +76,14 @@ def load_config(
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
         text = read_text(path, "a configuration in TOML", _MOST_BYTES)
-        if any(part.count(".") > _MOST_DOTS for part in re.split(r"[=,\n\[\]{}]", text)):
-            raise ConfigError(f"{shown(path)} is not TOML that is understood: more than {_MOST_DOTS} dots in one key or value")
-        return tomllib.loads(text)
-    except ConfigError:
-        raise
     except UsageError as error:
         raise ConfigError(f"cannot read the configuration: {error}") from error
+    if any(part.count(".") > _MOST_DOTS for part in re.split(r"[=,\n\[\]{}]", text)):
+        raise ConfigError(
+            f"{shown(path)} is not TOML that is understood: more than {_MOST_DOTS} dots in one key or value"
+        )
+    try:
+        return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
         raise ConfigError(
             f"{shown(path)} is not TOML: {shown(error)}; expected key = value lines and [section] tables"

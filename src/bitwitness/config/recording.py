@@ -153,15 +153,22 @@ _COMMON |= {"precision", "extra_info", "risk_level", "token_range", "acl_config"
 _SECTION = {"scope", "list", "tensor_list", "data_mode", "summary_mode", "file_format", "backward_input", "device"}
 _MODES = {"all": (), "forward": ("forward",), "backward": ("backward",), "input": (), "output": ()}
 _HALVES = frozenset({"input", "output"})
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
 _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "level": (lambda value: isinstance(value, str) and value in LEVELS, "L0, L1 or mix"),
     "dump_path": (lambda value: isinstance(value, str), "a folder's path"),
     "async_dump": (lambda value: isinstance(value, bool), "true or false"),
     "data_mode": (
-        lambda value: _is_texts(value) and _MODES.keys() >= set(value), f"a list of some of {', '.join(_MODES)}"
+        lambda value: _is_texts(value) and _MODES.keys() >= set(value),
+        f"a list of some of {', '.join(_MODES)}",
     ),
     "summary_mode": (lambda value: isinstance(value, str) or _is_texts(value), "statistics or md5"),
-    "list": (lambda value: _is_texts(value), "a list of names"),
+    "list": (_is_texts, "a list of names"),
 }
 """What a config.json's settings may hold, where they are there and not null."""
 
@@ -245,10 +252,6 @@ def _numbers(value: Any, name: str, where: str) -> str | None:
         if not valid:
             raise _wrong(name, value, "a list of numbers, or of ranges like '2-5'", (), shown(where))
     return ",".join(str(entry) for entry in entries)
-
-
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def _globs(name: str) -> list[str]:

@@ -160,7 +160,9 @@ def _read_switch(variable: str, key: str, value: str, reading: _SettingsRead) ->
 def _read_number(variable: str, key: str, value: str, reading: _SettingsRead) -> None:
     name, least = _NUMBERS[key]
     if not _is_digits(value) or not least <= int(value) <= _INT_MAX:
-        reading.warnings.append(f"{variable}: {key} = {quoted(value)}: expected an integer >= {least}; the default holds")
+        reading.warnings.append(
+            f"{variable}: {key} = {quoted(value)}: expected an integer >= {least}; the default holds"
+        )
         return
     reading.values[name] = int(value)
 

@@ -62,7 +62,9 @@ class Checkpoint:
         try:
             return self._entry(name).read()
         except (OSError, RuntimeError, TypeError, ValueError, OverflowError, MemoryError) as error:
-            raise UnreadError(f"{shown(self.path)}: {quoted(name)} cannot be read: {_short(error)}; the file is damaged") from error
+            raise UnreadError(
+                f"{shown(self.path)}: {quoted(name)} cannot be read: {_short(error)}; the file is damaged"
+            ) from error
 
     def _entry(self, name: str) -> TensorEntry:
         if name not in self._entries:
@@ -210,7 +212,9 @@ def _safetensors(path: Path) -> FoundTensors:
     places.sort()
     filled = all(end == begin for (_, end), (begin, _) in pairwise([*places, (path.stat().st_size, 0)]))
     if places and not filled and not found.problems:
-        found.problems.append(f"{shown(path)} is damaged: its tensors do not fill it; a header's number or the end is wrong")
+        found.problems.append(
+            f"{shown(path)} is damaged: its tensors do not fill it; a header's number or the end is wrong"
+        )
     return found
 
 

@@ -106,8 +106,8 @@ class _Reader(pickle._Unpickler):
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
         raise UnreadError(
-            f"{shown(self._path)} names {f'{module}.{name}'[:200]!a}, which no checkpoint of torch needs; unpickling it could run "
-            "code, so it was not read. Get the checkpoint again, from where you trust it"
+            f"{shown(self._path)} names {f'{module}.{name}'[:200]!a}, which no checkpoint of torch needs; unpickling it could "
+            "run code, so it was not read. Get the checkpoint again, from where you trust it"
         )
 
     def _set_item(self) -> None:
@@ -120,7 +120,8 @@ class _Reader(pickle._Unpickler):
             self._set(key, value)
 
     def _set(self, key: Any, value: Any) -> None:
-        if type(key) not in (str, int) and not isinstance(key, Plain):  # hashing a tuple that is nested deeply enough would end the process
+        # Hashing a tuple that is nested deeply enough would end the process.
+        if type(key) not in (str, int) and not isinstance(key, Plain):
             raise pickle.UnpicklingError(f"a key is a {type(key).__name__}")
         self.stack[-1][key] = value
 
@@ -144,7 +145,7 @@ def read_metadata(path: Path) -> dict[Any, Any]:
         raise
     except Exception as error:  # a damaged pickle raises whatever its bytes happen to ask for
         raise UnreadError(
-            f"{shown(path)} is damaged: {shown(error, 200) or type(error).__name__}; expected the metadata that torch's dcp.save "
-            "writes: get the checkpoint again"
+            f"{shown(path)} is damaged: {shown(error, 200) or type(error).__name__}; expected the metadata that torch's "
+            "dcp.save writes: get the checkpoint again"
         ) from error
     return found.fields if isinstance(found, Plain) else {}

@@ -48,8 +48,8 @@ def inside(folder: Path, name: str) -> Path:
     """
     if name in {"", ".", ".."} or any(c in name for c in "/\\\0"):
         raise UnreadError(
-            f"{shown(folder)} names the file {quoted(name)}; expected a plain file name in that folder. Nothing was read: get the "
-            "checkpoint again, from where you trust it"
+            f"{shown(folder)} names the file {quoted(name)}; expected a plain file name in that folder. Nothing was read: get "
+            "the checkpoint again, from where you trust it"
         )
     if len(os.fsencode(name)) > _LONGEST_NAME:
         raise UnreadError(f"{shown(folder)} names the file {quoted(name)}, which is longer than a file's name can be")
@@ -60,7 +60,9 @@ def inside(folder: Path, name: str) -> Path:
         raise UnreadError(f"cannot read {shown(path)}: its links go round in circles; expected a file") from error
     homes = [home, *([home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [])]
     if real.parent not in homes:
-        raise UnreadError(f"{shown(path)} is a link out of its folder, to {real}; expected a file in it: copy the file there")
+        raise UnreadError(
+            f"{shown(path)} is a link out of its folder, to {real}; expected a file in it: copy the file there"
+        )
     return path
 
 

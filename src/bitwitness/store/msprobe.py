@@ -191,9 +191,7 @@ class MsprobeSource:
         found = _FILE.fullmatch(reference)
         folder = self._folders.get(rank, {}).get(int(found[1])) if found else None
         if found is None or folder is None:
-            raise UnreadError(
-                f"{self.path}: {quoted(reference)} names no tensor file of this dump; the row is damaged"
-            )
+            raise UnreadError(f"{self.path}: {quoted(reference)} names no tensor file of this dump; the row is damaged")
         return read_tensor(folder / "dump_tensor_data", found[2], dtype, shape)
 
     # -- files -----------------------------------------------------------------------------------------------------

@@ -230,7 +230,9 @@ def values_of(call: EntryName, entry: Mapping[str, Any]) -> Iterator[tuple[str, 
 
 def unknown_parts(entry: Mapping[str, Any]) -> list[str]:
     """Return the parts of an entry that hold tensors and have a name that is not known; others may hold what they like."""
-    return [key for key, found in entry.items() if key not in _PARTS and isinstance(found, dict | list) and _holds(found)]
+    return [
+        key for key, found in entry.items() if key not in _PARTS and isinstance(found, dict | list) and _holds(found)
+    ]
 
 
 def _holds(found: Any) -> bool:

@@ -46,9 +46,7 @@ class StepReader:
 
     """
 
-    def __init__(
-        self, step: int, parents: Mapping[str, Any], stacks: Mapping[str, int], *, kept: bool = False
-    ) -> None:
+    def __init__(self, step: int, parents: Mapping[str, Any], stacks: Mapping[str, int], *, kept: bool = False) -> None:
         self._step = step
         self._parents = parents
         self._stacks = stacks
@@ -82,7 +80,9 @@ class StepReader:
         stack = self._stacks.get(name, -1)
         if call.kind != "gradient":
             args = arguments_text(call.op, entry) if call.phase != "backward" else None
-            self.problems += [f"{short(name)}: {short(key)}, which is no part of a call" for key in unknown_parts(entry)]
+            self.problems += [
+                f"{short(name)}: {short(key)}, which is no part of a call" for key in unknown_parts(entry)
+            ]
             self._add_values(self._row(node, micro, call, args=args, stack=stack), values_of(call, entry))
             return
         for leaf, found in entry.items():

@@ -99,7 +99,9 @@ def _check_archive(source: Path | BytesIO, size: int, where: str) -> None:
             members = archive.infolist()
             stored = not any(one.compress_type != zipfile.ZIP_STORED for one in members)
             stored = stored and sum(one.file_size for one in members) <= size
-            pickles = [one for one in members if stored and one.filename.endswith(".pkl") and one.file_size <= _LARGEST_PICKLE]
+            pickles = [
+                one for one in members if stored and one.filename.endswith(".pkl") and one.file_size <= _LARGEST_PICKLE
+            ]
             deep = any(nests_tuples_deeply(archive.read(one)) for one in pickles)
     except Exception as error:  # a hostile archive makes zipfile raise what it likes
         raise UnreadError(
@@ -111,7 +113,9 @@ def _check_archive(source: Path | BytesIO, size: int, where: str) -> None:
             f"{where} unpacks to more than its {size} bytes; torch.save writes nothing like that: refused"
         )
     if deep or any(one.filename.endswith(".pkl") and one.file_size > _LARGEST_PICKLE for one in members):
-        raise UnreadError(f"{where} nests tuples deeper than {DEEPEST}, or describes more than a state can hold: refused")
+        raise UnreadError(
+            f"{where} nests tuples deeper than {DEEPEST}, or describes more than a state can hold: refused"
+        )
 
 
 def _unusual(tensor: torch.Tensor, size: int) -> str | None:
@@ -141,7 +145,9 @@ def _flat(content: Any, where: str) -> Iterator[tuple[str, Any]]:
         if depth > _DEEPEST or count > _MOST_ENTRIES:
             raise UnreadError(f"{where} is nested deeper than {_DEEPEST}, or has over {_MOST_ENTRIES} entries; refused")
         if len(name) > _LONGEST_NAME or characters > _MOST_CHARACTERS:
-            raise UnreadError(f"{where} has a name of {len(name)} characters, {shown(name, 80)}, or too many such; refused")
+            raise UnreadError(
+                f"{where} has a name of {len(name)} characters, {shown(name, 80)}, or too many such; refused"
+            )
         if isinstance(value, Mapping):
             inner = list(value.items())
         elif isinstance(value, list | tuple | torch.Size):

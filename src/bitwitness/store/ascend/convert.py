@@ -41,7 +41,11 @@ def dump_files(source: Path, failed: Callable[[str], None]) -> Iterator[Path]:
         for name in names:
             if not name.endswith((".csv", ".json", ".npy", ".safetensors", ".txt", ".part")):
                 yield folder / name
-        if not names and (is_opdebug_name(folder.name) or parse_name(folder.name) is not None) and not any(folder.iterdir()):
+        if (
+            not names
+            and (is_opdebug_name(folder.name) or parse_name(folder.name) is not None)
+            and not any(folder.iterdir())
+        ):
             failed(f"{shown(folder)} is an empty folder; expected a dump file, as its name says")
 
 

@@ -21,7 +21,9 @@ class AscendFileError(UnreadError):
     """A dump file is not what it should be; the message names the file and the byte."""
 
     def __init__(self, name: str, offset: int, seen: str, expected: str) -> None:
-        super().__init__(f"{shown(name)}, byte {offset}: {seen}; expected {expected}. Is the file complete, and of this kind?")
+        super().__init__(
+            f"{shown(name)}, byte {offset}: {seen}; expected {expected}. Is the file complete, and of this kind?"
+        )
         self.offset = offset
 
 
