@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import re
+import sys
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 from ranks import script
+
+from bitwitness.capture.lossgraph import Result
+from bitwitness.capture.tapedcalls import Tape
 
 JOB = str(Path(__file__).parent / "jobs" / "threads.py")
 QUESTIONED = 'act = "protect"\nself_test = false\n[trend]\nz = 1e-9\nwarmup = 1\n[replay]\nrest = false\n'
@@ -29,3 +35,29 @@ def test_two_trainings_in_two_threads(settings: str, tmp_path: Path) -> None:
         assert "not recorded" not in guarded.stderr, guarded.stderr
         covered = re.findall(r"(?:healthy|known.*|NOT.*): (\d+) of (\d+) parameters, (\d+) steps", guarded.stderr)
         assert covered == [("8", "8", "60")] * 2, guarded.stderr
+
+
+def test_tensors_that_another_thread_frees_while_a_backward_begins() -> None:
+    tape = Tape(torch.device("cpu"), lambda _tensor: False)
+    kept = [torch.zeros(1) for _ in range(500)]
+    for tensor in kept:
+        tape.sources[tensor] = Result(0, 0)
+    over = threading.Event()
+
+    def frees() -> None:
+        while not over.is_set():
+            tensor = torch.zeros(1)
+            tape.sources[tensor] = Result(0, 0)
+            del tensor
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=frees)
+    thread.start()
+    try:
+        for _ in range(300):
+            assert tape.behind([], (), lambda _tensor: None).calls == {}
+    finally:
+        over.set()
+        thread.join()
+        sys.setswitchinterval(before)

@@ -189,11 +189,13 @@ class Tape:
         if any(call.changes_outside for call in calls.values()):
             problem = problem or "the loss code changes a tensor in place that it did not make"
         chains = {number: self.chains[number] for number in sorted(through) if number in self.chains}
-        made = [
-            (weakref.ref(tensor), version_of(tensor), source)
-            for tensor, source in self.sources.items()
+        # Of a copy: tensors that another thread's garbage collection frees leave the dictionary meanwhile.
+        results = [
+            (ref(), source)
+            for ref, source in self.sources.data.copy().items()
             if isinstance(source, Result) and source.call in calls
         ]
+        made = [(weakref.ref(tensor), version_of(tensor), source) for tensor, source in results if tensor is not None]
         starts = [_held(source, find) for source in starts]
         return LossGraph(calls, starts, kept, problem, chains, made, self.read)
 
