@@ -152,6 +152,8 @@ class _Tokens:
     def op(self, node: Node) -> str:
         if node.kind in ("module", "optimizer"):
             return node.kind  # known by its path; the class may have been replaced
+        if node.kind == "gradient":  # one that was edited since the backward has two
+            return f"{node.op}.{self._frame.text('slot', node.rows[0])}"
         return canonical(node.op) if node.kind in ("op", "collective") else node.op
 
     def likeness(self, node: Node, other: Node, others: _Tokens) -> float:

@@ -9,6 +9,8 @@ from bitwitness.comparison.frame import UNKNOWN, Floats, Ints, StepFrame
 
 ORDER_DIFFERS = 1.0
 """The change where the same bits lie in another order."""
+_TINY = 2.0**-126
+"""The smallest normal number of float32 and bfloat16: what differs by less is zero on devices that flush, or rounding of it."""
 BITS_DIFFER = 1e-30
 """The change where hashes differ and statistics do not."""
 
@@ -17,8 +19,8 @@ def changes(a: StepFrame, b: StepFrame, rows_a: Ints, rows_b: Ints) -> Floats:
     """Return the relative change of each pair of rows.
 
     The largest of: difference of the means and of the L2 norms (of each element's share of it), against the root mean
-    square; difference of minima and of maxima against the largest magnitude. 0 where nothing is known to differ, infinity
-    where sizes or numbers of NaN and Inf do.
+    square; difference of the sketches against the L2 norm, where values lie in the same order; difference of minima and of
+    maxima against the largest magnitude. 0 where nothing is known to differ, infinity where sizes or numbers of NaN and Inf do.
     """
     if not len(rows_a):
         return np.zeros(0)
@@ -28,6 +30,7 @@ def changes(a: StepFrame, b: StepFrame, rows_a: Ints, rows_b: Ints) -> Floats:
     parts = [
         _relative(_gap(a, b, rows_a, rows_b, "l2") / np.sqrt(count), rms),
         _relative(_gap(a, b, rows_a, rows_b, "mean"), rms),
+        _relative(_sketch_gap(a, b, rows_a, rows_b) / np.sqrt(count), rms),
         _relative(_gap(a, b, rows_a, rows_b, "min"), top),
         _relative(_gap(a, b, rows_a, rows_b, "max"), top),
     ]
@@ -53,7 +56,21 @@ def _gap(a: StepFrame, b: StepFrame, rows_a: Ints, rows_b: Ints, name: str) -> F
     return gap
 
 
+def _sketch_gap(a: StepFrame, b: StepFrame, rows_a: Ints, rows_b: Ints) -> Floats:
+    return np.where(_same_order(a, b, rows_a, rows_b), _gap(a, b, rows_a, rows_b, "sketch"), 0.0)
+
+
+def _same_order(a: StepFrame, b: StepFrame, rows_a: Ints, rows_b: Ints) -> npt.NDArray[np.bool_]:
+    """Return which pairs lie in memory in the same order."""
+    first, second = a.texts["layout"], b.texts["layout"]
+    numbers = {word: number for number, word in enumerate({*first.words, *second.words})}
+    codes = [np.array([numbers[word] for word in text.words] + [-1], dtype=np.int64) for text in (first, second)]
+    same: npt.NDArray[np.bool_] = codes[0][first.codes[rows_a]] == codes[1][second.codes[rows_b]]  # -1: the last, none
+    return same
+
+
 def _relative(gap: Floats, scale: Floats) -> Floats:
+    gap = np.where(gap < _TINY, 0.0, gap)
     with np.errstate(divide="ignore", invalid="ignore"):
         found: Floats = np.where(gap == 0, 0.0, gap / scale)
     return np.nan_to_num(found, nan=np.inf, posinf=np.inf)
@@ -64,10 +81,7 @@ def _with_hashes(a: StepFrame, b: StepFrame, rows_a: Ints, rows_b: Ints, found: 
     if not known.any():
         return found
     equal = a.hash[rows_a] == b.hash[rows_b]
-    layouts_a, layouts_b = a.texts["layout"], b.texts["layout"]
-    same_order = np.array(
-        [layouts_a.at(i) == layouts_b.at(j) for i, j in zip(rows_a.tolist(), rows_b.tolist(), strict=True)], dtype=bool
-    )
+    same_order = _same_order(a, b, rows_a, rows_b)
     # Statistics of equal bits may differ (another number of threads), and those of other bits may agree.
     found = np.where(known & equal & same_order, 0.0, found)
     found = np.where(known & ~equal & same_order & (found == 0), BITS_DIFFER, found)

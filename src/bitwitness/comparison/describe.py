@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from typing import Any
 
 import torch
-
-from bitwitness.comparison.frame import StepFrame
 
 _UNIMPORTANT = (
     "group",
@@ -36,7 +33,7 @@ def argument_differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     for name in [*first, *(name for name in second if name not in first)]:
         x, y = first.get(name, "(default)"), second.get(name, "(default)")
         if x != y and name not in _UNIMPORTANT and name not in _PLACES and not _is_tensor(x, y):
-            found.append(f"{name} {_shown(x)} against {_shown(y)}")
+            found.append(f"{name} {_meant(name, x)} against {_meant(name, y)}")
     return found
 
 
@@ -48,12 +45,6 @@ def _named(call: dict[str, Any]) -> dict[str, Any]:
     named = {names[i] if i < len(names) else f"argument {i}": value for i, value in enumerate(positional)}
     named |= keywords if isinstance(keywords, dict) else {}
     return defaults | named
-
-
-def norms(a: StepFrame, b: StepFrame, row_a: int, row_b: int) -> str:
-    """Return two rows' L2 norms in words, or that these do not tell them apart."""
-    first, second = a.numbers["l2"][row_a], b.numbers["l2"][row_b]
-    return "other bits" if first == second or math.isnan(first) else f"L2 norm {first:.9g} against {second:.9g}"
 
 
 @lru_cache(maxsize=1024)
@@ -74,6 +65,13 @@ def _schema(function: str) -> tuple[tuple[str, ...], dict[str, Any]]:
 
 def _is_tensor(x: Any, y: Any) -> bool:
     return all(isinstance(value, dict) and "$" in value for value in (x, y))
+
+
+def _meant(name: str, value: Any) -> str:
+    """Return an argument as people write it in Python."""
+    if name == "reduction" and value in (0, 1, 2):
+        return f"{('none', 'mean', 'sum')[value]!r}"
+    return _shown(value)
 
 
 def _shown(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import cached_property
 
@@ -12,9 +13,12 @@ from bitwitness.comparison.allowance import rms, roundoff
 from bitwitness.comparison.changes import changes
 from bitwitness.comparison.frame import Node, StepFrame
 from bitwitness.comparison.suspect import EarlierSteps
+from bitwitness.oracle.names import CONTRACTIONS, canonical
 
 NEGLIGIBLE = 1e-6
 """Relative change by which statistics of equal numbers may differ, taken by another number of threads."""
+_MOST = 0.5
+"""Share of the products in other dtypes, from which on two runs compute in different precisions throughout."""
 VIEWED = 100.0
 """Times the noise by which a value may differ that is taken from one within it.
 
@@ -101,11 +105,9 @@ class Differences:
         """Return the change up to which a value that nobody is known to have made differs by noise."""
         return NEGLIGIBLE + VIEWED * self.earlier.noise
 
-    def is_handed_on(self, row_a: int, row_b: int) -> bool:
-        """Return whether a value's difference may be its maker's: that differs, too, or only one run has it."""
-        if self.largest.get(int(self.a.producer[row_a]), 0.0) > 0:
-            return True
-        return any(self.lone_makers(row_a, row_b))
+    def made_change(self, row_a: int) -> float:
+        """Return how far the results of what made a value are apart; 0 if they agree, or nobody is known to have made it."""
+        return self.largest.get(int(self.a.producer[row_a]), 0.0)
 
     def lone_makers(self, row_a: int, row_b: int) -> tuple[Node | None, Node | None]:
         """Return the nodes of A and of B that made these rows, each only if the other run has no such node."""
@@ -126,6 +128,26 @@ class Differences:
     def roundoff(self, row_a: int, row_b: int) -> float:
         """Return the coarser unit roundoff of two rows."""
         return max(map(roundoff, self.dtypes(row_a, row_b)))
+
+    @cached_property
+    def precisions(self) -> tuple[str, str] | None:
+        """The dtypes in which the runs compute, A's and B's, where most of their products are in different ones; else None.
+
+        Most: one layer in another dtype than the rest is a difference of its own, and not the runs' precision.
+        """
+        found = [
+            self.dtypes(*pair.outputs[0]) for pair in self.alignment.pairs if pair.outputs and self._multiplies(pair)
+        ]
+        other = [pair for pair in found if pair[0] != pair[1]]
+        return Counter(other).most_common(1)[0][0] if other and len(other) >= _MOST * len(found) else None
+
+    def _multiplies(self, pair: Pair) -> bool:
+        if pair.a.kind == "op":
+            return canonical(pair.a.op) in (*CONTRACTIONS, "conv")
+        weights = [row for row, _ in pair.inputs if self.a.text("slot", row) == "weight"]
+        return (
+            pair.a.kind == "module" and "Embedding" not in pair.a.op and any(len(self.a.shapes[w]) > 1 for w in weights)
+        )
 
     @cached_property
     def usual_gradient(self) -> float:

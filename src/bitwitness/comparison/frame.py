@@ -14,7 +14,7 @@ Floats = npt.NDArray[np.float64]
 
 _TEXTS = ("kind", "phase", "module", "op", "slot", "dtype", "placement", "layout", "name", "args", "tensor")
 _COUNTS = ("nan", "pos_inf", "neg_inf", "zeros")
-_NUMBERS = ("min", "max", "mean", "l2")
+_NUMBERS = ("min", "max", "mean", "l2", "sketch")
 UNKNOWN = -1
 """Stands for a count that was not taken."""
 

@@ -172,7 +172,7 @@ def _total(parts: list[Cells]) -> Cells:
     """Return the statistics of all parts together."""
     count = sum(part["count"] or 0 for part in parts)
     known = [part for part in parts if part["l2"] is not None and part["mean"] is not None]
-    found: Cells = {"count": count}
+    found: Cells = {"count": count, "sketch": None}  # whose signs go by places in the whole
     for name in ("nan", "pos_inf", "neg_inf", "zeros"):
         numbers = [part[name] for part in parts]
         found[name] = None if None in numbers else sum(numbers)

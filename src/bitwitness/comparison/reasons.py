@@ -16,9 +16,10 @@ from typing import NamedTuple
 from bitwitness.comparison.align import Pair
 from bitwitness.comparison.allowance import roundoff
 from bitwitness.comparison.changes import BITS_DIFFER
-from bitwitness.comparison.describe import argument_differences, norms
+from bitwitness.comparison.describe import argument_differences
 from bitwitness.comparison.differences import NEGLIGIBLE, VIEWED, Differences
 from bitwitness.comparison.frame import Node
+from bitwitness.comparison.relation import in_words
 from bitwitness.oracle.names import is_random
 from bitwitness.oracle.recorded import arguments
 
@@ -26,6 +27,8 @@ _FOLLOWED = 4.0
 """Times a known change up to which a later reader sees that same change: statistics of one value vary less than this."""
 _SURE = 0.01
 """Share of `NEGLIGIBLE` that a result has to differ by before other arguments are its reason: below, they did not matter."""
+_ROUNDED = 4.0
+"""Unit roundoffs by which what the runs begin with may differ, kept in another dtype."""
 _CASTS = ("_to_copy", "to", "type_as")
 
 
@@ -57,6 +60,7 @@ class Reasons:
         self._begun = {name: differences.change_of[row] for name, row in rows}
         self._sizes = {name: int(self.a.count[row]) for name, row in rows}
         self._written: dict[str, float] = {}
+        self._told: set[str] = set()
 
     @property
     def named(self) -> dict[str, float]:
@@ -69,6 +73,16 @@ class Reasons:
             name = self.a.text("name", row)
             if name:
                 self._written[name] = self._differences.change_of[row]
+
+    def of_state(self, pair: Pair) -> Reason | None:
+        """Return that a parameter or buffer differs from the beginning, where no reader of it was told of: a cast may read it."""
+        row_a, row_b = pair.outputs[0]
+        name, change = self.a.text("name", row_a), self._differences.change_of[row_a]
+        if not name or name in self._told or name in self._earlier.named or self._differences.parted_before:
+            return None
+        if change <= NEGLIGIBLE + _ROUNDED * self._differences.roundoff(row_a, row_b):
+            return None
+        return Reason("source", f"{name} differs: {in_words(self.a, self.b, row_a, row_b)}")
 
     # -- the node's own ------------------------------------------------------------------------------------------
 
@@ -105,7 +119,9 @@ class Reasons:
         return Reason("computed", "its inputs agree and its result does not")
 
     def _other_dtype(self, pair: Pair) -> str:
-        """Return in which other dtype the result is, or an input that was cast for it; empty if in none."""
+        """Return in which other dtype the result is, or an input that was cast for it; empty if in none, or if all are."""
+        if self._differences.precisions is not None:
+            return ""
         for row_a, row_b in (*pair.outputs[:1], *pair.inputs):
             first, second = self._differences.dtypes(row_a, row_b)
             if first != second and self._is_cast_here(pair, row_a, row_b):
@@ -136,7 +152,7 @@ class Reasons:
             # Who made it: a node that only one run has, a matched one, or nobody who is recorded.
             made = int(self.a.producer[row_a])
             if any(differences.lone_makers(row_a, row_b)):
-                found = self._from_lone(pair, row_a, row_b, change)
+                found = self.of_lone(pair, row_a, row_b)
             elif made in differences.largest:
                 found = self._from_view(pair, row_a, change, differences.largest[made])
             else:
@@ -145,21 +161,29 @@ class Reasons:
                 return found
         return None
 
-    def _from_lone(self, pair: Pair, row_a: int, row_b: int, change: float) -> Reason | None:
-        differences = self._differences
+    def of_value(self, row_a: int, row_b: int) -> Reason:
+        """Return the reason of a gradient that no recorded operator made."""
+        return Reason(
+            "unknown", f"it differs ({in_words(self.a, self.b, row_a, row_b)}), and no recorded operator made it so"
+        )
+
+    def of_lone(self, pair: Pair, row_a: int, row_b: int) -> Reason | None:
+        """Return that a node which only one run has made a value, if that is why the value differs."""
+        differences, change = self._differences, self._differences.change_of[row_a]
         lone_a, lone_b = differences.lone_makers(row_a, row_b)
         lone = lone_a or lone_b
         assert lone is not None  # noqa: S101 - the caller asked
         first, second = differences.dtypes(row_a, row_b)
-        if lone.op in _CASTS and first != second:
-            return None  # told as the dtype of what reads it
+        if lone.op in _CASTS and (first != second or differences.precisions is not None):
+            return None  # told as the dtype of what reads it, or of the run
         if change <= VIEWED * (self._earlier.noise + differences.roundoff(row_a, row_b)):
             return None
         if differences.differed_before(lone, first=lone_a is not None):
             return None
         side = "a" if lone_a is not None else "b"
         reader = f"{pair.a.site}.{self.a.text('slot', row_a)}"
-        text = f"only run {side.upper()} has it, and its result matters to {reader}"
+        words = in_words(self.a, self.b, row_a, row_b)
+        text = f"only run {side.upper()} has it, and its result matters to {reader} ({words})"
         return Reason("missing", text, lone, side)
 
     def _from_view(self, pair: Pair, row_a: int, change: float, made: float) -> Reason | None:
@@ -186,18 +210,26 @@ class Reasons:
             return None
         if not name and (self._earlier.parted or pair.a.kind == "module" or pair.a.phase == "backward"):
             return None  # it may be what a function that was not recorded made of differing values
-        if change <= self._differences.noise_limit():
+        # What the runs begin with has no noise yet, but that of its own dtype.
+        begun = name and known is None and not late
+        limit = (
+            NEGLIGIBLE + _ROUNDED * self._differences.roundoff(row_a, row_b)
+            if begun
+            else self._differences.noise_limit()
+        )
+        if change <= limit:
             return None
         if not name:
             return Reason("unknown", f"{slot} differs, and no recorded operator made it")
         first, second = self._differences.dtypes(row_a, row_b)
-        if first != second:
+        if first != second and self._differences.precisions is None:
             return Reason("dtype", f"{name} is {first} against {second}")
         if self._begun.get(name) == 0.0 and not self._is_gathered(name, row_a):
             text = f"{slot} differs although {name} agrees, of which it is a view: another one (a transpose, a slice)"
             return Reason("source", text)
+        self._told.add(name)
         called = name if name.startswith("input ") else f"its {name}"
-        return Reason("source", f"{called} differs: {norms(self.a, self.b, row_a, row_b)}")
+        return Reason("source", f"{called} differs: {in_words(self.a, self.b, row_a, row_b)}")
 
     def _is_gathered(self, name: str, row: int) -> bool:
         """Return whether a row shows the whole of a parameter of which this rank holds a part: it differs where others' do."""

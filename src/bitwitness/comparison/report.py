@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from bitwitness.comparison.suspect import Suspect
+from bitwitness.comparison.allowance import roundoff
+from bitwitness.comparison.suspect import Exceeding, Suspect
 from bitwitness.finding import to_jsonable
 
 _SHARED_ENOUGH = 0.5
@@ -27,6 +28,8 @@ class Report:
         The first operator that made an error; None if none did.
     parting
         The first in the order of execution whose inputs agree and whose results do not.
+    cause
+        What happened to all gradients at once, if one thing did: a factor, a clipping, gradients that were not zeroed.
     suspects
         All that made one, those that exceed what rounding explains most first.
     only_a, only_b
@@ -37,12 +40,20 @@ class Report:
         Compared values, and those of them that differ at all.
     matched, lone
         Operators (of all steps) that have a counterpart, and those that have none.
+    exceeding
+        Results that differ by more than rounding explains and have no recorded reason, in order.
+    largest
+        Of the results that differ by no more than rounding explains, the one that differs most.
     noise
         The largest relative change that rounding explained.
     problems
         What could not be read or compared.
     modules
         The names that modules of A have in B.
+    precisions
+        The dtypes in which A and B compute, where they compute in different ones throughout.
+    operators, kept
+        Whether operators were compared, and the values themselves.
     merged
         The runs are spread differently over ranks; all ranks were put together.
 
@@ -52,6 +63,7 @@ class Report:
     b: str = ""
     first: Suspect | None = None
     parting: Suspect | None = None
+    cause: Suspect | None = None
     suspects: list[Suspect] = field(default_factory=list)
     only_a: list[str] = field(default_factory=list)
     only_b: list[str] = field(default_factory=list)
@@ -60,9 +72,14 @@ class Report:
     differing: int = 0
     steps: int = 0
     noise: float = 0.0
+    exceeding: list[Exceeding] = field(default_factory=list)
+    largest: Exceeding | None = None
     problems: list[str] = field(default_factory=list)
     modules: dict[str, str] = field(default_factory=dict)
     merged: bool = False
+    precisions: tuple[str, str] | None = None
+    operators: bool = True
+    kept: bool = False
     matched: int = 0
     lone: int = 0
 
@@ -71,7 +88,7 @@ class Report:
         """Tell ``fine``, ``findings`` or ``unread``: something could not be read or compared, beside findings or not."""
         if self.problems or not self.rows or self.unlike:
             return "unread"
-        return "fine" if self.first is None else "findings"
+        return "fine" if self.first is None and not self.exceeding else "findings"
 
     @property
     def unlike(self) -> bool:
@@ -82,7 +99,9 @@ class Report:
     def conclusion(self) -> str:
         """One sentence for all."""
         if self.first is not None:
-            return f"the runs part at {self.first.site} (rank {self.first.rank}, step {self.first.step}): {self.first.text}"
+            said = f"the runs part at {self.first.site} (rank {self.first.rank}, step {self.first.step}): {self.first.text}"
+            both = self.cause is not None and self.cause is not self.first and self.cause.step == self.first.step
+            return f"{said}; {self.cause.text}" if both and self.cause is not None else said
         if not self.rows:
             return "nothing could be compared"
         if self.unlike:
@@ -94,10 +113,32 @@ class Report:
         lone = f"; {self.lone} operators have no counterpart and were not compared" if self.lone else ""
         if not self.differing:
             return f"no difference: everything that was compared is equal{lone}{unread}"
+        if self.exceeding:
+            return (
+                f"the runs differ by more than rounding, first at {self.exceeding[0]}, and what made it was not recorded: "
+                f"{self._hint}{lone}{unread}"
+            )
+        if self.precisions is not None:
+            coarse = max(self.precisions, key=roundoff)
+            largest = "" if self.largest is None else f", the largest {self.largest}"
+            return (
+                f"rounding of {coarse}: the runs compute in {' against '.join(self.precisions)}, and no operator differs by "
+                f"more than that explains{largest}{lone}{unread}"
+            )
+        largest = "" if self.largest is None else f"; the largest is {self.largest}"
         return (
-            "reordering-level differences only: no operator differs by more than rounding explains "
-            f"(largest {self.noise:.2g}){lone}{unread}"
+            "reordering-level differences only: no operator differs by more than rounding explains"
+            f"{largest}{lone}{unread}"
         )
+
+    @property
+    def _hint(self) -> str:
+        """What to record, for what made a difference to be seen."""
+        if not self.operators:
+            return "record operators, too (--level mix)"
+        if not self.kept:
+            return "record the values themselves (--content tensors)"
+        return "save what lies before it (bw.save), or record more steps"
 
     def to_dict(self) -> dict[str, Any]:
         """Return it ready for JSON, without the table."""
@@ -106,6 +147,7 @@ class Report:
             "conclusion": self.conclusion,
             "compared": self.rows,
             "first": None if self.first is None else self.first.to_dict(),
+            "gradients": None if self.cause is None else self.cause.to_dict(),
             "first_with_agreeing_inputs": None if self.parting is None else self.parting.to_dict(),
             "suspects": [suspect.to_dict() for suspect in self.suspects],
             "only_in_a": self.only_a,
@@ -116,6 +158,7 @@ class Report:
             "differing": self.differing,
             "matched": self.matched,
             "without_counterpart": self.lone,
+            "precisions": None if self.precisions is None else list(self.precisions),
             "steps": self.steps,
             "noise": self.noise,
             "problems": self.problems,

@@ -1,4 +1,4 @@
-"""Compares two recordings, step by step and rank by rank; no more than one step of each is in memory."""
+"""Compares two recordings, step by step and rank by rank; no more than two steps of each are in memory."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from bitwitness.comparison.allowance import group_agrees
 from bitwitness.comparison.changes import changes
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.frame import Node, StepFrame
+from bitwitness.comparison.gradients import OF_ALL_GRADIENTS
 from bitwitness.comparison.merged import MergedSource, spread_differently
 from bitwitness.comparison.report import Report
 from bitwitness.comparison.search import SuspectSearch
-from bitwitness.comparison.suspect import EarlierSteps, Suspect
+from bitwitness.comparison.suspect import EarlierSteps, Suspect, grouped
 from bitwitness.comparison.values import KeptValues, Side
 from bitwitness.errors import UsageError
 from bitwitness.store.source import Source
@@ -69,26 +70,7 @@ def compare_sources(
     earlier: dict[int, EarlierSteps] = {}
     for done, (step, rank) in enumerate(places):
         progress(done, len(places))
-        frame_a, frame_b = StepFrame(a.table(rank, step)), StepFrame(b.table(rank, step))
-        same = not settings.modules and same_structure(frame_a, frame_b)
-        # Most steps of two equal runs: told by the columns alone, without a node being built.
-        if same and not sinks and _nothing_differs(frame_a, frame_b):
-            report.rows += frame_a.size
-            report.matched += len(np.unique(frame_a.node))
-            continue
-        alignment = row_by_row(frame_a, frame_b) if same else align(frame_a, frame_b, settings.modules)
-        values = _values(Side(a, frame_a, rank), Side(b, frame_b, rank), alignment)
-        exact = None if values is None else values.changes
-        known = earlier.setdefault(rank, EarlierSteps())
-        differences = Differences(frame_a, frame_b, alignment, known, exact)
-        for suspect in SuspectSearch(differences, rank, step).suspects():
-            kept = suspect if values is None else values.refine(suspect)
-            if kept is not None:
-                report.suspects.append(kept)
-        report.problems += [] if values is None else values.problems
-        _count(report, differences)
-        for sink in sinks:
-            sink(rank, step, differences, values)
+        _compare_step(report, a, b, step, rank, earlier.setdefault(rank, EarlierSteps()), settings, sinks)
     progress(len(places), len(places))
     report.noise = max((known.noise for known in earlier.values()), default=0.0)
     report.problems += [*a.problems, *b.problems]
@@ -97,6 +79,45 @@ def compare_sources(
         side = b if report.first.side == "b" else a
         report.first.line = side.stacks(report.first.rank).get(report.first.stack, "").partition("\n")[0]
     return report
+
+
+def _compare_step(
+    report: Report,
+    a: Source,
+    b: Source,
+    step: int,
+    rank: int,
+    known: EarlierSteps,
+    settings: Settings,
+    sinks: Sequence[RowSink],
+) -> None:
+    """Compare one step of one rank; what is found is added to the report."""
+    frame_a, frame_b = StepFrame(a.table(rank, step)), StepFrame(b.table(rank, step))
+    same = not settings.modules and same_structure(frame_a, frame_b)
+    # Most steps of two equal runs: told by the columns alone, without a node being built.
+    if same and not sinks and _nothing_differs(frame_a, frame_b):
+        report.rows += frame_a.size
+        report.matched += len(np.unique(frame_a.node))
+        known.last = frame_a, frame_b
+        return
+    alignment = row_by_row(frame_a, frame_b) if same else align(frame_a, frame_b, settings.modules)
+    values = _values(Side(a, frame_a, rank), Side(b, frame_b, rank), alignment)
+    differences = Differences(frame_a, frame_b, alignment, known, None if values is None else values.changes)
+    search = SuspectSearch(differences, rank, step)
+    for suspect in search.suspects():
+        kept = suspect if values is None else values.refine(suspect)
+        if kept is not None:
+            report.suspects.append(kept)
+    report.kept |= values is not None
+    report.precisions = report.precisions or differences.precisions
+    report.operators = any(pair.a.kind == "op" for pair in alignment.pairs)
+    report.exceeding += search.exceeding[: _LISTED - len(report.exceeding)]
+    report.largest = max(filter(None, (report.largest, search.largest)), key=lambda one: one.change, default=None)
+    report.problems += [] if values is None else values.problems
+    _count(report, differences)
+    for sink in sinks:
+        sink(rank, step, differences, values)
+    known.last = frame_a, frame_b
 
 
 def _nothing_differs(a: StepFrame, b: StepFrame) -> bool:
@@ -175,6 +196,8 @@ def _conclude(report: Report) -> None:
     suspects = sorted(report.suspects, key=lambda suspect: (suspect.order, suspect.rank))
     # A rank that only received its difference may come first in the order, and would hide who sent it.
     suspects = [one for one in suspects if not _received(one, suspects)]
+    report.cause = next((one for one in suspects if one.reason in OF_ALL_GRADIENTS), None)
+    suspects = grouped(suspects)
     report.first = suspects[0] if suspects else None
     report.parting = next((s for s in suspects if s.clean), None)
     first = suspects[:1]

@@ -11,18 +11,13 @@ from collections.abc import Iterator
 from functools import cached_property
 
 from bitwitness.comparison.align import Pair
-from bitwitness.comparison.allowance import allowed, rms
+from bitwitness.comparison.allowance import allowed
 from bitwitness.comparison.differences import NEGLIGIBLE, Differences
+from bitwitness.comparison.gradients import Cause
 from bitwitness.comparison.reasons import Reason, Reasons
-from bitwitness.comparison.suspect import Suspect
+from bitwitness.comparison.suspect import Exceeding, Suspect
+from bitwitness.comparison.updates import Updates
 
-_GRADIENT = 1e-3
-"""Relative change by which a gradient of which nothing else is known may differ.
-
-Far above rounding in float32, for nothing is known of how many operators' roundings it has gathered.
-"""
-_CANCELLED = 1e-3
-"""Share of the usual gradient below which one may be rounding errors alone, as a key's bias has none."""
 _ILL_CONDITIONED = 1000.0
 """Unit roundoffs: a result for which so much is explained says nothing about the noise of the others."""
 _LARGEST_NOISE = 0.05
@@ -49,19 +44,51 @@ class SuspectSearch:
         self._step = step
         self._named_modules: set[str] = set()
         self._real_modules: set[str] = set()
+        self._updates = Updates(differences, self._reasons)
+        self.exceeding: list[Exceeding] = []
+        """What differs by more than is explained, and has no reason of its own, in order."""
+        self.largest: Exceeding | None = None
+        """What came nearest to what is explained, of all that stayed within."""
 
     def suspects(self) -> Iterator[Suspect]:
-        """Yield the suspects in the order of execution."""
+        """Yield the suspects in the order of execution; what happened to all gradients comes last."""
+        state = [pair for pair in self.differences.alignment.pairs if pair.a.kind in ("parameter", "buffer")]
         for pair in self.differences.alignment.pairs:
             if pair.a.kind in ("parameter", "buffer"):
-                continue  # what reads them is looked at
+                continue  # what reads them is looked at first
             suspect = self._look(pair)
             self._reasons.remember(pair)
             if suspect is not None and not (pair.a.kind == "module" and self._is_named_inside(pair.a.module)):
                 self._earlier.parted = True
                 self._named_modules.add(suspect.site.partition("/")[0])
                 yield suspect
+        for pair in state:
+            if (reason := self._reasons.of_state(pair)) is not None:
+                self._earlier.parted = True
+                yield self._suspect(
+                    pair, reason, self.differences.change_of[pair.outputs[0][0]], NEGLIGIBLE, clean=True
+                )
+        if (cause := self._updates.cause) is not None:
+            self._earlier.parted = True
+            yield self._of_all(cause)
         self._earlier.named = self._reasons.named
+
+    def _of_all(self, cause: Cause) -> Suspect:
+        """Return what happened to all gradients as a suspect."""
+        slot = {"backward": "local", "reduced": "reduced", "read": "read"}[cause.stage]
+        times = abs(cause.times) if cause.times > 0 else 1.0
+        change = abs(1.0 - times) if times != 1.0 else 2.0
+        return Suspect(
+            site=f"./gradients#0:grad.{slot}",
+            rank=self._rank,
+            step=self._step,
+            reason=cause.kind,
+            text=cause.text,
+            score=change / NEGLIGIBLE,
+            change=change,
+            explained=NEGLIGIBLE,
+            order=(self._step, cause.row),
+        )
 
     def _is_seen_inside(self, pair: Pair) -> bool:
         """Return whether a module's result was made by an operator that is recorded itself."""
@@ -95,29 +122,51 @@ class SuspectSearch:
             return None
         # By noise that was seen so far, and by what the inputs brought along; rounding alone explains less.
         explained, worst = self._worst(pair, results)
-        over = worst > explained
         if not pair.inputs:
             return self._without_inputs(pair, worst)
+        if pair.a.kind == "optimizer" and (found := self._updates.of_update(pair)) is not None:
+            return self._suspect(pair, found, worst, NEGLIGIBLE, clean=True)
         differing = any(differences.is_real(pair.a, row) for row, _ in pair.inputs)
-        # What reads a real difference has one, too, even where it is small: else the next reader would look like its maker.
-        if over or (differing and worst > 0):
-            differences.real.add(pair.a.number)
-            self._real_modules.add(pair.a.module)
-        elif explained <= min(_LARGEST_NOISE, _ILL_CONDITIONED * differences.roundoff(*pair.outputs[0])):
-            self._earlier.noise = max(self._earlier.noise, worst)
+        self._weigh(pair, worst, explained, differing=differing)
         if pair.a.kind == "collective" or (pair.a.kind == "module" and self._is_seen_inside(pair)):
             return None  # the one computes nothing, the other's operators are looked at themselves
         reason = self._reasons.of_inputs(pair) if worst > 0 else None
         if reason is not None:
             differences.real.add(pair.a.number)
             return self._suspect(pair, reason, worst, self._rounding(pair), clean=False)
-        reason = self._reasons.own(pair, worst, over=over)
+        return self._own(pair, worst, explained, clean=not differing)
+
+    def _weigh(self, pair: Pair, worst: float, explained: float, *, differing: bool) -> None:
+        """Note whether a node's results differ by more than rounding, or how much rounding there is."""
+        differences = self.differences
+        # What reads a real difference has one, too, even where it is small: else the next reader would look like its maker.
+        if worst > explained or (differing and worst > 0):
+            differences.real.add(pair.a.number)
+            self._real_modules.add(pair.a.module)
+            return
+        if worst > 0 and (self.largest is None or worst > self.largest.change):
+            self.largest = self._exceeding(pair, worst, explained)
+        if explained <= min(_LARGEST_NOISE, _ILL_CONDITIONED * differences.roundoff(*pair.outputs[0])):
+            self._earlier.noise = max(self._earlier.noise, worst)
+
+    def _own(self, pair: Pair, worst: float, explained: float, *, clean: bool) -> Suspect | None:
+        """Return a node as a suspect whose inputs are no reason of its difference."""
+        reason = self._reasons.own(pair, worst, over=worst > explained)
+        # An update follows what happened to all gradients, unless it has another learning rate or the like.
+        if pair.a.kind == "optimizer" and self._updates.cause and (reason is None or reason.kind == "computed"):
+            return None
         if reason is None:
+            if worst > explained:
+                self.exceeding.append(self._exceeding(pair, worst, explained))
             return None
         # Another reason than rounding is weighed against rounding alone, not against what its own inputs explain.
         if reason.kind != "computed":
             explained = min(explained, self._rounding(pair))
-        return self._suspect(pair, reason, worst, explained, clean=not differing)
+        return self._suspect(pair, reason, worst, explained, clean=clean)
+
+    def _exceeding(self, pair: Pair, change: float, explained: float) -> Exceeding:
+        slot = self.differences.a.text("slot", pair.outputs[0][0])
+        return Exceeding(f"{pair.a.site}.{slot}", self._rank, self._step, change, explained)
 
     def _rounding(self, pair: Pair) -> float:
         """Return what a node's own rounding explains, with equal inputs."""
@@ -138,7 +187,6 @@ class SuspectSearch:
     def _without_inputs(self, pair: Pair, worst: float) -> Suspect | None:
         """Return a value that stands alone as a suspect, if it is one: a gradient, a saved point."""
         differences, number = self.differences, pair.a.number
-        row_a, row_b = pair.outputs[0]
         if pair.a.kind == "op":
             differences.real.add(number)
             reason = self._reasons.own(pair, worst, over=worst > NEGLIGIBLE)
@@ -146,15 +194,16 @@ class SuspectSearch:
         if pair.a.kind == "collective":
             differences.real.add(number)
             return None  # it delivers what another rank differs in
-        if differences.is_handed_on(row_a, row_b) or self._earlier.parted or worst <= differences.noise_limit():
-            return None
-        if pair.a.kind != "gradient" or worst <= _GRADIENT:
-            return None
-        if rms(differences.a, row_a) < _CANCELLED * differences.usual_gradient:
+        limit = self._updates.limit(pair)
+        told = pair.a.kind == "gradient" and self._updates.cause is not None
+        if self._earlier.parted or worst <= limit or told or self._updates.is_cancelled(pair):
             return None
         differences.real.add(number)
-        reason = Reason("unknown", "it differs, and no recorded operator made it")
-        return self._suspect(pair, reason, worst, NEGLIGIBLE, clean=True)
+        reason = self._updates.of_value(pair)
+        if reason is None:
+            self.exceeding.append(self._exceeding(pair, worst, limit))
+            return None
+        return self._suspect(pair, reason, worst, limit, clean=True)
 
     def _suspect(self, pair: Pair, reason: Reason, worst: float, explained: float, *, clean: bool) -> Suspect:
         node = reason.lone or pair.a

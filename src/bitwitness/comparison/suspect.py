@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bitwitness.comparison.align import Pair
+from bitwitness.comparison.frame import StepFrame
 
 
 @dataclass(slots=True)
@@ -50,14 +51,51 @@ class Suspect:
         }
 
 
+def grouped(suspects: list[Suspect]) -> list[Suspect]:
+    """Return suspects in their order, those of many parameters and steps that have one reason as one, the first."""
+    members: dict[tuple[str, str, str], list[Suspect]] = {}
+    kept = []
+    for one in suspects:
+        _, _, rest = one.site.partition("/")
+        if ":optim." not in rest:
+            kept.append(one)
+            continue
+        group = members.setdefault((rest, one.reason, one.text), [])
+        if not group:
+            kept.append(one)
+        group.append(one)
+    for group in members.values():
+        others = len({one.site for one in group}) - 1
+        steps = len({one.step for one in group})
+        if others or steps > 1:
+            more = [f"{others} other parameters" if others else "", f"in {steps} steps" if steps > 1 else ""]
+            group[0].text += f" (and so {', '.join(filter(None, more))})"
+    return kept
+
+
+@dataclass(frozen=True, slots=True)
+class Exceeding:
+    """A result by how far it differs, and how much of that rounding explains."""
+
+    site: str
+    rank: int
+    step: int
+    change: float
+    explained: float
+
+    def __str__(self) -> str:
+        return f"{self.site} (rank {self.rank}, step {self.step}): {self.change:.3g}, of {self.explained:.2g} explained"
+
+
 @dataclass(slots=True)
 class EarlierSteps:
     """What is known of one rank's earlier steps.
 
     ``named``: the latest change of each parameter and buffer, by name; ``noise``: the largest change so far that rounding
-    explained; ``parted``: something differed by more.
+    explained; ``parted``: something differed by more; ``last``: the step before, of both runs.
     """
 
     named: dict[str, float] = field(default_factory=dict)
     noise: float = 0.0
     parted: bool = False
+    last: tuple[StepFrame, StepFrame] | None = None

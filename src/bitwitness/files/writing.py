@@ -93,7 +93,9 @@ def new_file(path: str | os.PathLike[str], *, binary: bool = False, mode: int = 
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         try:
             # A file's name need not be UTF-8, and JSON may hold halves of surrogate pairs: they are written as escapes.
-            as_text: dict[str, Any] = {} if binary else {"encoding": "utf-8", "errors": "backslashreplace", "newline": ""}
+            as_text: dict[str, Any] = (
+                {} if binary else {"encoding": "utf-8", "errors": "backslashreplace", "newline": ""}
+            )
             with os.fdopen(descriptor, "wb" if binary else "w", **as_text) as file:
                 yield file
                 file.flush()

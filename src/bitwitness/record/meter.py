@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from bitwitness.errors import UsageError
-from bitwitness.stats import HashBatch, stats_of
+from bitwitness.stats import HashBatch, exact_sketch, sketch, stats_of
 from bitwitness.store.rows import Measured
 
 _SMALL = 1e-15  # squares of float32 numbers below this lose digits
@@ -59,33 +59,49 @@ class Meter:
         except (UsageError, RuntimeError, NotImplementedError):  # a dtype of which torch can take no extremes
             self._done[number] = Measured(count)
 
+    def still(self, number: int, values: torch.Tensor) -> bool:
+        """Tell whether a plain tensor holds what was measured, as far as its sketch tells; False where that must wait."""
+        before = self._done.get(number)
+        if not self._stats:
+            return before is not None
+        if before is None or before.sketch is None:
+            return False
+        try:
+            return self._signed(values) == before.sketch
+        except (RuntimeError, NotImplementedError):
+            return False
+
+    def _signed(self, values: torch.Tensor) -> float | None:
+        """Return the sketch as `measure` takes it."""
+        if not values.dtype.is_floating_point or not values.numel():
+            return exact_sketch(values)
+        return float(sketch(values.float() if values.dtype in _HALVES or values.dtype.itemsize == 1 else values))
+
     def _measure_now(self, values: torch.Tensor, count: int) -> Measured:
         dtype = values.dtype
         if not dtype.is_floating_point or count == 0:
             return self._exactly(values)
         if dtype.itemsize == 1:
             values = values.float()
+        least, most = values.aminmax()
+        low, high = least.item(), most.item()
         if dtype in _HALVES:
-            # In float32 as they are read: their own range and precision are too narrow for sums.
-            low, high = (extreme.item() for extreme in values.aminmax())
-            total = values.sum(dtype=torch.float32).item()
-            l2 = torch.linalg.vector_norm(values, dtype=torch.float32).item()
-        else:
-            low, high = values.amin().item(), values.amax().item()
-            total = values.sum().item()
-            l2 = torch.linalg.vector_norm(values).item()
+            values = values.float()  # their own range and precision are too narrow for sums
+        total = values.sum().item()
+        l2 = torch.linalg.vector_norm(values).item()
+        signed = sketch(values).item()
         largest = max(-low, high)
         if not _SMALL < largest < _LARGE and largest != 0.0:
             return self._exactly(values)  # NaN and Inf, too
         zeros = count - int(values.count_nonzero()) if self._zeros else None
-        return Measured(count, 0, 0, 0, zeros, low, high, total / count, l2)
+        return Measured(count, 0, 0, 0, zeros, low, high, total / count, l2, signed)
 
     def _exactly(self, values: torch.Tensor) -> Measured:
         s = stats_of(values)
         zeros = s.zeros if self._zeros else None
         none = s.count == s.nan + s.pos_inf + s.neg_inf
         low, high, mean = (None, None, None) if none else (float(s.min), float(s.max), s.mean)
-        return Measured(s.count, s.nan, s.pos_inf, s.neg_inf, zeros, low, high, mean, s.l2)
+        return Measured(s.count, s.nan, s.pos_inf, s.neg_inf, zeros, low, high, mean, s.l2, exact_sketch(values))
 
     # -- without waiting -----------------------------------------------------------------------------------------
 
@@ -94,8 +110,8 @@ class Meter:
         if count == 0:
             self._done[number] = Measured(0, 0, 0, 0, 0 if self._zeros else None, None, None, None, 0.0)
             return
-        if values.is_complex():
-            values, count = torch.view_as_real(values), 2 * count
+        values = _real(values)
+        count = values.numel()
         if values.dtype.itemsize == 1:
             values = values.float()
         wide = torch.float64 if values.device.type in _WIDE_DEVICES else torch.float32
@@ -112,6 +128,7 @@ class Meter:
             high,
             values.sum(dtype=accumulated),
             torch.linalg.vector_norm(values, dtype=accumulated),
+            sketch(values.float() if values.dtype in _HALVES else values),
         ]
         found = [x.to(wide) for x in numbers if x is not None]
         self._later.setdefault(wide, []).append((number, count, found))
@@ -143,10 +160,16 @@ class Meter:
     def _read_later(self, count: int, numbers: list[float]) -> Measured:
         nan, pos_inf, neg_inf = (int(x) for x in numbers[:3])
         zeros = int(numbers[3]) if self._zeros else None
-        low, high, total, l2 = numbers[-4:]
+        low, high, total, l2, signed = numbers[-5:]
         if nan + pos_inf + neg_inf:  # of the finite ones nothing is known then
             return Measured(count, nan, pos_inf, neg_inf, zeros)
-        return Measured(count, 0, 0, 0, zeros, low, high, total / count, l2 if math.isfinite(l2) else None)
+        l2, signed = (number if math.isfinite(number) else None for number in (l2, signed))
+        return Measured(count, 0, 0, 0, zeros, low, high, total / count, l2, signed)
+
+
+def _real(values: torch.Tensor) -> torch.Tensor:
+    """Return real numbers as they are, and complex ones as pairs of them."""
+    return torch.view_as_real(values) if values.is_complex() else values
 
 
 def _fetch(scalars: list[torch.Tensor]) -> Callable[[], list[float]]:

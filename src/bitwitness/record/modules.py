@@ -115,16 +115,19 @@ class ModuleRecorder:
         self._calls: Counter[str] = Counter()
         self._open: list[tuple[nn.Module, int, list[NodeValue], int, int]] = []
         self._hooks: list[ModuleHook] = []
+        self._outermost = root
         self.evaluating = False
         """The forward that runs is none of a step's."""
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def attach(self) -> None:
-        """Put hooks on all modules."""
-        if self._handles:
+        """Put hooks on all modules but the root, whose calls `begin` and `end` tell of."""
+        if self._hooks:
             return
         self._hooks = [ModuleHook(self._before), ModuleHook(self._after)]
         for module in self._paths:
+            if module is self._root:
+                continue
             self._handles.append(module.register_forward_pre_hook(self._hooks[0], with_kwargs=True))
             if self._enabled:
                 self._handles.append(module.register_forward_hook(self._hooks[1], with_kwargs=True))
@@ -136,17 +139,24 @@ class ModuleRecorder:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._hooks = []
         self._open.clear()
 
-    def new_forward(self) -> None:
-        """Count calls from zero: a new forward of the root begins."""
+    def begin(self, part: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any], *, listed: bool) -> None:
+        """Begin a forward: a call of the root, or of one of its parts where the script calls these.
+
+        ``listed``: torch has our hook of that part in its list; it has not where the hooks were put on in this very call.
+        """
         self._calls.clear()
         self._open.clear()
+        self._outermost = part or self._root
+        if self._hooks and (part is None or not listed):
+            self._before(self._outermost, args, kwargs)
 
-    def join(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Take up a call that began before the hooks were there."""
-        if self._handles:
-            self._before(module, args, kwargs)
+    def end(self, part: nn.Module | None, result: Any) -> None:
+        """End a forward; ``result``: None where it raised."""
+        if self._hooks and part is None and result is not None:
+            self._after(self._root, (), {}, result)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if in_replay() or self.evaluating:
@@ -164,7 +174,7 @@ class ModuleRecorder:
             if tensor is not None:
                 log.values.name(tensor, name if path == ROOT else f"{path}.{name}")
         self._reads(path)
-        if module is self._root:
+        if module is self._outermost:
             for slot, tensor in arguments_of(args, kwargs):
                 log.values.name(tensor, f"input {slot.removeprefix('in.')}")
         if not self._enabled:

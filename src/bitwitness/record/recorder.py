@@ -111,5 +111,3 @@ class Recorder(Entered):
     def join(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record a call of the model that has just begun, whose pre-hooks torch had already listed when ours was made."""
         self.session.join_call(module, args, kwargs)
-        if self._recording is not None:
-            self._recording.join_call(module, args, kwargs)

@@ -74,6 +74,7 @@ class ModelRecording(Instrument):
         self.records = False
         """Whether the step that runs is recorded."""
         self._gradients_recorded = False
+        self._hooked_now = False  # in the call that runs, whose list of hooks torch has made before
 
     # -- being on ------------------------------------------------------------------------------------------------
 
@@ -122,11 +123,6 @@ class ModelRecording(Instrument):
         if self.config.wants_step(step):
             run_eagerly(self._eager)
 
-    def join_call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record a call of the root that has just begun, whose pre-hooks torch had already listed when ours were made."""
-        if module is self.session.root and self.session.in_forward:
-            self._modules.join(module, args, kwargs)
-
     # -- values of the user's own --------------------------------------------------------------------------------
 
     def save(self, value: Any, name: str) -> None:
@@ -162,24 +158,27 @@ class ModelRecording(Instrument):
         """Record a call of the model, but for evaluations."""
         if forward.kind in (Kind.TRAINING, Kind.INFERENCE):
             with self._safely("steps"):
-                self._begin_forward()
+                self._begin_forward(forward)
         elif forward.kind is Kind.EVALUATION:
             self._window.close()
             self._modules.evaluating = True
         yield
+        if not self._modules.evaluating:
+            self._modules.end(forward.part, forward.result)
         self._modules.evaluating = False
         if not torch.is_grad_enabled():
             self._window.close()
 
-    def _begin_forward(self) -> None:
+    def _begin_forward(self, forward: Forward) -> None:
         if not self.records:
             self._open_step()
         if self.records:
-            self._modules.new_forward()
             if self.config.operators:
                 self._tracker.focus_on(self.session.root)
                 self._window.open()
                 self._tracker.begin(self.session.root)
+            self._modules.begin(forward.part, forward.args, forward.kwargs, listed=not self._hooked_now)
+            self._hooked_now = False
 
     def _open_step(self) -> None:
         if not self.config.wants_step(self.session.step) or self._writing.broken is not None:
@@ -189,6 +188,7 @@ class ModelRecording(Instrument):
             self._keeper.begin_step(self.session.step)
         self._values.new_step()
         self._modules.attach()
+        self._hooked_now = self.session.in_forward
         self._state.attach_local(reduced=distributed(self.session.model) is not None)
         self._state.begin_step()
 
@@ -235,6 +235,8 @@ class ModelRecording(Instrument):
             if not self._gradients_recorded:
                 self._gradients_recorded = True
                 self._state.gradients()
+            elif optimizer is not None and scaler is None:
+                self._state.reread(optimizer)
             if optimizer is not None and scaler is None:
                 self._state.before_optimizer(optimizer)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from bitwitness.record.log import Fail, Log
+from bitwitness.record.log import Fail, Log, NodeValue
 from bitwitness.site import Site
 from bitwitness.tap.ownwork import in_replay, own_work
 
@@ -39,6 +39,7 @@ class StateRecorder:
         self._fail = fail
         self._with_state = optimizer_state
         self._reduced = False
+        self._local: dict[str, NodeValue] = {}
         self._pending: dict[str, list[tuple[str, torch.Tensor, str]]] = {}
         self._began: dict[Optimizer, dict[nn.Parameter, int]] = {}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -49,6 +50,7 @@ class StateRecorder:
         ``reduced``: DistributedDataParallel reduces them later, so that these are recorded as local ones.
         """
         self._reduced = reduced
+        self._local.clear()
         for name, parameter in self._root.named_parameters():
             if parameter.requires_grad:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(_LocalHook(self, name)))
@@ -62,16 +64,27 @@ class StateRecorder:
     def local(self, name: str, parameter: torch.Tensor) -> None:
         """Record one local gradient."""
         try:
-            if parameter.grad is not None and not in_replay():
-                site = Site.of_parameter(name, "grad") if self._reduced else _reduced(name)
-                with own_work(), torch.no_grad():
-                    if self._reduced:
-                        self._log.record(site, parameter.grad, self._log.node(), "gradient")
-                    elif not self._log.micro:  # of several micro-batches' the sum alone is recorded, at the end
-                        self._log.see(site, parameter.grad)
+            if parameter.grad is None or in_replay():
+                return
+            site = Site.of_parameter(name, "grad")
+            with own_work(), torch.no_grad():
+                if self._reduced:
+                    self._log.record(site, parameter.grad, self._log.node(), "gradient")
+                else:
+                    self._keep_local(name, self._seen_local(site, parameter.grad))
         except Exception as error:
             self.detach()
             self._fail("local gradients", error)
+
+    def _seen_local(self, site: Site, grad: torch.Tensor) -> NodeValue | None:
+        # Of several micro-batches' the sum alone is recorded, at the end; an accelerator has no cache that would help.
+        return None if self._log.micro or grad.device.type != "cpu" else self._log.see(site, grad)
+
+    def _keep_local(self, name: str, entry: NodeValue | None) -> None:
+        if entry is None:
+            self._local.pop(name, None)
+        else:
+            self._local[name] = entry
 
     def begin_step(self) -> None:
         """Learn parameters and buffers as the step finds them.
@@ -96,10 +109,25 @@ class StateRecorder:
             self.read_by(module)
 
     def gradients(self) -> None:
-        """Record the gradients as they are now: complete and reduced."""
-        for name, parameter in self._root.named_parameters():
-            if parameter.grad is not None and not in_replay():
-                self._log.record(_reduced(name), parameter.grad, self._log.node(), "gradient")
+        """Record the gradients as they are now: complete and reduced.
+
+        One that is no more what the backward left has that one's row, too.
+        """
+        if in_replay():
+            return
+        gradients = [(name, p.grad) for name, p in self._root.named_parameters() if p.grad is not None]
+        self._log.values.reread(grad for _, grad in gradients)
+        for name, grad in gradients:
+            entry, local = self._log.see(_reduced(name), grad), self._local.get(name)
+            if local is not None and entry is not None and local.noted.number != entry.noted.number:
+                self._log.add(local, self._log.node(), "gradient")
+            if entry is not None:
+                self._log.add(entry, self._log.node(), "gradient")
+        self._local.clear()
+
+    def reread(self, optimizer: Optimizer) -> None:
+        """Look again at the gradients that an optimizer is about to read: code that ran since may have edited them."""
+        self._log.values.reread(p.grad for _, p, _ in self._held(optimizer) if p.grad is not None)
 
     def before_optimizer(self, optimizer: Optimizer) -> None:
         """Record what an optimizer is about to read: gradients (clipped by now), parameters, its state."""
@@ -130,10 +158,14 @@ class StateRecorder:
         """Yield the root's parameters that an optimizer holds: name, parameter, its group's settings as JSON."""
         names = {parameter: name for name, parameter in self._root.named_parameters()}
         for number, group in enumerate(optimizer.param_groups):
-            settings = json.dumps({"f": type(optimizer).__name__, "k": {"group": number, **_settings(group)}})
+            settings = {"group": number, **_settings(group)}
+            texts: dict[str, str] = {}  # by what is known of the state; of few kinds in a group
             for parameter in group["params"]:
                 if parameter in names:
-                    yield names[parameter], parameter, settings
+                    state = _age(optimizer.state.get(parameter) or {})
+                    if state not in texts:
+                        texts[state] = json.dumps({"f": type(optimizer).__name__, "k": {**settings, "state": state}})
+                    yield names[parameter], parameter, texts[state]
 
 
 class _LocalHook:
@@ -167,6 +199,16 @@ def _update(name: str, optimizer: Optimizer, slot: str) -> Site:
 def _state(optimizer: Optimizer, parameter: nn.Parameter) -> Iterable[tuple[str, torch.Tensor]]:
     state = optimizer.state.get(parameter, {})
     return [(key, value) for key, value in state.items() if isinstance(value, torch.Tensor)]
+
+
+def _age(state: dict[str, object]) -> str:
+    """Return how many steps an optimizer's state of one parameter has seen, or what it holds, or that there is none."""
+    step = state.get("step")
+    if isinstance(step, torch.Tensor):
+        step = step.item() if step.numel() == 1 and step.device.type == "cpu" else None
+    if isinstance(step, int | float):
+        return f"of {int(step)} steps" if step else "none"
+    return ", ".join(sorted(key for key, value in state.items() if value is not None)) or "none"
 
 
 def _settings(group: dict[str, object]) -> dict[str, object]:

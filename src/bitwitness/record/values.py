@@ -135,6 +135,18 @@ class Values:
             storage = self._identities.storage(plain(tensor))
             self._changes[storage] = self._changes.get(storage, 0) + 1
 
+    def reread(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Look again at tensors that may have been written without torch counting it; what is new is measured when noted."""
+        for tensor in tensors:
+            values = plain(tensor)
+            storage, content = self._identities.key(values)
+            known = self._known.get((content, self._changes.get(storage, 0)))
+            if known is not None:
+                with unseen(), torch.no_grad():
+                    same = self._meter.still(known[0], in_memory_order(values))
+                if not same:
+                    self._changes[storage] = self._changes.get(storage, 0) + 1
+
     def name(self, tensor: torch.Tensor, name: str) -> None:
         """Give what lies in a tensor's memory a name: a parameter's, a buffer's, an input's."""
         self._names.setdefault(self._identities.storage(plain(tensor)), name)

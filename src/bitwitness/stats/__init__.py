@@ -2,6 +2,7 @@
 
 from bitwitness.stats.digest import HashBatch, bit_hash
 from bitwitness.stats.features import Features, features_of
+from bitwitness.stats.sketch import exact_sketch, sketch
 from bitwitness.stats.summary import Stats, exact_l2, stats_of
 from bitwitness.stats.total import marks_of, norms_of, total_of
 
@@ -11,9 +12,11 @@ __all__ = [
     "Stats",
     "bit_hash",
     "exact_l2",
+    "exact_sketch",
     "features_of",
     "marks_of",
     "norms_of",
+    "sketch",
     "stats_of",
     "total_of",
 ]

@@ -12,6 +12,8 @@ op, call, slot
 dtype, shape    of the local tensor; ``placement`` tells how a DTensor is spread, and over which mesh
 layout          strides of a tensor that lies in memory in another order than its own (a transpose); else null
 count … zeros   statistics as `bitwitness.stats.Stats` defines them: extremes, mean and L2 norm are of the finite values
+sketch          the sum of the values with signs by their place (`bitwitness.stats.sketch`): another order gives another one;
+                of a tensor with a layout in the order of its memory; null where values are not finite
 hash            64-bit hash of the bits, of a tensor with a layout in the order of its memory
 value           number of the value: rows with the same number show the same bits of the same tensor
 producer        the node that made the value; -1 if that was not recorded
@@ -65,6 +67,7 @@ SCHEMA = pa.schema(
         ("max", pa.float64()),
         ("mean", pa.float64()),
         ("l2", pa.float64()),
+        ("sketch", pa.float64()),
         ("hash", pa.int64()),
     ]
 )
@@ -109,6 +112,7 @@ class Measured(NamedTuple):
     max: float | None = None
     mean: float | None = None
     l2: float | None = None
+    sketch: float | None = None
     hash: int | None = None
 
 

@@ -21,7 +21,7 @@ import torch
 
 from bitwitness.errors import UnreadError, UsageError
 from bitwitness.files.shown import quoted
-from bitwitness.stats import stats_of
+from bitwitness.stats import exact_sketch, stats_of
 from bitwitness.store.ascend.convert import dump_files
 from bitwitness.store.ascend.dump import DumpFile, DumpTensor, read_dump
 from bitwitness.store.ascend.names import DumpName, parse_name, place_of, read_mapping
@@ -213,7 +213,7 @@ def _measured(tensor: DumpTensor) -> tuple[str, tuple[int, ...], Measured]:
     numbers = (stats.min, stats.max, stats.mean, stats.l2)
     low, high, mean, norm = (float(number) if math.isfinite(number) else None for number in numbers)
     counts = (stats.count, stats.nan, stats.pos_inf, stats.neg_inf, stats.zeros)
-    return name, tuple(value.shape), Measured(*counts, low, high, mean, norm, stats.hash)
+    return name, tuple(value.shape), Measured(*counts, low, high, mean, norm, exact_sketch(value), stats.hash)
 
 
 def _read(tensor: DumpTensor) -> tuple[torch.Tensor, str]:

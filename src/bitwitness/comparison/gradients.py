@@ -1,0 +1,294 @@
+"""What happened to all gradients at once: a factor, a clipping, a step whose gradients were not zeroed.
+
+A parameter's gradient is recorded up to three times: as the backward left it (``local``), complete and reduced
+(``reduced``), and as the optimizer read it. Where run B's are all one number times run A's, the cause is one and no
+operator's, and it lies before the first of the three that shows it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+from bitwitness.comparison.allowance import rms
+from bitwitness.comparison.differences import Differences
+from bitwitness.comparison.frame import Node, StepFrame
+from bitwitness.comparison.relation import factor, numbers_of, tolerance
+
+OF_ALL_GRADIENTS = ("scaled", "clipped", "kept")
+"""Kinds of what happened to all gradients at once."""
+STAGES = ("backward", "reduced", "read")
+"""As the backward left it; complete, and before any clipping; as the optimizer read it."""
+_MOST = 0.9
+"""Share of the parameters that one factor has to hold for: a few have gradients that are rounding errors."""
+_SMALL = 1e-3
+"""Times the usual size of a gradient, below which one may be rounding errors alone."""
+_LEFT = 0.02
+"""Relative deviation up to which a gradient is the sum of this step's and the last one's."""
+
+Rows = tuple[int | None, int | None, int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """One parameter's gradient in both runs: its names, and its rows by `STAGES`, None for what was not recorded."""
+
+    name: str
+    name_b: str
+    a: Rows
+    b: Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """What happened to all gradients: ``stage`` is the first of `STAGES` that shows it, ``row`` the first row of A there."""
+
+    kind: str
+    stage: str
+    text: str
+    row: int
+    times: float
+
+
+class GradientChains:
+    """Follows the gradients of one step of one rank.
+
+    Parameters
+    ----------
+    differences
+        The step.
+
+    """
+
+    def __init__(self, differences: Differences) -> None:
+        self._differences = differences
+        self._a, self._b = differences.a, differences.b
+        self.chains = _chains(differences)
+        usual = differences.usual_gradient
+        self._weighty = [c for c in self.chains if c.a[1] is not None and rms(self._a, c.a[1]) >= _SMALL * usual]
+
+    def cause(self) -> Cause | None:
+        """Return what explains how all gradients differ, if one thing does."""
+        if len(self._weighty) < 2 or self._differences.parted_before:
+            return None
+        ratios = [self._common([(c.a[stage], c.b[stage]) for c in self._weighty]) for stage in range(len(STAGES))]
+        if ratios[0] is not None and not self._is_one(ratios[0]):
+            return self._from_backward(ratios[0])
+        if (kept := self._not_zeroed()) is not None:
+            return kept
+        for stage in (1, 2):
+            ratio, before = ratios[stage], ratios[stage - 1]
+            if ratio is not None and before is not None and not self._is_one(ratio / before if before else ratio):
+                return self._between(stage, ratio)
+        return None
+
+    def edited(self, chain: Chain) -> tuple[float | None, float | None] | None:
+        """Return by what a gradient was multiplied between backward and optimizer in each run, where that differs."""
+        links = [self._link(frame, rows) for frame, rows in ((self._a, chain.a), (self._b, chain.b))]
+        if links[0] is None and links[1] is None:
+            return None
+        first, second = links
+        if (
+            first is not None
+            and second is not None
+            and abs(first - second) <= self._limit() * max(abs(first), abs(second))
+        ):
+            return None
+        return first, second
+
+    # -- factors -------------------------------------------------------------------------------------------------
+
+    def _link(self, frame: StepFrame, rows: Rows) -> float | None:
+        last = rows[2] if rows[2] is not None else rows[1]
+        if rows[0] is None or last is None:
+            return None
+        return 1.0 if frame.value[rows[0]] == frame.value[last] else factor(frame, rows[0], frame, last)
+
+    def _common(self, rows: Sequence[tuple[int | None, int | None]], within: StepFrame | None = None) -> float | None:
+        """Return the one factor between pairs of rows, of A and B or both of one run, if there is one."""
+        a, b = within or self._a, within or self._b
+        found = [None if i is None or j is None else factor(a, i, b, j) for i, j in rows]
+        known = [one for one in found if one is not None]
+        if not known or len(known) < _MOST * len(found):
+            return None
+        middle = median(known)
+        agreeing = sum(abs(one - middle) <= self._limit() * abs(middle) for one in known)
+        return middle if agreeing >= _MOST * len(found) else None
+
+    def _limit(self) -> float:
+        chain = self._weighty[0] if self._weighty else self.chains[0]
+        i, j = chain.a[1], chain.b[1]
+        assert i is not None  # noqa: S101 - of a weighty one
+        assert j is not None  # noqa: S101
+        return 2 * tolerance(self._a, i, self._b, j)
+
+    def _is_one(self, ratio: float) -> bool:
+        return abs(ratio - 1.0) <= self._limit()
+
+    # -- causes --------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_reduced(self) -> bool:
+        """Whether gradients pass between ranks: both runs then have those from before."""
+        return all(chain.a[0] != chain.a[1] and chain.b[0] != chain.b[1] for chain in self._weighty)
+
+    def _row(self, stage: int) -> int:
+        return min(row for chain in self.chains if (row := chain.a[stage]) is not None)
+
+    def _every(self, ratio: float) -> str:
+        how = "has the other sign" if self._is_one(-ratio) else f"is {ratio:.4g} times as large"
+        return f"every gradient ({len(self.chains)} parameters) {how} in run B"
+
+    def _from_backward(self, ratio: float) -> Cause:
+        said = f"{self._every(ratio)}, from the backward on"
+        loss = self._loss_ratio()
+        micros = [len({int(m) for m in frame.micro.tolist()}) for frame in (self._a, self._b)]
+        if loss is not None and abs(loss / ratio - 1.0) <= self._limit():
+            why = "so is the loss that the backward starts from: a loss scale, an accumulation divisor, or a sum for a mean"
+        elif self._is_one(ratio * micros[0] / micros[1]) and micros[0] != micros[1]:
+            counts = f"{micros[0]} against {micros[1]}"
+            why = f"as many times as micro-batches ({counts}): their losses are not divided by that number"
+        elif self._is_one(-ratio):
+            why = "the loss is to be lowered in one run, and raised in the other"
+        else:
+            why = "a factor of the loss, of its gradient, or another number of terms in its mean"
+        return Cause("scaled", STAGES[0], f"{said}: {why}", self._row(0), ratio)
+
+    def _loss_ratio(self) -> float | None:
+        for pair in self._differences.alignment.pairs:
+            if pair.a.kind == "saved" and pair.a.op == "loss":
+                return factor(self._a, pair.a.outputs[0], self._b, pair.b.outputs[0])
+        return None
+
+    def _between(self, stage: int, ratio: float) -> Cause:
+        said = self._every(ratio)
+        own = [
+            self._common([(c.a[stage - 1], c.a[stage]) for c in self._weighty], self._a),
+            self._common([(c.b[stage - 1], c.b[stage]) for c in self._weighty], self._b),
+        ]
+        if STAGES[stage] == "reduced" and self._is_reduced:
+            how = " and ".join(f"by {self._shown(one)} in run {side}" for one, side in zip(own, "AB", strict=True))
+            why = f"from the reduction over ranks on, which multiplies them {how}: a sum for a mean, or another number of ranks"
+            return Cause("scaled", STAGES[stage], f"{said}, {why}", self._row(stage), ratio)
+        norms = [
+            self._norms(self._a, [c.a for c in self.chains], stage),
+            self._norms(self._b, [c.b for c in self.chains], stage),
+        ]
+        how = "; ".join(
+            f"run {side} "
+            + ("leaves them as they are" if one is not None and self._is_one(one) else self._changes(one, norm))
+            for one, side, norm in zip(own, "AB", norms, strict=True)
+        )
+        clips = any(one is not None and 0 < one < 1 - self._limit() for one in own)
+        what = "clipping, or a scale" if clips else "a scale"
+        text = f"{said} when the optimizer reads it, and not when the backward leaves it: {what} in between ({how})"
+        return Cause("clipped" if clips else "scaled", STAGES[stage], text, self._row(stage), ratio)
+
+    def _changes(self, by: float | None, norms: tuple[float, float]) -> str:
+        times = "changes them" if by is None else f"multiplies them by {by:.4g}"
+        return f"{times}: their norm is {norms[0]:.4g} before and {norms[1]:.4g} after"
+
+    @staticmethod
+    def _shown(by: float | None) -> str:
+        return "no one number" if by is None else f"{by:.4g}"
+
+    @staticmethod
+    def _norms(frame: StepFrame, chains: Sequence[Rows], stage: int) -> tuple[float, float]:
+        """Return the norm of all gradients together before and after what lies between backward and step."""
+        squares = [0.0, 0.0]
+        for rows in chains:
+            for number, row in enumerate(
+                (rows[0] if stage == 1 else rows[1], rows[2] if rows[2] is not None else rows[1])
+            ):
+                if row is not None:
+                    squares[number] += numbers_of(frame, row).l2 ** 2
+        return math.sqrt(squares[0]), math.sqrt(squares[1])
+
+    def _not_zeroed(self) -> Cause | None:
+        """Return whether one run's gradients are the other's and what its own last step left in them: sketches add up."""
+        last = self._differences.earlier.last
+        if last is None:
+            return None
+        left_a, left_b = (_left_in_gradients(frame) for frame in last)
+        rows = [
+            ((left_a[c.name], left_b[c.name_b]), c.a[0], c.b[0])
+            for c in self._weighty
+            if c.name in left_a and c.name_b in left_b
+        ]
+        if len(rows) < 2:
+            return None
+        for side in (0, 1):
+            fitting = 0
+            for kept, i, j in rows:
+                if i is None or j is None:
+                    return None
+                x, y = numbers_of(self._a, i), numbers_of(self._b, j)
+                gap = y.sketch - x.sketch - (kept[1] if side else -kept[0])
+                size = max(x.l2, y.l2)
+                fitting += abs(gap) <= _LEFT * size and abs(y.sketch - x.sketch) > 2 * _LEFT * size
+            # Those whose sketch says little, the sum being small by chance, count for neither.
+            telling = sum(
+                abs(kept[side]) > 2 * _LEFT * numbers_of(self._a, i).l2 for kept, i, _ in rows if i is not None
+            )
+            if telling and fitting >= _MOST * telling and fitting >= min(2, len(rows)):
+                run = "AB"[side]
+                text = (
+                    f"every gradient of run {run} is that of the other run plus what its last step left there: "
+                    "gradients were not zeroed (zero_grad)"
+                )
+                return Cause("kept", STAGES[0], text, self._row(0), math.nan)
+        return None
+
+
+def parameter_of(node: Node) -> str:
+    """Return the parameter that a gradient's node is of."""
+    return node.op if node.module == "." else f"{node.module}.{node.op}"
+
+
+def in_words_of_link(times: float | None) -> str:
+    """Say by what a gradient was multiplied; None: by no one number."""
+    if times is None:
+        return "edits it"
+    if times == 0:
+        return "sets it to zero"
+    return "leaves it" if times == 1.0 else f"multiplies it by {times:.4g}"
+
+
+def _chains(differences: Differences) -> list[Chain]:
+    """Follow each parameter whose complete gradient both runs recorded."""
+    a, b = differences.a, differences.b
+    locals_a, locals_b = (_local_rows(frame) for frame in (a, b))
+    read: dict[str, tuple[int, int]] = {}
+    for pair in differences.alignment.pairs:
+        if pair.a.kind == "optimizer":
+            for rows in pair.inputs:
+                if a.text("slot", rows[0]) == "grad":
+                    read[pair.a.module] = rows
+    chains = []
+    for pair in differences.alignment.pairs:
+        if pair.a.kind != "gradient" or not pair.outputs or a.text("slot", pair.outputs[0][0]) != "reduced":
+            continue
+        names = [parameter_of(node) for node in (pair.a, pair.b)]
+        i, j = pair.outputs[0]
+        last = read.get(names[0], (None, None))
+        chains.append(Chain(*names, (locals_a.get(names[0], i), i, last[0]), (locals_b.get(names[1], j), j, last[1])))
+    return chains
+
+
+def _left_in_gradients(frame: StepFrame) -> dict[str, float]:
+    """Return the sketch of each parameter's gradient as the optimizer read it, which stays there until it is zeroed."""
+    rows = np.flatnonzero(frame.texts["kind"].equals("optimizer") & frame.texts["slot"].equals("grad"))
+    return {frame.text("module", row): float(frame.numbers["sketch"][row]) for row in rows.tolist()}
+
+
+def _local_rows(frame: StepFrame) -> dict[str, int]:
+    """Return the rows of gradients as the backward left them, by their parameter."""
+    found = {}
+    for node in frame.nodes:
+        if node.kind == "gradient" and node.outputs and frame.text("slot", node.outputs[0]) == "local":
+            found[parameter_of(node)] = node.outputs[0]
+    return found

@@ -1,0 +1,94 @@
+"""What two recorded values that differ have to do with each other: a factor, another order, or nothing that statistics show."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from bitwitness.comparison.allowance import roundoff
+from bitwitness.comparison.frame import StepFrame
+
+_SAME = 1e-3
+"""Relative deviation from an exact factor: what gradients' noise leaves in float32, and far from any factor that is meant."""
+_SAME_NUMBERS = 1e-6
+"""The same for statistics of equal numbers in another order, whose sums are rounded otherwise."""
+_UNITS = 16.0
+"""Unit roundoffs that it may be instead, in dtypes whose unit roundoff is large."""
+
+
+class Numbers(NamedTuple):
+    """A row's statistics; NaN where one is not known. ``rms``: the root mean square."""
+
+    count: int
+    min: float
+    max: float
+    mean: float
+    l2: float
+    sketch: float
+    rms: float
+    top: float
+
+
+def numbers_of(frame: StepFrame, row: int) -> Numbers:
+    """Return a row's statistics."""
+    low, high, mean, l2, signed = (float(frame.numbers[name][row]) for name in ("min", "max", "mean", "l2", "sketch"))
+    count = int(frame.count[row])
+    return Numbers(count, low, high, mean, l2, signed, l2 / math.sqrt(max(count, 1)), max(abs(low), abs(high)))
+
+
+def tolerance(a: StepFrame, row_a: int, b: StepFrame, row_b: int) -> float:
+    """Return the relative deviation up to which a factor between two rows counts as exact."""
+    return max(_SAME, *(_UNITS * roundoff(frame.text("dtype", row)) for frame, row in ((a, row_a), (b, row_b))))
+
+
+def factor(a: StepFrame, row_a: int, b: StepFrame, row_b: int) -> float | None:
+    """Return by what the values of A were multiplied to give those of B; None if by no one number.
+
+    0 where B is zero throughout; None as well where A is, or where a statistic is not known.
+    """
+    x, y = numbers_of(a, row_a), numbers_of(b, row_b)
+    if x.count != y.count or not x.l2 > 0 or math.isnan(y.l2):
+        return None
+    if y.l2 == 0:
+        return 0.0
+    limit = tolerance(a, row_a, b, row_b)
+    size = y.l2 / x.l2
+    ordered = a.text("layout", row_a) == b.text("layout", row_b)
+    return next((f for f in (size, -size) if _is_times(f, x, y, limit, ordered=ordered)), None)
+
+
+def _is_times(by: float, x: Numbers, y: Numbers, limit: float, *, ordered: bool) -> bool:
+    low, high = (x.min, x.max) if by > 0 else (x.max, x.min)
+    gaps = [(by * low - y.min, y.top), (by * high - y.max, y.top), (by * x.mean - y.mean, y.rms)]
+    if ordered:
+        gaps.append((by * x.sketch - y.sketch, y.l2))
+    known = [(gap, scale) for gap, scale in gaps if not math.isnan(gap)]
+    return len(known) > 1 and all(abs(gap) <= limit * scale for gap, scale in known)
+
+
+def is_reordered(a: StepFrame, row_a: int, b: StepFrame, row_b: int) -> bool:
+    """Tell whether two rows hold the same numbers in different places, as far as statistics show."""
+    x, y = numbers_of(a, row_a), numbers_of(b, row_b)
+    if x.count != y.count or math.isnan(x.sketch) or math.isnan(y.sketch):
+        return False
+    if a.text("layout", row_a) != b.text("layout", row_b) or x.min != y.min or x.max != y.max:
+        return False
+    same = abs(x.l2 - y.l2) <= _SAME_NUMBERS * y.l2 and abs(x.mean - y.mean) <= _SAME_NUMBERS * y.rms
+    return same and abs(x.sketch - y.sketch) > _SAME * y.l2
+
+
+def in_words(a: StepFrame, b: StepFrame, row_a: int, row_b: int) -> str:
+    """Say how the values of two rows differ."""
+    if is_reordered(a, row_a, b, row_b):
+        return "the same values in another order"
+    times = factor(a, row_a, b, row_b)
+    if times is not None and abs(abs(times) - 1.0) > tolerance(a, row_a, b, row_b):
+        return "zero throughout in run B" if times == 0 else f"{times:.4g} times as large in run B"
+    if times is not None and times < 0:
+        return "with the sign turned in run B"
+    x, y = numbers_of(a, row_a), numbers_of(b, row_b)
+    if x.l2 == y.l2 or math.isnan(x.l2) or math.isnan(y.l2):
+        return (
+            "other bits" if x.sketch == y.sketch or math.isnan(x.sketch + y.sketch) else "other values of the same norm"
+        )
+    return f"L2 norm {x.l2:.9g} against {y.l2:.9g}"

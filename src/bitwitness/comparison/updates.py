@@ -1,0 +1,84 @@
+"""Why gradients and updates differ: what happened to all of them, an edit of one, or no gradient in one run."""
+
+from __future__ import annotations
+
+from bitwitness.comparison.align import Pair
+from bitwitness.comparison.allowance import rms
+from bitwitness.comparison.differences import Differences
+from bitwitness.comparison.gradients import GradientChains, in_words_of_link, parameter_of
+from bitwitness.comparison.reasons import Reason, Reasons
+
+_GRADIENT = 1e-3
+"""Relative change by which a gradient of which nothing else is known may differ.
+
+Far above rounding in float32, for nothing is known of how many operators' roundings it has gathered.
+"""
+_CANCELLED = 1e-3
+"""Share of the usual gradient below which one may be rounding errors alone, as a key's bias has none."""
+_FOLLOWED = 4.0
+"""Times its maker's change up to which a value shows that same change."""
+
+
+class Updates:
+    """Finds the reasons of values that nothing recorded was computed from, and of what optimizers read.
+
+    Parameters
+    ----------
+    differences, reasons
+        Of the step.
+
+    Attributes
+    ----------
+    cause
+        What happened to all gradients at once; None if no one thing did.
+
+    """
+
+    def __init__(self, differences: Differences, reasons: Reasons) -> None:
+        self._differences = differences
+        self._reasons = reasons
+        self._chains = GradientChains(differences)
+        self._chain_of = {chain.name: chain for chain in self._chains.chains}
+        self.cause = self._chains.cause()
+
+    def limit(self, pair: Pair) -> float:
+        """Return the change up to which a value that stands alone may differ: noise, and what its maker handed on."""
+        differences = self._differences
+        made = differences.made_change(pair.outputs[0][0])
+        return max(_GRADIENT, differences.noise_limit(), _FOLLOWED * made)
+
+    def is_cancelled(self, pair: Pair) -> bool:
+        """Return whether a gradient is so much smaller than the others that it may be rounding errors alone."""
+        size = rms(self._differences.a, pair.outputs[0][0])
+        return pair.a.kind == "gradient" and size < _CANCELLED * self._differences.usual_gradient
+
+    def of_value(self, pair: Pair) -> Reason | None:
+        """Return why a gradient differs by more than its `limit`; None for other values, and where all gradients do."""
+        row_a, row_b = pair.outputs[0]
+        if any(self._differences.lone_makers(row_a, row_b)):
+            return self._reasons.of_lone(pair, row_a, row_b)
+        if pair.a.kind != "gradient":
+            return None
+        return self._edited(parameter_of(pair.a)) or self._reasons.of_value(row_a, row_b)
+
+    def of_update(self, pair: Pair) -> Reason | None:
+        """Return what an update is to blame on its gradient for: one run lacks it, or has edited it after the backward."""
+        if self.cause is not None or self._differences.earlier.parted:
+            return None
+        frames = ((self._differences.a, pair.a), (self._differences.b, pair.b))
+        first, second = ("grad" in {frame.text("slot", row) for row in node.inputs} for frame, node in frames)
+        if first != second:
+            have, lack = ("A", "B") if first else ("B", "A")
+            return Reason("missing", f"only run {have} has a gradient of it: it is frozen, or not used, in run {lack}")
+        rows = [rows[0] for rows in pair.inputs if self._differences.a.text("slot", rows[0]) == "grad"]
+        differs = any(self._differences.change_of[row] > _GRADIENT for row in rows)
+        return self._edited(pair.a.module) if differs else None
+
+    def _edited(self, name: str) -> Reason | None:
+        """Return that a gradient was edited between backward and step, if it was, and otherwise in each run."""
+        chain = self._chain_of.get(name)
+        links = None if chain is None else self._chains.edited(chain)
+        if links is None:
+            return None
+        how = "; ".join(f"run {side} {in_words_of_link(link)}" for side, link in zip("AB", links, strict=True))
+        return Reason("edited", f"the gradient of {name} was changed between the backward and the step: {how}")

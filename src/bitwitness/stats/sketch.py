@@ -1,0 +1,75 @@
+"""A sum with random signs: one number that tells orders of the same values apart, and how far two tensors are from another.
+
+The sketch of Alon, Matias and Szegedy ("The space complexity of approximating the frequency moments", 1996). It is linear: two
+tensors' sketches differ by the sketch of their difference, and a sketch is, up to a factor that is normally distributed, the
+L2 norm of what it is taken of. So ``|sketch(a) - sketch(b)| / norm(a)`` estimates the relative L2 error from two numbers that
+were taken in two runs, where means and norms of large tensors hide what differs in few places, or lies elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_BLOCK = 1 << 15  # elements that share their signs' pattern; 128 KiB of float32 stay in a core's cache
+_STEP, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+"""Of splitmix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014)."""
+_OF_BLOCKS = 1 << 40  # where the blocks' own signs begin in the sequence
+
+
+def sketch(values: Tensor) -> Tensor:
+    """Return the sum of a tensor's elements, each with the sign that its place has.
+
+    Parameters
+    ----------
+    values
+        Contiguous, float32 or float64; finite, or the sketch is NaN.
+
+    Returns
+    -------
+    Tensor
+        0-d, of the same dtype, on the same device. Element i has the sign of splitmix64(i mod 32,768) times that of its block.
+
+    """
+    flat = values.reshape(-1)
+    count = flat.numel()
+    if count <= _BLOCK:
+        return torch.dot(flat, _first_signs(count, flat.dtype, flat.device))
+    whole = count // _BLOCK
+    sums = torch.mv(flat[: whole * _BLOCK].view(whole, _BLOCK), _first_signs(_BLOCK, flat.dtype, flat.device))
+    # Blocks are known by powers of two, so that few lists of signs are made.
+    blocks = _signs(_OF_BLOCKS, 1 << whole.bit_length(), flat.dtype, flat.device)
+    total = torch.dot(sums, blocks[:whole])
+    rest = count - whole * _BLOCK
+    if not rest:
+        return total
+    return total + blocks[whole] * torch.dot(flat[-rest:], _first_signs(rest, flat.dtype, flat.device))
+
+
+def exact_sketch(values: Tensor) -> float | None:
+    """Return the sketch of any plain tensor, taken in float64; None where a value is not finite."""
+    if not values.numel():
+        return 0.0
+    real = torch.view_as_real(values) if values.is_complex() else values
+    found = float(sketch(real.to(torch.float64).contiguous()))
+    return found if math.isfinite(found) else None
+
+
+@lru_cache(maxsize=4096)
+def _first_signs(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return _signs(0, _BLOCK, dtype, device)[:count]  # a view: the sizes of a model's tensors come again and again
+
+
+@lru_cache(maxsize=64)
+def _signs(first: int, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with np.errstate(over="ignore"):
+        x = (np.arange(first + 1, first + count + 1, dtype=np.uint64)) * np.uint64(_STEP)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX_1)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX_2)
+        x ^= x >> np.uint64(31)
+    signs = 1.0 - 2.0 * (x >> np.uint64(63)).astype(np.float64)
+    return torch.from_numpy(signs).to(device=device, dtype=dtype)
