@@ -60,7 +60,7 @@ def rms(frame: StepFrame, row: int) -> float:
     return value if math.isfinite(value) else 0.0
 
 
-def allowed(a: StepFrame, b: StepFrame, pair: Pair, out: int, carried: Sequence[float]) -> float:
+def allowed(a: StepFrame, b: StepFrame, pair: Pair, out: int, carried: Sequence[float], inside: float = 0.0) -> float:
     """Return the relative change of a node's result that rounding, and the changes of its inputs, explain.
 
     Parameters
@@ -69,16 +69,20 @@ def allowed(a: StepFrame, b: StepFrame, pair: Pair, out: int, carried: Sequence[
         Which of the pair's results.
     carried
         The change of each of the pair's inputs, noise included.
+    inside
+        The unit roundoff that a module may compute in, whatever dtype its result has.
 
     """
     row_a, row_b = pair.outputs[out]
     if any(math.isinf(c) for c in carried):
         return math.inf
     own = max(roundoff(a.text("dtype", row_a)), roundoff(b.text("dtype", row_b)))
+    if pair.a.kind == "module":
+        own = max(own, inside)
     if pair.a.kind == "optimizer":
         return _update(a, pair, carried, own)
     wide = max((roundoff(a.text("dtype", row)) for row, _ in pair.inputs), default=own)
-    accumulated = min(own or wide, 2.0**-24) or 2.0**-24
+    accumulated = max(min(own or wide, 2.0**-24) or 2.0**-24, inside if pair.a.kind == "module" else 0.0)
     size, change, op = max(rms(a, row_a), rms(b, row_b)), max(carried, default=0.0), canonical(pair.a.op)
     if pair.a.kind == "op" and (op in CONTRACTIONS or op == "conv"):
         terms, scale = _contraction(a, pair)

@@ -141,6 +141,11 @@ class Differences:
         other = [pair for pair in found if pair[0] != pair[1]]
         return Counter(other).most_common(1)[0][0] if other and len(other) >= _MOST * len(found) else None
 
+    @property
+    def roundoff_inside(self) -> float:
+        """The coarser unit roundoff of `precisions`; 0 where the runs compute in the same."""
+        return 0.0 if self.precisions is None else max(map(roundoff, self.precisions))
+
     def _multiplies(self, pair: Pair) -> bool:
         if pair.a.kind == "op":
             return canonical(pair.a.op) in (*CONTRACTIONS, "conv")

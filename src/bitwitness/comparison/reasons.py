@@ -75,7 +75,7 @@ class Reasons:
                 self._written[name] = self._differences.change_of[row]
 
     def of_state(self, pair: Pair) -> Reason | None:
-        """Return that a parameter or buffer differs from the beginning, where no reader of it was told of: a cast may read it."""
+        """Return that a parameter or buffer differs from the beginning, where no reader of it was told of."""
         row_a, row_b = pair.outputs[0]
         name, change = self.a.text("name", row_a), self._differences.change_of[row_a]
         if not name or name in self._told or name in self._earlier.named or self._differences.parted_before:
@@ -110,7 +110,7 @@ class Reasons:
             return None
         if not differences.has_values and any(differences.is_real(pair.a, row) for row, _ in pair.inputs):
             return None  # statistics say too little of how far apart differing inputs are
-        if is_random(pair.a.op):
+        if is_random(pair.a.op) or (pair.a.kind == "module" and "drop" in pair.a.op.lower()):
             return Reason(
                 "random", "it draws random numbers, and drew others: another seed or another number of draws before"
             )

@@ -50,6 +50,8 @@ class Report:
         What could not be read or compared.
     modules
         The names that modules of A have in B.
+    conditions
+        Under what other conditions the runs were made, in words: a model in evaluation mode.
     precisions
         The dtypes in which A and B compute, where they compute in different ones throughout.
     operators, kept
@@ -77,6 +79,7 @@ class Report:
     problems: list[str] = field(default_factory=list)
     modules: dict[str, str] = field(default_factory=dict)
     merged: bool = False
+    conditions: str = ""
     precisions: tuple[str, str] | None = None
     operators: bool = True
     kept: bool = False
@@ -100,8 +103,10 @@ class Report:
         """One sentence for all."""
         if self.first is not None:
             said = f"the runs part at {self.first.site} (rank {self.first.rank}, step {self.first.step}): {self.first.text}"
-            both = self.cause is not None and self.cause is not self.first and self.cause.step == self.first.step
-            return f"{said}; {self.cause.text}" if both and self.cause is not None else said
+            more = [self.conditions] if self.conditions else []
+            if self.cause is not None and self.cause is not self.first and self.cause.step == self.first.step:
+                more.append(self.cause.text)
+            return "; ".join([said, *more])
         if not self.rows:
             return "nothing could be compared"
         if self.unlike:
@@ -158,6 +163,7 @@ class Report:
             "differing": self.differing,
             "matched": self.matched,
             "without_counterpart": self.lone,
+            "conditions": self.conditions or None,
             "precisions": None if self.precisions is None else list(self.precisions),
             "steps": self.steps,
             "noise": self.noise,

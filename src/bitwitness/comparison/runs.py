@@ -19,6 +19,7 @@ from bitwitness.comparison.search import SuspectSearch
 from bitwitness.comparison.suspect import EarlierSteps, Suspect, grouped
 from bitwitness.comparison.values import KeptValues, Side
 from bitwitness.errors import UsageError
+from bitwitness.oracle.recorded import arguments
 from bitwitness.store.source import Source
 
 _LISTED = 200  # insertions and suspects that are kept
@@ -109,6 +110,8 @@ def _compare_step(
         if kept is not None:
             report.suspects.append(kept)
     report.kept |= values is not None
+    if not report.conditions:
+        report.conditions = _conditions(differences)
     report.precisions = report.precisions or differences.precisions
     report.operators = any(pair.a.kind == "op" for pair in alignment.pairs)
     report.exceeding += search.exceeding[: _LISTED - len(report.exceeding)]
@@ -118,6 +121,17 @@ def _compare_step(
     for sink in sinks:
         sink(rank, step, differences, values)
     known.last = frame_a, frame_b
+
+
+def _conditions(differences: Differences) -> str:
+    """Say which run evaluates where the other one trains; empty if neither does."""
+    for pair in differences.alignment.pairs:
+        if pair.a.kind == "module" and pair.a.module == "." and pair.a.phase == "forward":
+            frames = (differences.a, pair.a), (differences.b, pair.b)
+            flags = [arguments(frame.text("args", node.rows[0])).get("k", {}).get("training") for frame, node in frames]
+            if flags in ([True, False], [False, True]):
+                return f"run {'AB'[flags.index(False)]} has the model in evaluation mode"
+    return ""
 
 
 def _nothing_differs(a: StepFrame, b: StepFrame) -> bool:

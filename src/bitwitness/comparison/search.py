@@ -15,9 +15,12 @@ from bitwitness.comparison.allowance import allowed
 from bitwitness.comparison.differences import NEGLIGIBLE, Differences
 from bitwitness.comparison.gradients import Cause
 from bitwitness.comparison.reasons import Reason, Reasons
+from bitwitness.comparison.settled import SettledModules
 from bitwitness.comparison.suspect import Exceeding, Suspect
 from bitwitness.comparison.updates import Updates
 
+_HARMLESS = ("missing", "computed", "unknown")
+"""Reasons that do not matter inside a module whose results agree."""
 _ILL_CONDITIONED = 1000.0
 """Unit roundoffs: a result for which so much is explained says nothing about the noise of the others."""
 _LARGEST_NOISE = 0.05
@@ -44,6 +47,7 @@ class SuspectSearch:
         self._step = step
         self._named_modules: set[str] = set()
         self._real_modules: set[str] = set()
+        self._settled = SettledModules(differences)
         self._updates = Updates(differences, self._reasons)
         self.exceeding: list[Exceeding] = []
         """What differs by more than is explained, and has no reason of its own, in order."""
@@ -58,6 +62,8 @@ class SuspectSearch:
                 continue  # what reads them is looked at first
             suspect = self._look(pair)
             self._reasons.remember(pair)
+            if suspect is not None and suspect.reason in _HARMLESS and self._settled.holds(pair):
+                continue
             if suspect is not None and not (pair.a.kind == "module" and self._is_named_inside(pair.a.module)):
                 self._earlier.parted = True
                 self._named_modules.add(suspect.site.partition("/")[0])
@@ -128,6 +134,8 @@ class SuspectSearch:
             return self._suspect(pair, found, worst, NEGLIGIBLE, clean=True)
         differing = any(differences.is_real(pair.a, row) for row, _ in pair.inputs)
         self._weigh(pair, worst, explained, differing=differing)
+        if pair.a.kind == "module" and self._settled.agrees(pair):
+            self._clear(pair)
         if pair.a.kind == "collective" or (pair.a.kind == "module" and self._is_seen_inside(pair)):
             return None  # the one computes nothing, the other's operators are looked at themselves
         reason = self._reasons.of_inputs(pair) if worst > 0 else None
@@ -149,6 +157,11 @@ class SuspectSearch:
         if explained <= min(_LARGEST_NOISE, _ILL_CONDITIONED * differences.roundoff(*pair.outputs[0])):
             self._earlier.noise = max(self._earlier.noise, worst)
 
+    def _clear(self, module: Pair) -> None:
+        """Trust what a module returns, if its results agree: what reads them has equal inputs, whatever made them inside."""
+        makers = {int(self.differences.a.producer[row]) for row, _ in module.outputs}
+        self.differences.real -= {module.a.number, *makers}
+
     def _own(self, pair: Pair, worst: float, explained: float, *, clean: bool) -> Suspect | None:
         """Return a node as a suspect whose inputs are no reason of its difference."""
         reason = self._reasons.own(pair, worst, over=worst > explained)
@@ -156,7 +169,7 @@ class SuspectSearch:
         if pair.a.kind == "optimizer" and self._updates.cause and (reason is None or reason.kind == "computed"):
             return None
         if reason is None:
-            if worst > explained:
+            if worst > explained and not self._settled.holds(pair):
                 self.exceeding.append(self._exceeding(pair, worst, explained))
             return None
         # Another reason than rounding is weighed against rounding alone, not against what its own inputs explain.
@@ -170,7 +183,11 @@ class SuspectSearch:
 
     def _rounding(self, pair: Pair) -> float:
         """Return what a node's own rounding explains, with equal inputs."""
-        return allowed(self.differences.a, self.differences.b, pair, 0, [0.0] * len(pair.inputs))
+        return self._allowed(pair, 0, [0.0] * len(pair.inputs))
+
+    def _allowed(self, pair: Pair, out: int, carried: list[float]) -> float:
+        differences = self.differences
+        return allowed(differences.a, differences.b, pair, out, carried, differences.roundoff_inside)
 
     def _worst(self, pair: Pair, results: list[float]) -> tuple[float, float]:
         """Return what is explained and what is seen, of the result that exceeds it most."""
@@ -178,7 +195,7 @@ class SuspectSearch:
         noisy = [c if c == 0.0 else max(c, self._earlier.noise) for c in carried]
         best = (math.inf, 0.0)
         for i, change in enumerate(results):
-            explained = allowed(self.differences.a, self.differences.b, pair, i, noisy)
+            explained = self._allowed(pair, i, noisy)
             ratio = change / explained if explained else math.inf
             if i == 0 or ratio > best[1] / best[0]:
                 best = (explained, change)

@@ -98,6 +98,8 @@ class KeptValues:
 
     def _one(self, rows: tuple[int, int]) -> ErrorMetrics | None:
         try:
+            if self._a.frame.shapes[rows[0]] != self._b.frame.shapes[rows[1]]:
+                return None  # which is a difference, and no failure to read
             a, b = self._a.load(rows[0]), self._b.load(rows[1])
             return EQUAL if same_bits(a, b) else tensor_metrics(a, b)
         except (UsageError, OSError, RuntimeError, ValueError) as error:

@@ -6,6 +6,7 @@ stream) each of them shows the sum. What one operator alone contributed is in th
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -212,9 +213,10 @@ class ModuleRecorder:
             return
         _, call, entries, stack, backward = self._open.pop()
         log, path, op = self._log, self._paths[module], type(module).__name__
-        node = log.node()
+        node, args = log.node(), self._mode(module)
         for entry in entries:
-            log.add(entry, node, "module", stack=stack)
+            log.add(entry, node, "module", args=args, stack=stack)
+            args = None
         for slot, tensor in results_of(result):
             entry_ = log.see(Site(path, op, call, "forward", slot), tensor)
             if entry_ is not None:
@@ -224,6 +226,12 @@ class ModuleRecorder:
         log.values.changed(tensor for _, tensor in running)
         for name, tensor in running:
             log.record(Site(path, op, call, "forward", f"out.{name}"), tensor, node, "module")
+
+    def _mode(self, module: nn.Module) -> str | None:
+        """Return whether a module trains, as an argument: the root's, and what is not as the root is."""
+        if module is not self._root and module.training == self._root.training:
+            return None
+        return json.dumps({"f": type(module).__name__, "k": {"training": module.training}})
 
     def _follow(self, tensor: torch.Tensor, site: Site, node: int) -> None:
         """Record the gradient of a tensor when it passes."""

@@ -1,0 +1,67 @@
+"""Modules whose results agree although something inside does not: another kernel, or the same mathematics written otherwise."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from bitwitness.comparison.align import Pair
+from bitwitness.comparison.differences import Differences
+from bitwitness.comparison.gradients import parameter_of
+
+_AGREE = 200.0
+"""Unit roundoffs by which a module's results may differ: what some dozen operators' roundings leave."""
+_MOST = 0.02
+"""The same as a relative change, for dtypes whose unit roundoff is large."""
+
+Call = tuple[str, str, int]
+"""A module's path, phase and micro-batch."""
+
+
+class SettledModules:
+    """Knows which modules' results agree within rounding in one step of one rank.
+
+    Parameters
+    ----------
+    differences
+        The step.
+
+    """
+
+    def __init__(self, differences: Differences) -> None:
+        self._differences = differences
+
+    def holds(self, pair: Pair) -> bool:
+        """Return whether a node is inside a module whose results agree; of a backward, its parameters' gradients, too."""
+        path = pair.a.module
+        while True:
+            if self._results.get((path, pair.a.phase, pair.a.micro), False):
+                return pair.a.phase != "backward" or self._gradients_agree(path)
+            if path == ".":
+                return False
+            path = path.rpartition(".")[0] or "."
+
+    @cached_property
+    def _results(self) -> dict[Call, bool]:
+        found: dict[Call, bool] = {}
+        for pair in self._differences.alignment.pairs:
+            if pair.a.kind == "module" and pair.outputs:
+                call = pair.a.module, pair.a.phase, pair.a.micro
+                found[call] = found.get(call, True) and self.agrees(pair)
+        return found
+
+    def agrees(self, pair: Pair) -> bool:
+        """Return whether all results of a node agree within rounding."""
+        return all(self._agree(*rows) for rows in pair.outputs)
+
+    def _agree(self, row_a: int, row_b: int) -> bool:
+        limit = min(_AGREE * self._differences.roundoff(row_a, row_b), _MOST)
+        return self._differences.change_of[row_a] <= limit
+
+    def _gradients_agree(self, path: str) -> bool:
+        inside = "" if path == "." else f"{path}."
+        return all(ok for name, ok in self._gradients.items() if name.startswith(inside))
+
+    @cached_property
+    def _gradients(self) -> dict[str, bool]:
+        pairs = [pair for pair in self._differences.alignment.pairs if pair.a.kind == "gradient"]
+        return {parameter_of(pair.a): self.agrees(pair) for pair in pairs}
