@@ -19,6 +19,8 @@ NEGLIGIBLE = 1e-6
 """Relative change by which statistics of equal numbers may differ, taken by another number of threads."""
 _MOST = 0.5
 """Share of the products in other dtypes, from which on two runs compute in different precisions throughout."""
+_CANCELLED = 1e-3
+"""Share of the usual gradient below which one may be rounding errors alone, as a key's bias has none."""
 VIEWED = 100.0
 """Times the noise by which a value may differ that is taken from one within it.
 
@@ -108,6 +110,10 @@ class Differences:
     def made_change(self, row_a: int) -> float:
         """Return how far the results of what made a value are apart; 0 if they agree, or nobody is known to have made it."""
         return self.largest.get(int(self.a.producer[row_a]), 0.0)
+
+    def is_cancelled(self, pair: Pair) -> bool:
+        """Return whether a gradient is so much smaller than the others that it may be rounding errors alone."""
+        return pair.a.kind == "gradient" and rms(self.a, pair.outputs[0][0]) < _CANCELLED * self.usual_gradient
 
     def lone_makers(self, row_a: int, row_b: int) -> tuple[Node | None, Node | None]:
         """Return the nodes of A and of B that made these rows, each only if the other run has no such node."""

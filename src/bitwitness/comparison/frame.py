@@ -15,6 +15,8 @@ Floats = npt.NDArray[np.float64]
 _TEXTS = ("kind", "phase", "module", "op", "slot", "dtype", "placement", "layout", "name", "args", "tensor")
 _COUNTS = ("nan", "pos_inf", "neg_inf", "zeros")
 _NUMBERS = ("min", "max", "mean", "l2", "sketch")
+MICROS = "micros"
+"""Under which a table's metadata tell how many micro-batches were put together in it."""
 UNKNOWN = -1
 """Stands for a count that was not taken."""
 
@@ -75,6 +77,9 @@ class StepFrame:
 
     def __init__(self, table: pa.Table) -> None:
         self.table = table
+        told = (table.schema.metadata or {}).get(MICROS.encode())
+        self.micros = int(told) if told else len(table.column("micro").unique())
+        """How many micro-batches the step has, put together or not."""
         self.size = table.num_rows
         self.texts = {name: _text(table.column(name)) for name in _TEXTS}
         self.counts = {name: _ints(table.column(name), UNKNOWN) for name in _COUNTS}

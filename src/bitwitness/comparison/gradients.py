@@ -140,18 +140,18 @@ class GradientChains:
         return min(row for chain in self.chains if (row := chain.a[stage]) is not None)
 
     def _every(self, ratio: float) -> str:
-        how = "has the other sign" if self._is_one(-ratio) else f"is {ratio:.4g} times as large"
+        how = "has the other sign" if self._is_one(-ratio) else f"is {in_times(ratio)} as large"
         return f"every gradient ({len(self.chains)} parameters) {how} in run B"
 
     def _from_backward(self, ratio: float) -> Cause:
         said = f"{self._every(ratio)}, from the backward on"
         loss = self._loss_ratio()
-        micros = [len({int(m) for m in frame.micro.tolist()}) for frame in (self._a, self._b)]
-        if loss is not None and abs(loss / ratio - 1.0) <= self._limit():
-            why = "so is the loss that the backward starts from: a loss scale, an accumulation divisor, or a sum for a mean"
-        elif self._is_one(ratio * micros[0] / micros[1]) and micros[0] != micros[1]:
+        micros = self._a.micros, self._b.micros
+        if micros[0] != micros[1] and self._is_one(ratio * micros[0] / micros[1]):
             counts = f"{micros[0]} against {micros[1]}"
             why = f"as many times as micro-batches ({counts}): their losses are not divided by that number"
+        elif loss is not None and abs(loss / ratio - 1.0) <= self._limit():
+            why = "so is the loss that the backward starts from: a loss scale, an accumulation divisor, or a sum for a mean"
         elif self._is_one(-ratio):
             why = "the loss is to be lowered in one run, and raised in the other"
         else:
@@ -247,6 +247,14 @@ class GradientChains:
 def parameter_of(node: Node) -> str:
     """Return the parameter that a gradient's node is of."""
     return node.op if node.module == "." else f"{node.module}.{node.op}"
+
+
+def in_times(factor_: float) -> str:
+    """Return a factor in words: ``8 times``, ``1/15 times``."""
+    parts = 1.0 / factor_ if factor_ else 0.0
+    if parts > 1.5 and abs(parts - round(parts)) <= _SMALL * parts:
+        return f"1/{round(parts)} times"
+    return f"{factor_:.4g} times"
 
 
 def in_words_of_link(times: float | None) -> str:

@@ -1,4 +1,4 @@
-"""The ranks of a run as one, where two runs spread their model or their batch differently.
+"""The ranks or micro-batches of a run as one, where two runs spread their model or their batch differently.
 
 What only makes sense on one rank (operators on local shards, local gradients, what passes between ranks) is left out.
 Parameters, reduced gradients and updates are put together by their DTensor placement; what every rank holds alike is taken
@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 import torch
 
+from bitwitness.comparison.frame import MICROS
 from bitwitness.errors import UsageError
 from bitwitness.store.rows import SCHEMA
 from bitwitness.store.source import Source
@@ -136,6 +137,58 @@ class MergedSource:
         if tuple(whole.shape) != shape:
             raise UsageError(f"{self.path}: {parts[0][1]['module']}: parts make {list(whole.shape)}, not {list(shape)}")
         return whole
+
+
+class MergedMicros(MergedSource):
+    """A source whose steps' micro-batches are put together: modules' values one after the other, losses added up."""
+
+    def ranks(self) -> list[int]:
+        """Return the ranks that recorded."""
+        return self._source.ranks()
+
+    def steps(self, rank: int) -> list[int]:
+        """Return the steps that a rank recorded."""
+        return self._source.steps(rank)
+
+    def stacks(self, rank: int) -> dict[int, str]:
+        """Return a rank's call stacks."""
+        return self._source.stacks(rank)
+
+    def table(self, rank: int, step: int) -> pa.Table:
+        """Return the step's rows, those of all micro-batches put together."""
+        self._parts.clear()
+        found = [
+            row
+            for row in self._source.table(rank, step).to_pylist()
+            if row["kind"] not in ("module", "saved") or row["phase"] != "backward"
+        ]  # each micro-batch's loss is a mean of its own
+        micros = sorted({row["micro"] for row in found})
+        # What belongs to no micro-batch bears the number of the one that ran before: it is the same for all of them.
+        keyed = [_keyed([row | {"micro": 0} for row in found if row["micro"] == micro]) for micro in micros]
+        rows: list[Cells] = []
+        for key in dict.fromkeys(key for part in keyed for key in part):
+            parts = [part[key] for part in keyed if key in part]
+            if len(parts) == 1 or parts[0]["kind"] in ("parameter", "buffer"):
+                rows.append(parts[0] | {"producer": -1})
+            elif parts[0]["op"] == "loss":
+                rows.append(_added(parts))
+            elif merged := self._merged([(rank, part) for part in parts]):
+                rows.append(merged | {"rank": rank})
+        table = pa.Table.from_pylist(rows, schema=SCHEMA)
+        return table.replace_schema_metadata({MICROS: str(len(micros))})
+
+    def tensor(self, rank: int, reference: str, dtype: str, shape: tuple[int, ...], layout: str | None) -> torch.Tensor:
+        """Return a kept value, its parts put together."""
+        if not reference.startswith(_JOINED):
+            return self._source.tensor(rank, reference, dtype, shape, layout)
+        return super().tensor(rank, reference, dtype, shape, layout)
+
+
+def _added(parts: list[Cells]) -> Cells:
+    """Return the sum of numbers: of the losses of micro-batches."""
+    total = math.fsum(part["mean"] for part in parts if part["mean"] is not None)
+    same = {"min": total, "max": total, "mean": total, "l2": abs(total), "sketch": None, "hash": None, "tensor": None}
+    return parts[0] | same | {"producer": -1}
 
 
 def _keyed(rows: list[Cells]) -> dict[tuple[Any, ...], Cells]:

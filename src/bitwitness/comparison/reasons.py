@@ -3,7 +3,8 @@
 ``computed``   inputs agree as far as their changes matter, and the result does not
 ``argument``   it was called with other arguments (an epsilon, a scale, a learning rate)
 ``dtype``      it computed in another precision
-``source``     it read something that differs and that no recorded operator made: a weight, a buffer, the batch, a view
+``source``     it read something that differs and that no recorded operator made: a weight, a buffer, the batch
+``view``       it read another part, or another order, of something that agrees
 ``unknown``    the same, and it has no name
 ``missing``    only one of the runs has it, and what follows differs
 ``random``     it draws random numbers, and drew others
@@ -144,6 +145,11 @@ class Reasons:
         """Return why an input differs, if no matched operator made the difference."""
         if pair.a.kind == "optimizer":
             return None
+        if pair.a.kind == "module" and "BatchNorm" in pair.a.op and self.a.micros != self.b.micros:
+            counts = f"{self.a.micros} against {self.b.micros} micro-batches"
+            return Reason(
+                "argument", f"it normalises each micro-batch by its own statistics: {counts} are not the same to it"
+            )
         differences = self._differences
         for row_a, row_b in pair.inputs:
             change = differences.change_of[row_a]
@@ -193,7 +199,7 @@ class Reasons:
             return None
         slot = self.a.text("slot", row_a)
         return Reason(
-            "source", f"{slot} differs although what it is taken from agrees: another view (a transpose, a slice)"
+            "view", f"{slot} differs although what it is taken from agrees: another view (a transpose, a slice)"
         )
 
     def _from_outside(self, pair: Pair, row_a: int, row_b: int, change: float) -> Reason | None:
@@ -226,7 +232,7 @@ class Reasons:
             return Reason("dtype", f"{name} is {first} against {second}")
         if self._begun.get(name) == 0.0 and not self._is_gathered(name, row_a):
             text = f"{slot} differs although {name} agrees, of which it is a view: another one (a transpose, a slice)"
-            return Reason("source", text)
+            return Reason("view", text)
         self._told.add(name)
         called = name if name.startswith("input ") else f"its {name}"
         return Reason("source", f"{called} differs: {in_words(self.a, self.b, row_a, row_b)}")

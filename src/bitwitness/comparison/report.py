@@ -50,6 +50,10 @@ class Report:
         What could not be read or compared.
     modules
         The names that modules of A have in B.
+    notes
+        How the two were lined up, one sentence each.
+    unaligned
+        Steps that were not given the same batch, and were not compared.
     conditions
         Under what other conditions the runs were made, in words: a model in evaluation mode.
     precisions
@@ -80,6 +84,8 @@ class Report:
     modules: dict[str, str] = field(default_factory=dict)
     merged: bool = False
     conditions: str = ""
+    notes: list[str] = field(default_factory=list)
+    unaligned: list[str] = field(default_factory=list)
     precisions: tuple[str, str] | None = None
     operators: bool = True
     kept: bool = False
@@ -89,7 +95,7 @@ class Report:
     @property
     def status(self) -> str:
         """Tell ``fine``, ``findings`` or ``unread``: something could not be read or compared, beside findings or not."""
-        if self.problems or not self.rows or self.unlike:
+        if self.problems or self.unaligned or not self.rows or self.unlike:
             return "unread"
         return "fine" if self.first is None and not self.exceeding else "findings"
 
@@ -107,6 +113,11 @@ class Report:
             if self.cause is not None and self.cause is not self.first and self.cause.step == self.first.step:
                 more.append(self.cause.text)
             return "; ".join([said, *more])
+        if self.unaligned:
+            return (
+                f"the runs were not given the same batch ({self.unaligned[0]}), so that no operator is accused: record both "
+                "with the same batch, or name steps that had it (--steps)"
+            )
         if not self.rows:
             return "nothing could be compared"
         if self.unlike:
@@ -165,6 +176,8 @@ class Report:
             "without_counterpart": self.lone,
             "conditions": self.conditions or None,
             "precisions": None if self.precisions is None else list(self.precisions),
+            "lined_up": self.notes,
+            "unaligned": self.unaligned,
             "steps": self.steps,
             "noise": self.noise,
             "problems": self.problems,

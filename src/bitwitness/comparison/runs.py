@@ -13,12 +13,11 @@ from bitwitness.comparison.changes import changes
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.frame import Node, StepFrame
 from bitwitness.comparison.gradients import OF_ALL_GRADIENTS
-from bitwitness.comparison.merged import MergedSource, spread_differently
+from bitwitness.comparison.lined import Place, line_up
 from bitwitness.comparison.report import Report
 from bitwitness.comparison.search import SuspectSearch
 from bitwitness.comparison.suspect import EarlierSteps, Suspect, grouped
 from bitwitness.comparison.values import KeptValues, Side
-from bitwitness.errors import UsageError
 from bitwitness.oracle.recorded import arguments
 from bitwitness.store.source import Source
 
@@ -61,18 +60,17 @@ def compare_sources(
     """
     settings = settings or Settings()
     name_a, name_b = (f"{source.path} ({source.kind})" for source in (a, b))
-    merged = spread_differently(a, b)
-    if merged:
-        a, b = MergedSource(a), MergedSource(b)
-    places = _places(a, b, settings)
+    lined = line_up(a, b, settings.ranks, settings.steps)
+    a, b = lined.a, lined.b
     report = Report(
-        name_a, name_b, modules=dict(settings.modules), merged=merged, steps=len({step for step, _ in places})
-    )
+        name_a, name_b, modules=dict(settings.modules), merged=lined.merged, notes=lined.notes,
+        steps=len({place.step for place in lined.places}),
+    )  # fmt: skip
     earlier: dict[int, EarlierSteps] = {}
-    for done, (step, rank) in enumerate(places):
-        progress(done, len(places))
-        _compare_step(report, a, b, step, rank, earlier.setdefault(rank, EarlierSteps()), settings, sinks)
-    progress(len(places), len(places))
+    for done, place in enumerate(lined.places):
+        progress(done, len(lined.places))
+        _compare_step(report, a, b, place, earlier.setdefault(place.rank, EarlierSteps()), settings, sinks)
+    progress(len(lined.places), len(lined.places))
     report.noise = max((known.noise for known in earlier.values()), default=0.0)
     report.problems += [*a.problems, *b.problems]
     _conclude(report)
@@ -86,14 +84,17 @@ def _compare_step(
     report: Report,
     a: Source,
     b: Source,
-    step: int,
-    rank: int,
+    place: Place,
     known: EarlierSteps,
     settings: Settings,
     sinks: Sequence[RowSink],
 ) -> None:
     """Compare one step of one rank; what is found is added to the report."""
-    frame_a, frame_b = StepFrame(a.table(rank, step)), StepFrame(b.table(rank, step))
+    step, step_b, rank = place
+    frame_a, frame_b = StepFrame(a.table(rank, step)), StepFrame(b.table(rank, step_b))
+    if text := _other_batch(frame_a, frame_b):
+        report.unaligned.append(f"step {step}: {text}")
+        return
     same = not settings.modules and same_structure(frame_a, frame_b)
     # Most steps of two equal runs: told by the columns alone, without a node being built.
     if same and not sinks and _nothing_differs(frame_a, frame_b):
@@ -151,27 +152,21 @@ def _values(a: Side, b: Side, alignment: Alignment) -> KeptValues | None:
     return values
 
 
-def _places(a: Source, b: Source, settings: Settings) -> list[tuple[int, int]]:
-    ranks = [r for r in a.ranks() if r in b.ranks() and (settings.ranks is None or r in settings.ranks)]
-    if not ranks:
-        raise UsageError(f"{a.path} has ranks {a.ranks()}, {b.path} has ranks {b.ranks()}; expected one in common")
-    places = [
-        (step, rank)
-        for rank in ranks
-        for step in sorted(set(a.steps(rank)) & set(b.steps(rank)))
-        if settings.steps is None or step in settings.steps
-    ]
-    if not places:
-        raise UsageError(
-            f"{a.path} has steps {_shortened(a.steps(ranks[0]))}, {b.path} has steps {_shortened(b.steps(ranks[0]))}; "
-            "expected one in common (and among those asked for)"
-        )
-    return sorted(places)
+def _other_batch(a: StepFrame, b: StepFrame) -> str:
+    """Say which of the model's inputs has another shape in each run, so that nothing of the two steps can be compared."""
+    first, second = _inputs(a), _inputs(b)
+    for name in first.keys() & second.keys():
+        if first[name] != second[name]:
+            return f"{name} has the shape {list(first[name])} in run A and {list(second[name])} in run B"
+    return ""
 
 
-def _shortened(numbers: list[int]) -> str:
-    shown = ", ".join(map(str, numbers[:5]))
-    return f"{shown}, … {numbers[-1]}" if len(numbers) > 5 else shown or "(none)"
+def _inputs(frame: StepFrame) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each of the model's inputs, as it was seen first."""
+    text = frame.texts["name"]
+    codes = [code for code, word in enumerate(text.words) if word.startswith("input ")]
+    rows = np.flatnonzero(np.isin(text.codes, codes)).tolist()
+    return {frame.text("name", row): frame.shapes[row] for row in reversed(rows)}
 
 
 def _count(report: Report, differences: Differences) -> None:

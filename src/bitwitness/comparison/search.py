@@ -19,7 +19,7 @@ from bitwitness.comparison.settled import SettledModules
 from bitwitness.comparison.suspect import Exceeding, Suspect
 from bitwitness.comparison.updates import Updates
 
-_HARMLESS = ("missing", "computed", "unknown")
+_HARMLESS = ("missing", "computed", "unknown", "view")
 """Reasons that do not matter inside a module whose results agree."""
 _ILL_CONDITIONED = 1000.0
 """Unit roundoffs: a result for which so much is explained says nothing about the noise of the others."""
@@ -213,7 +213,7 @@ class SuspectSearch:
             return None  # it delivers what another rank differs in
         limit = self._updates.limit(pair)
         told = pair.a.kind == "gradient" and self._updates.cause is not None
-        if self._earlier.parted or worst <= limit or told or self._updates.is_cancelled(pair):
+        if self._earlier.parted or worst <= limit or told or differences.is_cancelled(pair):
             return None
         differences.real.add(number)
         reason = self._updates.of_value(pair)

@@ -10,6 +10,8 @@ from bitwitness.comparison.gradients import parameter_of
 
 _AGREE = 200.0
 """Unit roundoffs by which a module's results may differ: what some dozen operators' roundings leave."""
+_NOISE = 50.0
+"""Times the noise that rounding was seen to make, where that is more."""
 _MOST = 0.02
 """The same as a relative change, for dtypes whose unit roundoff is large."""
 
@@ -32,10 +34,15 @@ class SettledModules:
 
     def holds(self, pair: Pair) -> bool:
         """Return whether a node is inside a module whose results agree; of a backward, its parameters' gradients, too."""
-        path = pair.a.module
+        path, phase = pair.a.module, pair.a.phase
         while True:
-            if self._results.get((path, pair.a.phase, pair.a.micro), False):
-                return pair.a.phase != "backward" or self._gradients_agree(path)
+            agrees = self._results.get((path, phase, pair.a.micro))
+            if phase == "backward" and agrees is not False and self._gradients_agree(path):
+                # Nothing but gradients of parameters leaves the root's backward, where its inputs have none.
+                if agrees or path == ".":
+                    return True
+            elif agrees and phase != "backward":
+                return True
             if path == ".":
                 return False
             path = path.rpartition(".")[0] or "."
@@ -54,14 +61,16 @@ class SettledModules:
         return all(self._agree(*rows) for rows in pair.outputs)
 
     def _agree(self, row_a: int, row_b: int) -> bool:
-        limit = min(_AGREE * self._differences.roundoff(row_a, row_b), _MOST)
+        differences = self._differences
+        limit = min(max(_AGREE * differences.roundoff(row_a, row_b), _NOISE * differences.earlier.noise), _MOST)
         return self._differences.change_of[row_a] <= limit
 
     def _gradients_agree(self, path: str) -> bool:
         inside = "" if path == "." else f"{path}."
-        return all(ok for name, ok in self._gradients.items() if name.startswith(inside))
+        found = [ok for name, ok in self._gradients.items() if name.startswith(inside)]
+        return bool(found) and all(found)
 
     @cached_property
     def _gradients(self) -> dict[str, bool]:
         pairs = [pair for pair in self._differences.alignment.pairs if pair.a.kind == "gradient"]
-        return {parameter_of(pair.a): self.agrees(pair) for pair in pairs}
+        return {parameter_of(pair.a): self.agrees(pair) or self._differences.is_cancelled(pair) for pair in pairs}

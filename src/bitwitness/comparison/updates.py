@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bitwitness.comparison.align import Pair
-from bitwitness.comparison.allowance import rms
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.gradients import GradientChains, in_words_of_link, parameter_of
 from bitwitness.comparison.reasons import Reason, Reasons
@@ -13,8 +12,8 @@ _GRADIENT = 1e-3
 
 Far above rounding in float32, for nothing is known of how many operators' roundings it has gathered.
 """
-_CANCELLED = 1e-3
-"""Share of the usual gradient below which one may be rounding errors alone, as a key's bias has none."""
+_COARSE = 32.0
+"""The same as unit roundoffs of the coarser precision, where two runs compute in different ones."""
 _FOLLOWED = 4.0
 """Times its maker's change up to which a value shows that same change."""
 
@@ -45,12 +44,7 @@ class Updates:
         """Return the change up to which a value that stands alone may differ: noise, and what its maker handed on."""
         differences = self._differences
         made = differences.made_change(pair.outputs[0][0])
-        return max(_GRADIENT, differences.noise_limit(), _FOLLOWED * made)
-
-    def is_cancelled(self, pair: Pair) -> bool:
-        """Return whether a gradient is so much smaller than the others that it may be rounding errors alone."""
-        size = rms(self._differences.a, pair.outputs[0][0])
-        return pair.a.kind == "gradient" and size < _CANCELLED * self._differences.usual_gradient
+        return max(_GRADIENT, differences.noise_limit(), _FOLLOWED * made, _COARSE * differences.roundoff_inside)
 
     def of_value(self, pair: Pair) -> Reason | None:
         """Return why a gradient differs by more than its `limit`; None for other values, and where all gradients do."""

@@ -1,0 +1,151 @@
+"""What is compared with what: ranks, micro-batches and steps of two runs, lined up before any operator is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from bitwitness.comparison.frame import StepFrame
+from bitwitness.comparison.merged import MergedMicros, MergedSource, spread_differently
+from bitwitness.errors import UsageError
+from bitwitness.store.source import Source
+
+_MOST = 4096
+"""Steps of A that are searched for the weights that B begins with."""
+
+Fingerprint = tuple[tuple[str, float, float], ...]
+
+
+class Place(NamedTuple):
+    """One step of one rank: its number in A and in B."""
+
+    step: int
+    step_b: int
+    rank: int
+
+
+@dataclass(slots=True)
+class Lined:
+    """Two runs, lined up.
+
+    Attributes
+    ----------
+    a, b
+        The two, with ranks or micro-batches put together where these are spread differently.
+    places
+        What to compare, in order.
+    merged
+        Ranks were put together.
+    notes
+        What was done to line them up, one sentence each.
+
+    """
+
+    a: Source
+    b: Source
+    places: list[Place] = field(default_factory=list)
+    merged: bool = False
+    notes: list[str] = field(default_factory=list)
+
+
+def line_up(a: Source, b: Source, ranks: Sequence[int] | None, steps: Sequence[int] | None) -> Lined:
+    """Find out what of two runs is the same part of the same training.
+
+    Parameters
+    ----------
+    ranks, steps
+        Only these, by A's numbers; None for all.
+
+    Raises
+    ------
+    UsageError
+        If the two have no rank or no step in common.
+
+    """
+    found = Lined(a, b)
+    if spread_differently(a, b):
+        found.merged, found.a, found.b = True, MergedSource(a), MergedSource(b)
+    chosen = [r for r in found.a.ranks() if r in found.b.ranks() and (ranks is None or r in ranks)]
+    if not chosen:
+        raise UsageError(f"{a.path} has ranks {a.ranks()}, {b.path} has ranks {b.ranks()}; expected one in common")
+    shift = _shift(found, chosen[0])
+    for rank in chosen:
+        theirs = set(found.b.steps(rank))
+        common = [s for s in found.a.steps(rank) if s - shift in theirs and (steps is None or s in steps)]
+        found.places += [Place(step, step - shift, rank) for step in common]
+    found.places.sort()
+    if not found.places:
+        raise UsageError(
+            f"{a.path} has steps {_shortened(a.steps(a.ranks()[0]))}, {b.path} has steps "
+            f"{_shortened(b.steps(b.ranks()[0]))}; expected one in common (and among those asked for)"
+        )
+    _join_micros(found)
+    return found
+
+
+def _shift(found: Lined, rank: int) -> int:
+    """Return by how many steps A is ahead of B: a resumed run counts from zero again, and is known by its weights."""
+    steps_a, steps_b = sorted(found.a.steps(rank)), sorted(found.b.steps(rank))
+    if not steps_a or not steps_b:
+        return 0
+    common = sorted(set(steps_a) & set(steps_b))
+    if common and _agree(_weights(found.a, rank, common[0]), _weights(found.b, rank, common[0])):
+        return 0
+    for shift in _shifts(found, rank, steps_a, steps_b):
+        later, earlier, ahead = ("B", "A", shift) if shift > 0 else ("A", "B", -shift)
+        first = steps_b[0] if shift > 0 else steps_a[0]
+        found.notes.append(
+            f"step {first} of run {later} starts from the weights of step {first + ahead} of run {earlier}: these two are "
+            "compared, and those after them"
+        )
+        return shift
+    return 0
+
+
+def _shifts(found: Lined, rank: int, steps_a: list[int], steps_b: list[int]) -> Iterator[int]:
+    begun_b = _weights(found.b, rank, steps_b[0])
+    for step in steps_a[:_MOST]:
+        if step != steps_b[0] and _agree(_weights(found.a, rank, step), begun_b):
+            yield step - steps_b[0]
+    begun_a = _weights(found.a, rank, steps_a[0])
+    for step in steps_b[:_MOST]:
+        if step != steps_a[0] and _agree(begun_a, _weights(found.b, rank, step)):
+            yield steps_a[0] - step
+
+
+def _weights(source: Source, rank: int, step: int) -> Fingerprint:
+    """Return what a step's parameters are known by, as the step finds them."""
+    frame = StepFrame(source.table(rank, step))
+    rows = np.flatnonzero(frame.texts["kind"].equals("parameter")).tolist()
+    return tuple(
+        sorted(
+            (frame.text("name", row), float(frame.numbers["l2"][row]), float(frame.numbers["mean"][row]))
+            for row in rows
+        )
+    )
+
+
+def _agree(a: Fingerprint, b: Fingerprint) -> bool:
+    """Return whether two steps start from the same weights, to the last bit of their norms and means."""
+    return bool(a) and a == b
+
+
+def _join_micros(found: Lined) -> None:
+    """Put micro-batches together where one run has more of them than the other."""
+    place = found.places[0]
+    first, second = StepFrame(found.a.table(place.rank, place.step)), StepFrame(found.b.table(place.rank, place.step_b))
+    if first.micros == second.micros or found.merged:
+        return
+    found.a, found.b = MergedMicros(found.a), MergedMicros(found.b)
+    found.notes.append(
+        f"run A has {first.micros} and run B {second.micros} micro-batches a step: they were put together, and modules and "
+        "gradients compared; operators work on parts of the batch"
+    )
+
+
+def _shortened(numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:5]))
+    return f"{shown}, … {numbers[-1]}" if len(numbers) > 5 else shown or "(none)"
