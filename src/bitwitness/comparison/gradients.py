@@ -12,35 +12,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-import numpy as np
-
 from bitwitness.comparison.allowance import rms
+from bitwitness.comparison.chains import STAGES, Chain, Rows, chains_of, left_in_gradients
 from bitwitness.comparison.differences import Differences
-from bitwitness.comparison.frame import Node, StepFrame
+from bitwitness.comparison.frame import StepFrame
 from bitwitness.comparison.relation import factor, numbers_of, tolerance
 
 OF_ALL_GRADIENTS = ("scaled", "clipped", "kept")
 """Kinds of what happened to all gradients at once."""
-STAGES = ("backward", "reduced", "read")
-"""As the backward left it; complete, and before any clipping; as the optimizer read it."""
 _MOST = 0.9
 """Share of the parameters that one factor has to hold for: a few have gradients that are rounding errors."""
 _SMALL = 1e-3
 """Times the usual size of a gradient, below which one may be rounding errors alone."""
 _LEFT = 0.02
 """Relative deviation up to which a gradient is the sum of this step's and the last one's."""
-
-Rows = tuple[int | None, int | None, int | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Chain:
-    """One parameter's gradient in both runs: its names, and its rows by `STAGES`, None for what was not recorded."""
-
-    name: str
-    name_b: str
-    a: Rows
-    b: Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +52,7 @@ class GradientChains:
     def __init__(self, differences: Differences) -> None:
         self._differences = differences
         self._a, self._b = differences.a, differences.b
-        self.chains = _chains(differences)
+        self.chains = chains_of(differences)
         usual = differences.usual_gradient
         self._weighty = [c for c in self.chains if c.a[1] is not None and rms(self._a, c.a[1]) >= _SMALL * usual]
 
@@ -213,7 +198,7 @@ class GradientChains:
         last = self._differences.earlier.last
         if last is None:
             return None
-        left_a, left_b = (_left_in_gradients(frame) for frame in last)
+        left_a, left_b = (left_in_gradients(frame) for frame in last)
         rows = [
             ((left_a[c.name], left_b[c.name_b]), c.a[0], c.b[0])
             for c in self._weighty
@@ -244,11 +229,6 @@ class GradientChains:
         return None
 
 
-def parameter_of(node: Node) -> str:
-    """Return the parameter that a gradient's node is of."""
-    return node.op if node.module == "." else f"{node.module}.{node.op}"
-
-
 def in_times(factor_: float) -> str:
     """Return a factor in words: ``8 times``, ``1/15 times``."""
     parts = 1.0 / factor_ if factor_ else 0.0
@@ -264,39 +244,3 @@ def in_words_of_link(times: float | None) -> str:
     if times == 0:
         return "sets it to zero"
     return "leaves it" if times == 1.0 else f"multiplies it by {times:.4g}"
-
-
-def _chains(differences: Differences) -> list[Chain]:
-    """Follow each parameter whose complete gradient both runs recorded."""
-    a, b = differences.a, differences.b
-    locals_a, locals_b = (_local_rows(frame) for frame in (a, b))
-    read: dict[str, tuple[int, int]] = {}
-    for pair in differences.alignment.pairs:
-        if pair.a.kind == "optimizer":
-            for rows in pair.inputs:
-                if a.text("slot", rows[0]) == "grad":
-                    read[pair.a.module] = rows
-    chains = []
-    for pair in differences.alignment.pairs:
-        if pair.a.kind != "gradient" or not pair.outputs or a.text("slot", pair.outputs[0][0]) != "reduced":
-            continue
-        names = [parameter_of(node) for node in (pair.a, pair.b)]
-        i, j = pair.outputs[0]
-        last = read.get(names[0], (None, None))
-        chains.append(Chain(*names, (locals_a.get(names[0], i), i, last[0]), (locals_b.get(names[1], j), j, last[1])))
-    return chains
-
-
-def _left_in_gradients(frame: StepFrame) -> dict[str, float]:
-    """Return the sketch of each parameter's gradient as the optimizer read it, which stays there until it is zeroed."""
-    rows = np.flatnonzero(frame.texts["kind"].equals("optimizer") & frame.texts["slot"].equals("grad"))
-    return {frame.text("module", row): float(frame.numbers["sketch"][row]) for row in rows.tolist()}
-
-
-def _local_rows(frame: StepFrame) -> dict[str, int]:
-    """Return the rows of gradients as the backward left them, by their parameter."""
-    found = {}
-    for node in frame.nodes:
-        if node.kind == "gradient" and node.outputs and frame.text("slot", node.outputs[0]) == "local":
-            found[parameter_of(node)] = node.outputs[0]
-    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from bitwitness.comparison.allowance import roundoff
 from bitwitness.comparison.frame import StepFrame
@@ -16,7 +16,8 @@ _UNITS = 16.0
 """Unit roundoffs that it may be instead, in dtypes whose unit roundoff is large."""
 
 
-class Numbers(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Numbers:
     """A row's statistics; NaN where one is not known. ``rms``: the root mean square."""
 
     count: int

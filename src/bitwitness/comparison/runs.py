@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -127,7 +128,7 @@ def _compare_step(
 def _conditions(differences: Differences) -> str:
     """Say which run evaluates where the other one trains; empty if neither does."""
     for pair in differences.alignment.pairs:
-        if pair.a.kind == "module" and pair.a.module == "." and pair.a.phase == "forward":
+        if pair.a.module == "." and (pair.a.kind == "module" or pair.a.op == "loss") and pair.a.phase == "forward":
             frames = (differences.a, pair.a), (differences.b, pair.b)
             flags = [arguments(frame.text("args", node.rows[0])).get("k", {}).get("training") for frame, node in frames]
             if flags in ([True, False], [False, True]):
@@ -166,7 +167,10 @@ def _inputs(frame: StepFrame) -> dict[str, tuple[int, ...]]:
     text = frame.texts["name"]
     codes = [code for code, word in enumerate(text.words) if word.startswith("input ")]
     rows = np.flatnonzero(np.isin(text.codes, codes)).tolist()
-    return {frame.text("name", row): frame.shapes[row] for row in reversed(rows)}
+    whole = [
+        row for row in rows if math.prod(frame.shapes[row]) == frame.count[row]
+    ]  # others are damaged, told elsewhere
+    return {frame.text("name", row): frame.shapes[row] for row in reversed(whole)}
 
 
 def _count(report: Report, differences: Differences) -> None:

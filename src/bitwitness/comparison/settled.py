@@ -5,13 +5,15 @@ from __future__ import annotations
 from functools import cached_property
 
 from bitwitness.comparison.align import Pair
+from bitwitness.comparison.chains import parameter_of
 from bitwitness.comparison.differences import Differences
-from bitwitness.comparison.gradients import parameter_of
 
 _AGREE = 200.0
 """Unit roundoffs by which a module's results may differ: what some dozen operators' roundings leave."""
-_NOISE = 50.0
+_NOISE = 4.0
 """Times the noise that rounding was seen to make, where that is more."""
+_ENOUGH = 16
+"""Numbers that a module has to return for their agreement to clear what is inside: a loss may agree by chance."""
 _MOST = 0.02
 """The same as a relative change, for dtypes whose unit roundoff is large."""
 
@@ -37,11 +39,11 @@ class SettledModules:
         path, phase = pair.a.module, pair.a.phase
         while True:
             agrees = self._results.get((path, phase, pair.a.micro))
-            if phase == "backward" and agrees is not False and self._gradients_agree(path):
-                # Nothing but gradients of parameters leaves the root's backward, where its inputs have none.
-                if agrees or path == ".":
-                    return True
-            elif agrees and phase != "backward":
+            # Nothing but gradients of parameters leaves the root's backward, where its inputs have none; and what the root
+            # returns may be one number, a loss, which says little.
+            if (agrees or (phase == "backward" and path == "." and agrees is None)) and (
+                (phase != "backward" and path != ".") or self._gradients_agree(path)
+            ):
                 return True
             if path == ".":
                 return False
@@ -51,10 +53,20 @@ class SettledModules:
     def _results(self) -> dict[Call, bool]:
         found: dict[Call, bool] = {}
         for pair in self._differences.alignment.pairs:
-            if pair.a.kind == "module" and pair.outputs:
+            if pair.a.kind == "module" and pair.outputs and (pair.a.module == "." or self._says_enough(pair)):
                 call = pair.a.module, pair.a.phase, pair.a.micro
                 found[call] = found.get(call, True) and self.agrees(pair)
-        return found
+        return found or self._by_losses
+
+    def _says_enough(self, pair: Pair) -> bool:
+        return sum(int(self._differences.a.count[row]) for row, _ in pair.outputs) >= _ENOUGH
+
+    @property
+    def _by_losses(self) -> dict[Call, bool]:
+        """Where no module was recorded, the root's results are its losses, and what they lead to."""
+        losses = [pair for pair in self._differences.alignment.pairs if pair.a.kind == "saved" and pair.a.op == "loss"]
+        agree = self._gradients_agree(".") and all(map(self.agrees, losses))
+        return {(".", "forward", micro): agree for micro in {pair.a.micro for pair in losses}}
 
     def agrees(self, pair: Pair) -> bool:
         """Return whether all results of a node agree within rounding."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bitwitness.comparison.align import Pair
+from bitwitness.comparison.chains import parameter_of
 from bitwitness.comparison.differences import Differences
-from bitwitness.comparison.gradients import GradientChains, in_words_of_link, parameter_of
+from bitwitness.comparison.gradients import GradientChains, in_words_of_link
 from bitwitness.comparison.reasons import Reason, Reasons
 
 _GRADIENT = 1e-3

@@ -163,8 +163,8 @@ class Meter:
         low, high, total, l2, signed = numbers[-5:]
         if nan + pos_inf + neg_inf:  # of the finite ones nothing is known then
             return Measured(count, nan, pos_inf, neg_inf, zeros)
-        l2, signed = (number if math.isfinite(number) else None for number in (l2, signed))
-        return Measured(count, 0, 0, 0, zeros, low, high, total / count, l2, signed)
+        sums = [number if math.isfinite(number) else None for number in (l2, signed)]
+        return Measured(count, 0, 0, 0, zeros, low, high, total / count, sums[0], sums[1])
 
 
 def _real(values: torch.Tensor) -> torch.Tensor:

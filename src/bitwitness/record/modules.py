@@ -55,6 +55,11 @@ def results_of(result: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield from named_tensors(result, "out0")
 
 
+def mode_text(module: nn.Module) -> str:
+    """Return whether a module trains, as a row's arguments."""
+    return json.dumps({"f": type(module).__name__, "k": {"training": module.training}})
+
+
 def _state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parameters and running statistics that a module itself reads, with their slots."""
     for name, parameter in module._parameters.items():
@@ -231,7 +236,7 @@ class ModuleRecorder:
         """Return whether a module trains, as an argument: the root's, and what is not as the root is."""
         if module is not self._root and module.training == self._root.training:
             return None
-        return json.dumps({"f": type(module).__name__, "k": {"training": module.training}})
+        return mode_text(module)
 
     def _follow(self, tensor: torch.Tensor, site: Site, node: int) -> None:
         """Record the gradient of a tensor when it passes."""

@@ -15,7 +15,7 @@ from bitwitness.config.recording import RecordConfig
 from bitwitness.finding import Note, Severity
 from bitwitness.record.log import Log, Selection
 from bitwitness.record.meter import Meter
-from bitwitness.record.modules import ModuleRecorder, named_tensors
+from bitwitness.record.modules import ModuleRecorder, mode_text, named_tensors
 from bitwitness.record.operators import OperatorRecorder
 from bitwitness.record.saved import SavedGradient, as_operator, recording
 from bitwitness.record.state import StateRecorder
@@ -217,7 +217,8 @@ class ModelRecording(Instrument):
                 self._state.read_by_none()
                 for i, root in enumerate(call.roots):
                     if isinstance(root, torch.Tensor):
-                        self._log.record(Site(".", "loss", i, "forward", "value"), root, self._log.node(), "saved")
+                        site = Site(".", "loss", i, "forward", "value")
+                        self._log.record(site, root, self._log.node(), "saved", args=mode_text(self.session.root))
             self._log.backward = True
         try:
             yield

@@ -128,9 +128,8 @@ def _measured(found: Mapping[str, Any], count: int, dtype: str) -> Measured:
         return Measured(count, min=low, max=high, hash=code)
     norm = _finite(found.get("Norm"))
     # The norm of a tensor without dimensions is its value there, sign and all.
-    return Measured(
-        count, 0, 0, 0, None, low, high, _finite(found.get("Mean")), None if norm is None else abs(norm), code
-    )
+    mean = _finite(found.get("Mean"))
+    return Measured(count, 0, 0, 0, None, low, high, mean, None if norm is None else abs(norm), hash=code)
 
 
 def _finite(value: Any) -> float | None:

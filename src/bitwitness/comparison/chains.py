@@ -1,0 +1,67 @@
+"""Each parameter's gradient on its way: as the backward left it, complete and reduced, as the optimizer read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from bitwitness.comparison.differences import Differences
+from bitwitness.comparison.frame import Node, StepFrame
+
+STAGES = ("backward", "reduced", "read")
+"""As the backward left it; complete, and before any clipping; as the optimizer read it."""
+
+Rows = tuple[int | None, int | None, int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """One parameter's gradient in both runs: its names, and its rows by `STAGES`, None for what was not recorded."""
+
+    name: str
+    name_b: str
+    a: Rows
+    b: Rows
+
+
+def parameter_of(node: Node) -> str:
+    """Return the parameter that a gradient's node is of."""
+    return node.op if node.module == "." else f"{node.module}.{node.op}"
+
+
+def chains_of(differences: Differences) -> list[Chain]:
+    """Follow each parameter whose complete gradient both runs recorded."""
+    a, b = differences.a, differences.b
+    locals_a, locals_b = (_local_rows(frame) for frame in (a, b))
+    read: dict[str, tuple[int, int]] = {}
+    for pair in differences.alignment.pairs:
+        if pair.a.kind == "optimizer":
+            for rows in pair.inputs:
+                if a.text("slot", rows[0]) == "grad":
+                    read[pair.a.module] = rows
+    chains = []
+    for pair in differences.alignment.pairs:
+        if pair.a.kind != "gradient" or not pair.outputs or a.text("slot", pair.outputs[0][0]) != "reduced":
+            continue
+        names = [parameter_of(node) for node in (pair.a, pair.b)]
+        i, j = pair.outputs[0]
+        last = read.get(names[0], (None, None))
+        rows_a, rows_b = (locals_a.get(names[0], i), i, last[0]), (locals_b.get(names[1], j), j, last[1])
+        chains.append(Chain(names[0], names[1], rows_a, rows_b))
+    return chains
+
+
+def left_in_gradients(frame: StepFrame) -> dict[str, float]:
+    """Return the sketch of each parameter's gradient as the optimizer read it, which stays there until it is zeroed."""
+    rows = np.flatnonzero(frame.texts["kind"].equals("optimizer") & frame.texts["slot"].equals("grad"))
+    return {frame.text("module", row): float(frame.numbers["sketch"][row]) for row in rows.tolist()}
+
+
+def _local_rows(frame: StepFrame) -> dict[str, int]:
+    """Return the rows of gradients as the backward left them, by their parameter."""
+    found = {}
+    for node in frame.nodes:
+        if node.kind == "gradient" and node.outputs and frame.text("slot", node.outputs[0]) == "local":
+            found[parameter_of(node)] = node.outputs[0]
+    return found
