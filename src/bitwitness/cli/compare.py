@@ -119,7 +119,12 @@ def _propose(modules: dict[str, str], path: str) -> int:
 def _show(report: Any) -> None:
     from bitwitness.comparison.table import harmless
 
+    print(harmless(report.conclusion))
+    if report.first is not None:
+        _show_suspects(report)
     print(f"A: {report.a}   B: {report.b}")
+    for note in report.notes:
+        print(harmless(note))
     print(
         f"{report.rows} values of {report.steps} steps compared; {report.differing} differ, "
         f"{report.noise:.2g} is the most that rounding explains"
@@ -136,9 +141,6 @@ def _show(report: Any) -> None:
             print(f"only in {side}: {len(sites)} operators: {', '.join(map(harmless, sites[:4]))}{more}")
     for ours, theirs in report.groups[:3]:
         print(f"equivalent: {harmless(', '.join(ours))} in A, {harmless(', '.join(theirs))} in B")
-    print(harmless(report.conclusion))
-    if report.first is not None:
-        _show_suspects(report)
     for problem in report.problems[:_SHOWN]:
         print(f"not read: {harmless(problem)}")
     if len(report.problems) > _SHOWN:

@@ -107,7 +107,7 @@ class Report:
     @property
     def conclusion(self) -> str:
         """One sentence for all."""
-        if self.first is not None:
+        if self.first is not None and not self._parted_unseen:
             said = f"the runs part at {self.first.site} (rank {self.first.rank}, step {self.first.step}): {self.first.text}"
             more = [self.conditions] if self.conditions else []
             if self.cause is not None and self.cause is not self.first and self.cause.step == self.first.step:
@@ -146,6 +146,11 @@ class Report:
             "reordering-level differences only: no operator differs by more than rounding explains"
             f"{largest}{lone}{unread}"
         )
+
+    @property
+    def _parted_unseen(self) -> bool:
+        """Whether the runs differed before the first that is named, without anything recorded to have made it."""
+        return self.first is not None and bool(self.exceeding) and self.exceeding[0].step < self.first.step
 
     @property
     def _hint(self) -> str:

@@ -75,9 +75,7 @@ def compare_sources(
     report.noise = max((known.noise for known in earlier.values()), default=0.0)
     report.problems += [*a.problems, *b.problems]
     _conclude(report)
-    if report.first is not None:
-        side = b if report.first.side == "b" else a
-        report.first.line = side.stacks(report.first.rank).get(report.first.stack, "").partition("\n")[0]
+    _name_lines(report.suspects, a, b)
     return report
 
 
@@ -123,6 +121,16 @@ def _compare_step(
     for sink in sinks:
         sink(rank, step, differences, values)
     known.last = frame_a, frame_b
+
+
+def _name_lines(suspects: list[Suspect], a: Source, b: Source) -> None:
+    """Give each suspect the line of the user's code that called it."""
+    stacks: dict[tuple[str, int], dict[int, str]] = {}
+    for suspect in suspects:
+        side = "b" if suspect.side == "b" else "a"
+        if (side, suspect.rank) not in stacks:
+            stacks[side, suspect.rank] = (b if side == "b" else a).stacks(suspect.rank)
+        suspect.line = stacks[side, suspect.rank].get(suspect.stack, "").partition("\n")[0]
 
 
 def _conditions(differences: Differences) -> str:

@@ -78,6 +78,7 @@ class SuspectSearch:
             self._earlier.parted = True
             yield self._of_all(cause)
         self._earlier.named = self._reasons.named
+        self._earlier.parted |= bool(self.exceeding)
 
     def _of_all(self, cause: Cause) -> Suspect:
         """Return what happened to all gradients as a suspect."""

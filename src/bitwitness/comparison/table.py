@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
+from tempfile import TemporaryFile
 from typing import IO, Any
 
 from bitwitness.comparison.align import Pair
@@ -110,29 +112,40 @@ def _plain(value: Any) -> Any:
 
 
 class JsonTable:
-    """A JSON object whose ``table`` is written row by row; its other fields come last."""
+    """A JSON object: the report's fields first, the rows under ``table`` last."""
 
     binary = False
 
     def __init__(self, file: IO[Any]) -> None:
         self._file = file
-        self._file.write('{"table": [')
+        self._rows = TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - closed by `finish`, or with this object
         self._first = True
 
     def add(self, cells: Cells) -> None:
-        """Write a row; what is not known is left out."""
+        """Keep a row; what is not known is left out."""
         known = {name: to_jsonable(value) for name, value in cells.items() if value is not None}
-        self._file.write(("" if self._first else ",") + "\n" + json.dumps(known, allow_nan=False))
+        self._rows.write(("" if self._first else ",") + "\n" + json.dumps(known, allow_nan=False))
         self._first = False
 
     def finish(self, fields: dict[str, Any]) -> None:
-        """Write the other fields."""
-        rest = json.dumps(to_jsonable(fields), indent=1, allow_nan=False)
-        self._file.write("\n]," + rest[1:] + "\n")
+        """Write the fields, and the rows after them."""
+        head = json.dumps(to_jsonable(fields), indent=1, allow_nan=False)
+        self._file.write(head[: head.rindex("\n")] + ',\n "table": [')
+        self._rows.seek(0)
+        shutil.copyfileobj(self._rows, self._file)
+        self._rows.close()
+        self._file.write("\n]}\n")
 
 
 class XlsxTable:
-    """A spreadsheet, in as many sheets as the rows need; needs XlsxWriter (`UsageError` if it is not there)."""
+    """A spreadsheet: what was found, then the rows in as many sheets as they need.
+
+    Raises
+    ------
+    UsageError
+        If XlsxWriter is not there.
+
+    """
 
     binary = True
 
@@ -142,30 +155,63 @@ class XlsxTable:
 
         options = {"constant_memory": True, "strings_to_formulas": False, "strings_to_urls": False}
         self._book = xlsxwriter.Workbook(file, options)
+        self._bold, self._wrapped = (self._book.add_format(how) for how in ({"bold": True}, {"text_wrap": True}))
+        self._red = self._book.add_format({"bg_color": "#F4CCCC"})
+        self._found = self._book.add_worksheet("result")
         self._row = _SHEET_ROWS
+        self._sheet: Any = None
 
     def add(self, cells: Cells) -> None:
         """Write a row."""
         if self._row >= _SHEET_ROWS:
+            self._end_sheet()
             self._sheet = self._book.add_worksheet()
             self._sheet.freeze_panes(1, 0)
+            for column, name in enumerate(COLUMNS):
+                self._sheet.set_column(column, column, 60 if name.startswith("site") else max(10, len(name) + 2))
             self._row = 0
-            self._write(COLUMNS)
+            self._write(COLUMNS, self._bold)
         self._write([cells.get(name) for name in COLUMNS])
 
-    def _write(self, values: Any) -> None:
+    def _write(self, values: Any, how: Any = None) -> None:
         for column, value in enumerate(values):
             if isinstance(value, str):
-                self._sheet.write_string(self._row, column, harmless(value))
+                self._sheet.write_string(self._row, column, harmless(value), how)
             elif isinstance(value, int | float) and math.isfinite(value):
-                self._sheet.write_number(self._row, column, value)
+                self._sheet.write_number(self._row, column, value, how)
             elif value is not None:
-                self._sheet.write_string(self._row, column, str(value))
+                self._sheet.write_string(self._row, column, str(value), how)
         self._row += 1
 
-    def finish(self, _fields: dict[str, Any]) -> None:
-        """Write the sheets into the file."""
+    def _end_sheet(self) -> None:
+        if self._sheet is not None:
+            last, result = self._row - 1, COLUMNS.index("result")
+            self._sheet.autofilter(0, 0, last, len(COLUMNS) - 1)
+            rule = {"type": "cell", "criteria": "==", "value": '"differs"', "format": self._red}
+            self._sheet.conditional_format(1, result, max(last, 1), result, rule)
+
+    def finish(self, fields: dict[str, Any]) -> None:
+        """Write the first sheet, and all into the file."""
+        self._end_sheet()
+        self._found.set_column(0, 0, 24)
+        self._found.set_column(1, 1, 110, self._wrapped)
+        for row, (name, value) in enumerate(_summary(fields)):
+            self._found.write_string(row, 0, name, self._bold)
+            self._found.write_string(row, 1, harmless(value), self._wrapped)
         self._book.close()
+
+
+def _summary(fields: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what a report found as lines of two columns."""
+    for name in ("conclusion", "status", "conditions"):
+        if fields.get(name):
+            yield name, str(fields[name])
+    for name in ("lined_up", "unaligned", "problems"):
+        for text in fields.get(name) or ():
+            yield name, str(text)
+    for number, one in enumerate(fields.get("suspects") or (), 1):
+        where = f"{one['site']} (rank {one['rank']}, step {one['step']})"
+        yield f"suspect {number}", f"{where}: {one['text']}" + (f"; called at {one['line']}" if one.get("line") else "")
 
 
 KINDS: dict[str, type[CsvTable | JsonTable | XlsxTable]] = {"json": JsonTable, "csv": CsvTable, "xlsx": XlsxTable}

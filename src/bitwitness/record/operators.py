@@ -66,6 +66,7 @@ class OperatorRecorder:
         self._stacks = stacks
         self._fail = fail
         self._inputs: list[NodeValue] = []
+        self._lines: dict[int, int] = {}
         self._broken = False
 
     def tap(self) -> OperatorTap:
@@ -118,7 +119,7 @@ class OperatorRecorder:
         node = log.node()
         moved = moves_between_ranks(func)
         kind = "collective" if moved else "op"
-        stack = -1 if self._stacks is None or call.phase != "forward" else self._stacks.current()
+        stack = self._line(call)
         args: str | None = arguments_text(func, call.args, call.kwargs)
         for entry in self._inputs:
             log.add(entry, node, kind, args=args, stack=stack)
@@ -138,6 +139,20 @@ class OperatorRecorder:
             if result is not None:
                 log.add(result, node, kind, args=args, stack=stack)
                 args = None
+
+    def _line(self, call: OpCall) -> int:
+        """Return the stack of the line that called an operator; of a backward one, that of the forward one it belongs to."""
+        if self._stacks is None:
+            return -1
+        if call.phase == "backward":
+            return self._lines.get(self._tracker.node(), -1)
+        stack = self._stacks.current()
+        self._lines[self._tracker.node()] = stack
+        return stack
+
+    def new_step(self) -> None:
+        """Forget the lines of the step before."""
+        self._lines.clear()
 
     def _give_up(self, error: Exception) -> None:
         self._broken = True

@@ -66,7 +66,8 @@ class ModelRecording(Instrument):
         self._state = StateRecorder(root, self._log, self._fail, optimizer_state=config.optimizer_state)
         what = {"enabled": config.modules, "operators": config.operators}
         self._modules = ModuleRecorder(root, self._log, self._stacks, self._fail, reads=self._state.read_by, **what)
-        self._window = OperatorWindow(OperatorRecorder(self._log, self._tracker, self._stacks, self._fail).tap())
+        self._operators = OperatorRecorder(self._log, self._tracker, self._stacks, self._fail)
+        self._window = OperatorWindow(self._operators.tap())
         self._eager = ExitStack()
         self._optimizers: list[Optimizer] = []
         self.problem: str | None = None
@@ -187,6 +188,7 @@ class ModelRecording(Instrument):
         if self._keeper is not None:
             self._keeper.begin_step(self.session.step)
         self._values.new_step()
+        self._operators.new_step()
         self._modules.attach()
         self._hooked_now = self.session.in_forward
         self._state.attach_local(reduced=distributed(self.session.model) is not None)
