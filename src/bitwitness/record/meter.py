@@ -42,9 +42,22 @@ class Meter:
         self._hashes, self._hashed_numbers = HashBatch(), list[int]()
         self._later: dict[torch.dtype, list[tuple[int, int, list[torch.Tensor]]]] = {}
 
-    def measure(self, number: int, values: torch.Tensor) -> None:
-        """Measure a plain tensor."""
+    def measured(self, number: int) -> Measured | None:
+        """Return what was measured of a tensor since the last `drain`; None if that must wait."""
+        return self._done.get(number)
+
+    def measure(self, number: int, values: torch.Tensor, expected: Measured | None = None) -> None:
+        """Measure a plain tensor.
+
+        ``expected``: what it held in the step before; where the sketch is still that, so is the rest.
+        """
         count = values.numel()
+        if expected is not None and expected.count == count and self._is(values, expected):
+            if self._hashed:
+                self._hashes.add(values)
+                self._hashed_numbers.append(number)
+            self._done[number] = expected._replace(hash=None)
+            return
         if self._hashed:
             self._hashes.add(values)
             self._hashed_numbers.append(number)
@@ -64,10 +77,12 @@ class Meter:
         before = self._done.get(number)
         if not self._stats:
             return before is not None
-        if before is None or before.sketch is None:
-            return False
+        return before is not None and self._is(values, before)
+
+    def _is(self, values: torch.Tensor, before: Measured) -> bool:
+        """Return whether a tensor's sketch is still what it was."""
         try:
-            return self._signed(values) == before.sketch
+            return before.sketch is not None and self._signed(values) == before.sketch
         except (RuntimeError, NotImplementedError):
             return False
 

@@ -204,6 +204,7 @@ class ModelRecording(Instrument):
         self._state.detach()
         with self._safely("rows"):
             self._state.read_by_none()
+            self._values.end_step()
             stacks = [] if self._stacks is None else self._stacks.take_new()
             self._writing.rows(self._log.take(), self._meter.drain(), stacks)
             self._writing.step_ended()

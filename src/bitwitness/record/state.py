@@ -150,7 +150,10 @@ class StateRecorder:
             if parameter in nodes:
                 node = nodes[parameter]
                 self._log.values.made(parameter, node)
-                self._log.record(_update(name, optimizer, "out"), parameter, node, "optimizer")
+                result = self._log.see(_update(name, optimizer, "out"), parameter)
+                if result is not None:
+                    self._log.add(result, node, "optimizer")
+                    self._log.values.lasts(parameter, result.noted)
                 for key, value in _state(optimizer, parameter) if self._with_state else ():
                     self._log.record(_update(name, optimizer, f"out.{key}"), value, node, "optimizer")
 

@@ -11,6 +11,7 @@ import torch
 from bitwitness.record.meter import Meter, to_host
 from bitwitness.site import Site
 from bitwitness.store.recording import RecordingWriter
+from bitwitness.store.rows import Measured
 from bitwitness.tap.identity import Identities, in_memory_order, layout_of, plain, unseen
 
 _DTYPES: dict[torch.dtype, str] = {}
@@ -87,6 +88,8 @@ class Values:
         self._makers: dict[int, int] = {}
         self._names: dict[int, str] = {}
         self._changes: dict[int, int] = {}
+        self._lasting: dict[Hashable, int] = {}
+        self._before: dict[Hashable, Measured] = {}
 
     def note(self, tensor: torch.Tensor, site: Site, *, overwritten: bool = False) -> Noted:
         """Return what is known of a tensor, measuring it if it is new.
@@ -107,7 +110,10 @@ class Values:
             number, self._next = self._next, self._next + 1
             with unseen(), torch.no_grad():
                 # One order for all: strided sums are slow, and their rounding depends on the number of threads.
-                self._meter.measure(number, values if values.is_contiguous() else in_memory_order(values))
+                ordered = values if values.is_contiguous() else in_memory_order(values)
+                self._meter.measure(
+                    number, ordered, self._before.get(_place(storage, values)) if self._before else None
+                )
                 kept = None if self._keeper is None else self._keeper.keep(number, values, site.short)
             known = self._known[key] = number, kept
             if overwritten:
@@ -151,6 +157,17 @@ class Values:
         """Give what lies in a tensor's memory a name: a parameter's, a buffer's, an input's."""
         self._names.setdefault(self._identities.storage(plain(tensor)), name)
 
+    def lasts(self, tensor: torch.Tensor, noted: Noted) -> None:
+        """Say that a tensor that was noted is there in the next step, too: a parameter that was just updated."""
+        values = plain(tensor)
+        self._lasting[_place(self._identities.storage(values), values)] = noted.number
+
+    def end_step(self) -> None:
+        """Keep what is known of tensors that last, before the meter is drained."""
+        found = {place: self._meter.measured(number) for place, number in self._lasting.items()}
+        self._before = {place: measured for place, measured in found.items() if measured is not None}
+        self._lasting.clear()
+
     def new_step(self) -> None:
         """Forget what was seen: memory is used anew."""
         self._identities.forget()
@@ -158,6 +175,11 @@ class Values:
         self._makers.clear()
         self._names.clear()
         self._changes.clear()
+
+
+def _place(storage: int, values: torch.Tensor) -> Hashable:
+    """Return where a tensor lies, which it keeps from step to step."""
+    return storage, values.storage_offset(), values.numel(), values.dtype
 
 
 def placement_of(tensor: torch.Tensor) -> str | None:
