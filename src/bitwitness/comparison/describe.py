@@ -21,8 +21,11 @@ _UNIMPORTANT = (
 _PLACES = ("device", "layout", "pin_memory", "non_blocking")
 
 
-def argument_differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """Return ``name: value against value`` for each argument that differs and that numbers may depend on."""
+def argument_differences(a: dict[str, Any], b: dict[str, Any], *, dtypes: bool = True) -> list[str]:
+    """Return ``name: value against value`` for each argument that differs and that numbers may depend on.
+
+    ``dtypes``: those that are dtypes, too.
+    """
     first, second = _named(a), _named(b)
     found = []
     kinds = str(a.get("f", "")), str(b.get("f", ""))
@@ -32,6 +35,8 @@ def argument_differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
         return [] if is_operator else [f"{kinds[0]} against {kinds[1]}"]
     for name in [*first, *(name for name in second if name not in first)]:
         x, y = first.get(name, "(default)"), second.get(name, "(default)")
+        if not dtypes and any(isinstance(value, dict) and "dtype" in value for value in (x, y)):
+            continue
         if x != y and name not in _UNIMPORTANT and name not in _PLACES and not _is_tensor(x, y):
             found.append(f"{name} {_meant(name, x)} against {_meant(name, y)}")
     return found

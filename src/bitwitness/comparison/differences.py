@@ -27,6 +27,9 @@ VIEWED = 100.0
 A view or slice may hold the few elements of a large tensor that differ most, relative to their own size.
 """
 
+_VIEWED_MOST, _VIEWED_LEAST = 0.02, 4.0
+"""Where noise is large, as in bfloat16, the first as a relative change, or the second times the noise, where that is more."""
+
 Exact = Callable[[dict[tuple[int, int], float]], dict[tuple[int, int], float]]
 """Returns the changes of pairs of rows by the values themselves, where they were kept, given those by statistics."""
 
@@ -105,7 +108,12 @@ class Differences:
 
     def noise_limit(self) -> float:
         """Return the change up to which a value that nobody is known to have made differs by noise."""
-        return NEGLIGIBLE + VIEWED * self.earlier.noise
+        return NEGLIGIBLE + self.viewed(self.earlier.noise)
+
+    @staticmethod
+    def viewed(noise: float) -> float:
+        """Return the change up to which a value may differ that is a part of one within noise."""
+        return max(min(VIEWED * noise, _VIEWED_MOST), _VIEWED_LEAST * noise)
 
     def made_change(self, row_a: int) -> float:
         """Return how far the results of what made a value are apart; 0 if they agree, or nobody is known to have made it."""

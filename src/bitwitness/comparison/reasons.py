@@ -18,7 +18,7 @@ from bitwitness.comparison.align import Pair
 from bitwitness.comparison.allowance import roundoff
 from bitwitness.comparison.changes import BITS_DIFFER
 from bitwitness.comparison.describe import argument_differences
-from bitwitness.comparison.differences import NEGLIGIBLE, VIEWED, Differences
+from bitwitness.comparison.differences import NEGLIGIBLE, Differences
 from bitwitness.comparison.frame import Node
 from bitwitness.comparison.relation import in_words
 from bitwitness.oracle.names import is_random
@@ -104,7 +104,7 @@ class Reasons:
         carried = max((differences.change_of[row] for row, _ in pair.inputs), default=0.0)
         first, second = self.a.text("args", pair.a.rows[0]), self.b.text("args", pair.b.rows[0])
         if first != second and worst > max(NEGLIGIBLE * _SURE, _FOLLOWED * carried * (carried < NEGLIGIBLE)):
-            differing = argument_differences(arguments(first), arguments(second))
+            differing = argument_differences(arguments(first), arguments(second), dtypes=differences.precisions is None)
             if differing and (over or worst > differences.roundoff(*pair.outputs[0])):
                 return Reason("argument", f"called with other arguments: {'; '.join(differing)}")
         if not over:
@@ -182,7 +182,7 @@ class Reasons:
         first, second = differences.dtypes(row_a, row_b)
         if lone.op in _CASTS and (first != second or differences.precisions is not None):
             return None  # told as the dtype of what reads it, or of the run
-        if change <= VIEWED * (self._earlier.noise + differences.roundoff(row_a, row_b)):
+        if change <= differences.viewed(self._earlier.noise + differences.roundoff(row_a, row_b)):
             return None
         if differences.differed_before(lone, first=lone_a is not None):
             return None
@@ -195,7 +195,7 @@ class Reasons:
     def _from_view(self, pair: Pair, row_a: int, change: float, made: float) -> Reason | None:
         """Return the reason of an input whose maker's results differ by ``made``: less than it explains."""
         own = roundoff(self.a.text("dtype", row_a))
-        if change <= VIEWED * (max(made, self._earlier.noise) + own) or pair.a.kind == "module":
+        if change <= self._differences.viewed(max(made, self._earlier.noise) + own) or pair.a.kind == "module":
             return None
         slot = self.a.text("slot", row_a)
         return Reason(

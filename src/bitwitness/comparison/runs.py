@@ -17,6 +17,7 @@ from bitwitness.comparison.gradients import OF_ALL_GRADIENTS
 from bitwitness.comparison.lined import Place, line_up
 from bitwitness.comparison.report import Report
 from bitwitness.comparison.search import SuspectSearch
+from bitwitness.comparison.settled import SettledModules
 from bitwitness.comparison.suspect import EarlierSteps, Suspect, grouped
 from bitwitness.comparison.values import KeptValues, Side
 from bitwitness.oracle.recorded import arguments
@@ -117,7 +118,7 @@ def _compare_step(
     report.exceeding += search.exceeding[: _LISTED - len(report.exceeding)]
     report.largest = max(filter(None, (report.largest, search.largest)), key=lambda one: one.change, default=None)
     report.problems += [] if values is None else values.problems
-    _count(report, differences)
+    _count(report, differences, search.settled)
     for sink in sinks:
         sink(rank, step, differences, values)
     known.last = frame_a, frame_b
@@ -181,7 +182,7 @@ def _inputs(frame: StepFrame) -> dict[str, tuple[int, ...]]:
     return {frame.text("name", row): frame.shapes[row] for row in reversed(whole)}
 
 
-def _count(report: Report, differences: Differences) -> None:
+def _count(report: Report, differences: Differences, settled: SettledModules) -> None:
     alignment = differences.alignment
     report.rows += len(differences.change_of)
     report.differing += sum(change > 0 for change in differences.change_of.values())
@@ -194,7 +195,11 @@ def _count(report: Report, differences: Differences) -> None:
         else:
             lone_a += group.a
             lone_b += group.b
-    report.lone += len(lone_a) + len(lone_b)
+    names = {pair.b.module: pair.a.module for pair in alignment.pairs if pair.a.module != pair.b.module}
+    # What is inside a module whose results agree is matched by these, however it is written there.
+    cleared = sum(map(settled.clears, lone_a)) + sum(settled.clears(node, names) for node in lone_b)
+    report.lone += len(lone_a) + len(lone_b) - cleared
+    report.matched += cleared
     _list(report.only_a, lone_a)
     _list(report.only_b, lone_b)
 

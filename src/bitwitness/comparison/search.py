@@ -47,7 +47,8 @@ class SuspectSearch:
         self._step = step
         self._named_modules: set[str] = set()
         self._real_modules: set[str] = set()
-        self._settled = SettledModules(differences)
+        self.settled = SettledModules(differences)
+        self._out = 0  # which of its results the node that is looked at differs in most
         self._updates = Updates(differences, self._reasons)
         self.exceeding: list[Exceeding] = []
         """What differs by more than is explained, and has no reason of its own, in order."""
@@ -62,7 +63,7 @@ class SuspectSearch:
                 continue  # what reads them is looked at first
             suspect = self._look(pair)
             self._reasons.remember(pair)
-            if suspect is not None and suspect.reason in _HARMLESS and self._settled.holds(pair):
+            if suspect is not None and suspect.reason in _HARMLESS and self.settled.holds(pair):
                 continue
             if suspect is not None and not (pair.a.kind == "module" and self._is_named_inside(pair.a.module)):
                 self._earlier.parted = True
@@ -128,14 +129,14 @@ class SuspectSearch:
         if max(results, default=0.0) == 0.0:
             return None
         # By noise that was seen so far, and by what the inputs brought along; rounding alone explains less.
-        explained, worst = self._worst(pair, results)
+        explained, worst, self._out = self._worst(pair, results)
         if not pair.inputs:
             return self._without_inputs(pair, worst)
         if pair.a.kind == "optimizer" and (found := self._updates.of_update(pair)) is not None:
             return self._suspect(pair, found, worst, NEGLIGIBLE, clean=True)
         differing = any(differences.is_real(pair.a, row) for row, _ in pair.inputs)
         self._weigh(pair, worst, explained, differing=differing)
-        if pair.a.kind == "module" and self._settled.agrees(pair):
+        if pair.a.kind == "module" and self.settled.agrees(pair):
             self._clear(pair)
         if pair.a.kind == "collective" or (pair.a.kind == "module" and self._is_seen_inside(pair)):
             return None  # the one computes nothing, the other's operators are looked at themselves
@@ -170,7 +171,7 @@ class SuspectSearch:
         if pair.a.kind == "optimizer" and self._updates.cause and (reason is None or reason.kind == "computed"):
             return None
         if reason is None:
-            if worst > explained and not self._settled.holds(pair):
+            if worst > explained and not self.settled.holds(pair):
                 self.exceeding.append(self._exceeding(pair, worst, explained))
             return None
         # Another reason than rounding is weighed against rounding alone, not against what its own inputs explain.
@@ -179,7 +180,7 @@ class SuspectSearch:
         return self._suspect(pair, reason, worst, explained, clean=clean)
 
     def _exceeding(self, pair: Pair, change: float, explained: float) -> Exceeding:
-        slot = self.differences.a.text("slot", pair.outputs[0][0])
+        slot = self.differences.a.text("slot", pair.outputs[self._out][0])
         return Exceeding(f"{pair.a.site}.{slot}", self._rank, self._step, change, explained)
 
     def _rounding(self, pair: Pair) -> float:
@@ -190,16 +191,16 @@ class SuspectSearch:
         differences = self.differences
         return allowed(differences.a, differences.b, pair, out, carried, differences.roundoff_inside)
 
-    def _worst(self, pair: Pair, results: list[float]) -> tuple[float, float]:
-        """Return what is explained and what is seen, of the result that exceeds it most."""
+    def _worst(self, pair: Pair, results: list[float]) -> tuple[float, float, int]:
+        """Return what is explained and what is seen, of the result that exceeds it most, and which that is."""
         carried = [self.differences.change_of[row] for row, _ in pair.inputs]
         noisy = [c if c == 0.0 else max(c, self._earlier.noise) for c in carried]
-        best = (math.inf, 0.0)
+        best = (math.inf, 0.0, 0)
         for i, change in enumerate(results):
             explained = self._allowed(pair, i, noisy)
             ratio = change / explained if explained else math.inf
             if i == 0 or ratio > best[1] / best[0]:
-                best = (explained, change)
+                best = (explained, change, i)
         return best
 
     def _without_inputs(self, pair: Pair, worst: float) -> Suspect | None:
@@ -226,7 +227,8 @@ class SuspectSearch:
     def _suspect(self, pair: Pair, reason: Reason, worst: float, explained: float, *, clean: bool) -> Suspect:
         node = reason.lone or pair.a
         frame = self.differences.b if reason.side == "b" else self.differences.a
-        slot = frame.text("slot", node.outputs[0]) if node.outputs else "out0"
+        out = self._out if node is pair.a and self._out < len(node.outputs) else 0
+        slot = frame.text("slot", node.outputs[out]) if node.outputs else "out0"
         return Suspect(
             site=f"{node.site}.{slot}",
             rank=self._rank,

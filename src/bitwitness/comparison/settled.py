@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 
 from bitwitness.comparison.align import Pair
 from bitwitness.comparison.chains import parameter_of
 from bitwitness.comparison.differences import Differences
+from bitwitness.comparison.frame import Node
 
 _AGREE = 200.0
 """Unit roundoffs by which a module's results may differ: what some dozen operators' roundings leave."""
@@ -36,9 +38,13 @@ class SettledModules:
 
     def holds(self, pair: Pair) -> bool:
         """Return whether a node is inside a module whose results agree; of a backward, its parameters' gradients, too."""
-        path, phase = pair.a.module, pair.a.phase
+        return self.clears(pair.a)
+
+    def clears(self, node: Node, names: Mapping[str, str] | None = None) -> bool:
+        """Return the same of a node that may have no counterpart; ``names``: A's name of a module of B, by B's."""
+        path, phase = (names or {}).get(node.module, node.module), node.phase
         while True:
-            agrees = self._results.get((path, phase, pair.a.micro))
+            agrees = self._results.get((path, phase, node.micro))
             # Nothing but gradients of parameters leaves the root's backward, where its inputs have none; and what the root
             # returns may be one number, a loss, which says little.
             if (agrees or (phase == "backward" and path == "." and agrees is None)) and (

@@ -99,7 +99,7 @@ class KeptValues:
     def _one(self, rows: tuple[int, int]) -> ErrorMetrics | None:
         try:
             a, b = self._a.load(rows[0]), self._b.load(rows[1])
-            if a.shape != b.shape:
+            if a.shape != b.shape or a.is_complex() != b.is_complex():
                 return None  # which is a difference, and no failure to read
             return EQUAL if same_bits(a, b) else tensor_metrics(a, b)
         except (UsageError, OSError, RuntimeError, ValueError) as error:

@@ -55,9 +55,12 @@ def results_of(result: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield from named_tensors(result, "out0")
 
 
+_MODES = [json.dumps({"f": "", "k": {"training": training}}) for training in (False, True)]
+
+
 def mode_text(module: nn.Module) -> str:
     """Return whether a module trains, as a row's arguments."""
-    return json.dumps({"f": type(module).__name__, "k": {"training": module.training}})
+    return _MODES[module.training]
 
 
 def _state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -218,7 +221,7 @@ class ModuleRecorder:
             return
         _, call, entries, stack, backward = self._open.pop()
         log, path, op = self._log, self._paths[module], type(module).__name__
-        node, args = log.node(), self._mode(module)
+        node, args = log.node(), mode_text(module)
         for entry in entries:
             log.add(entry, node, "module", args=args, stack=stack)
             args = None
@@ -231,12 +234,6 @@ class ModuleRecorder:
         log.values.changed(tensor for _, tensor in running)
         for name, tensor in running:
             log.record(Site(path, op, call, "forward", f"out.{name}"), tensor, node, "module")
-
-    def _mode(self, module: nn.Module) -> str | None:
-        """Return whether a module trains, as an argument: the root's, and what is not as the root is."""
-        if module is not self._root and module.training == self._root.training:
-            return None
-        return mode_text(module)
 
     def _follow(self, tensor: torch.Tensor, site: Site, node: int) -> None:
         """Record the gradient of a tensor when it passes."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from bitwitness.capture.lossgraph import version_of
 from bitwitness.record.log import Fail, Log, NodeValue
 from bitwitness.site import Site
 from bitwitness.tap.ownwork import in_replay, own_work
@@ -40,7 +41,7 @@ class StateRecorder:
         self._with_state = optimizer_state
         self._reduced = False
         self._local: dict[str, NodeValue] = {}
-        self._pending: dict[str, list[tuple[str, torch.Tensor, str]]] = {}
+        self._pending: dict[str, list[tuple[str, torch.Tensor, str, int]]] = {}
         self._began: dict[Optimizer, dict[nn.Parameter, int]] = {}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
@@ -96,15 +97,20 @@ class StateRecorder:
         for name, tensor, kind in [*named, *((name, tensor, "buffer") for name, tensor in self._root.named_buffers())]:
             self._log.values.name(tensor, name)
             module, _, _ = name.rpartition(".")
-            self._pending.setdefault(module or ".", []).append((name, tensor, kind))
+            self._pending.setdefault(module or ".", []).append((name, tensor, kind, version_of(tensor)))
 
     def read_by(self, module: str) -> None:
         """Record what a module is about to read, if the step has not yet."""
-        for name, tensor, kind in self._pending.pop(module, ()):
+        for name, tensor, kind, _ in self._pending.pop(module, ()):
             self._log.record(Site.of_parameter(name, "param"), tensor, self._log.node(), kind)
 
     def read_by_none(self) -> None:
-        """Record what no module's call announced: modules that were not called, or whose parameters others read."""
+        """Record what no module's call announced: modules that were not called, or whose parameters others read.
+
+        What has changed since the step began is left out: what it was is not known any more.
+        """
+        for module, state in self._pending.items():
+            self._pending[module] = [one for one in state if version_of(one[1]) == one[3]]
         for module in list(self._pending):
             self.read_by(module)
 
