@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import median
 
 from bitwitness.comparison.allowance import rms
@@ -24,6 +25,8 @@ _MOST = 0.9
 """Share of the parameters that one factor has to hold for: a few have gradients that are rounding errors."""
 _SMALL = 1e-3
 """Times the usual size of a gradient, below which one may be rounding errors alone."""
+_COARSE = 4.0
+"""Unit roundoffs of the coarser precision up to which a factor counts as exact, where runs compute in different ones."""
 _LEFT = 0.02
 """Relative deviation up to which a gradient is the sum of this step's and the last one's."""
 
@@ -77,15 +80,21 @@ class GradientChains:
         if links[0] is None and links[1] is None:
             return None
         first, second = links
-        if (
-            first is not None
-            and second is not None
-            and abs(first - second) <= self._limit() * max(abs(first), abs(second))
-        ):
-            return None
+        if first is not None and second is not None:
+            # Beside what happens to all gradients of a run, as a clipping does.
+            x, y = first / self._usual[0], second / self._usual[1]
+            if abs(x - y) <= self._limit() * max(abs(x), abs(y)):
+                return None
         return first, second
 
     # -- factors -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _usual(self) -> tuple[float, float]:
+        """By what all gradients of A and of B are multiplied between backward and step; 1 where by no one number."""
+        last = [(c.a[0], c.a[2] if c.a[2] is not None else c.a[1]) for c in self._weighty]
+        last_b = [(c.b[0], c.b[2] if c.b[2] is not None else c.b[1]) for c in self._weighty]
+        return self._common(last, self._a) or 1.0, self._common(last_b, self._b) or 1.0
 
     def _link(self, frame: StepFrame, rows: Rows) -> float | None:
         last = rows[2] if rows[2] is not None else rows[1]
@@ -109,7 +118,7 @@ class GradientChains:
         i, j = chain.a[1], chain.b[1]
         assert i is not None  # noqa: S101 - of a weighty one
         assert j is not None  # noqa: S101
-        return 2 * tolerance(self._a, i, self._b, j)
+        return 2 * max(tolerance(self._a, i, self._b, j), _COARSE * self._differences.roundoff_inside)
 
     def _is_one(self, ratio: float) -> bool:
         return abs(ratio - 1.0) <= self._limit()

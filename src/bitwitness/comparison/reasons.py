@@ -226,7 +226,8 @@ class Reasons:
         if change <= limit:
             return None
         if not name:
-            return Reason("unknown", f"{slot} differs, and no recorded operator made it")
+            words = in_words(self.a, self.b, row_a, row_b)
+            return Reason("unknown", f"{slot} differs ({words}), and no recorded operator made it")
         first, second = self._differences.dtypes(row_a, row_b)
         if first != second and self._differences.precisions is None:
             return Reason("dtype", f"{name} is {first} against {second}")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from bitwitness.comparison.allowance import roundoff
 from bitwitness.comparison.suspect import Exceeding, Suspect
 from bitwitness.finding import to_jsonable
 
+SCHEMA = 2
+"""Of what `Report.to_dict` returns; counted up when a field changes its meaning or goes."""
 _SHARED_ENOUGH = 0.5
 """Share of operators that have a counterpart, below which two runs are not the same computation, and equal rest says nothing.
 
@@ -42,8 +44,8 @@ class Report:
         Operators (of all steps) that have a counterpart, and those that have none.
     exceeding
         Results that differ by more than rounding explains and have no recorded reason, in order.
-    largest
-        Of the results that differ by no more than rounding explains, the one that differs most.
+    nearest
+        Of the results that differ by no more than rounding explains, the one that comes nearest to that.
     noise
         The largest relative change that rounding explained.
     problems
@@ -79,7 +81,7 @@ class Report:
     steps: int = 0
     noise: float = 0.0
     exceeding: list[Exceeding] = field(default_factory=list)
-    largest: Exceeding | None = None
+    nearest: Exceeding | None = None
     problems: list[str] = field(default_factory=list)
     modules: dict[str, str] = field(default_factory=dict)
     merged: bool = False
@@ -136,15 +138,15 @@ class Report:
             )
         if self.precisions is not None:
             coarse = max(self.precisions, key=roundoff)
-            largest = "" if self.largest is None else f", the largest {self.largest}"
+            nearest = "" if self.nearest is None else f"; the nearest to that is {self.nearest}"
             return (
                 f"rounding of {coarse}: the runs compute in {' against '.join(self.precisions)}, and no operator differs by "
-                f"more than that explains{largest}{lone}{unread}"
+                f"more than that explains{nearest}{lone}{unread}"
             )
-        largest = "" if self.largest is None else f"; the largest is {self.largest}"
+        nearest = "" if self.nearest is None else f"; the nearest to that is {self.nearest}"
         return (
             "reordering-level differences only: no operator differs by more than rounding explains"
-            f"{largest}{lone}{unread}"
+            f"{nearest}{lone}{unread}"
         )
 
     @property
@@ -164,6 +166,7 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Return it ready for JSON, without the table."""
         found = {
+            "schema": SCHEMA,
             "status": self.status,
             "conclusion": self.conclusion,
             "compared": self.rows,
@@ -181,6 +184,8 @@ class Report:
             "without_counterpart": self.lone,
             "conditions": self.conditions or None,
             "precisions": None if self.precisions is None else list(self.precisions),
+            "exceeding": [asdict(one) for one in self.exceeding],
+            "nearest": None if self.nearest is None else asdict(self.nearest),
             "lined_up": self.notes,
             "unaligned": self.unaligned,
             "steps": self.steps,

@@ -116,7 +116,7 @@ def _compare_step(
     report.precisions = report.precisions or differences.precisions
     report.operators = any(pair.a.kind == "op" for pair in alignment.pairs)
     report.exceeding += search.exceeding[: _LISTED - len(report.exceeding)]
-    report.largest = max(filter(None, (report.largest, search.largest)), key=lambda one: one.change, default=None)
+    report.nearest = max(filter(None, (report.nearest, search.nearest)), key=lambda one: one.ratio, default=None)
     report.problems += [] if values is None else values.problems
     _count(report, differences, search.settled)
     for sink in sinks:

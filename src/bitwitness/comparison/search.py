@@ -52,7 +52,7 @@ class SuspectSearch:
         self._updates = Updates(differences, self._reasons)
         self.exceeding: list[Exceeding] = []
         """What differs by more than is explained, and has no reason of its own, in order."""
-        self.largest: Exceeding | None = None
+        self.nearest: Exceeding | None = None
         """What came nearest to what is explained, of all that stayed within."""
 
     def suspects(self) -> Iterator[Suspect]:
@@ -154,8 +154,8 @@ class SuspectSearch:
             differences.real.add(pair.a.number)
             self._real_modules.add(pair.a.module)
             return
-        if worst > 0 and (self.largest is None or worst > self.largest.change):
-            self.largest = self._exceeding(pair, worst, explained)
+        if worst > 0 and (self.nearest is None or worst / explained > self.nearest.ratio):
+            self.nearest = self._exceeding(pair, worst, explained)
         if explained <= min(_LARGEST_NOISE, _ILL_CONDITIONED * differences.roundoff(*pair.outputs[0])):
             self._earlier.noise = max(self._earlier.noise, worst)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,6 +83,11 @@ class Exceeding:
     step: int
     change: float
     explained: float
+
+    @property
+    def ratio(self) -> float:
+        """How much of what is explained it differs by."""
+        return self.change / self.explained if self.explained else math.inf
 
     def __str__(self) -> str:
         return f"{self.site} (rank {self.rank}, step {self.step}): {self.change:.3g}, of {self.explained:.2g} explained"

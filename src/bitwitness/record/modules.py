@@ -221,7 +221,8 @@ class ModuleRecorder:
             return
         _, call, entries, stack, backward = self._open.pop()
         log, path, op = self._log, self._paths[module], type(module).__name__
-        node, args = log.node(), mode_text(module)
+        node = log.node()
+        args: str | None = mode_text(module)
         for entry in entries:
             log.add(entry, node, "module", args=args, stack=stack)
             args = None
