@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from bitwitness.errors import UsageError
-from bitwitness.stats import bit_hash, exact_l2, features_of, stats_of
+from bitwitness.stats import bit_hash, exact_l2, exact_sketch, features_of, sketch, stats_of
 
 INTEGERS = [
     torch.uint8,
@@ -264,3 +264,36 @@ def test_an_accelerator_gives_the_same_features():
     torch.testing.assert_close(there.l2.cpu(), here.l2)
     with_nan = torch.tensor([1.0, math.nan, math.inf], device="cuda")
     assert math.isnan(features_of([with_nan]).absmax[0])
+
+
+@given(st.integers(1, 100_000), st.integers(0, 1 << 30))
+@settings(max_examples=30, deadline=None)
+def test_a_sketch_is_linear_and_estimates_the_norm_of_a_difference(count: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x, y = (torch.randn(count, dtype=torch.float64, generator=generator) for _ in range(2))
+    assert float(sketch(x) - sketch(y)) == pytest.approx(float(sketch(x - y)), abs=1e-8 * count**0.5)
+    assert abs(float(sketch(x))) <= 6 * float(x.norm()) + 1e-12
+
+
+@pytest.mark.parametrize("count", [1, 32_767, 32_768, 32_769, 98_304, 131_073])
+def test_a_sketch_is_a_sum_with_the_signs_of_splitmix64(count: int) -> None:
+    def sign(number: int) -> int:
+        x = (number + 1) * 0x9E3779B97F4A7C15 & (1 << 64) - 1
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & (1 << 64) - 1
+        x = (x ^ x >> 27) * 0x94D049BB133111EB & (1 << 64) - 1
+        return -1 if (x ^ x >> 31) >> 63 else 1
+
+    for place in {0, count // 2, count - 1}:
+        values = torch.zeros(count)
+        values[place] = 3.0
+        block = place // 32_768
+        known_by = sign((1 << 40) + block) if count > 32_768 else 1
+        assert float(sketch(values)) == 3.0 * sign(place % 32_768) * known_by
+
+
+def test_a_sketch_tells_orders_apart_where_other_statistics_do_not() -> None:
+    images = torch.rand(4, 3, 16, 16)
+    flipped = images.flip(3).contiguous()
+    assert abs(exact_sketch(images) - exact_sketch(flipped)) > 0.01 * float(images.norm())
+    assert exact_sketch(torch.tensor([1.0, float("inf")])) is None
+    assert exact_sketch(torch.zeros(0)) == 0.0

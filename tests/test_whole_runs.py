@@ -45,6 +45,9 @@ PLANTED: dict[str, tuple[Training, Training, tuple[str, ...]]] = {
     "a weight transposed": (GPT, GPT.but(prepare=w.parameter("b.1.o.weight", lambda p: p.t())), ("b.1.o", "another order")),
     "accumulation undivided": (GPT, GPT.but(micros=4, divide=False), ("4 times", "1 against 4", "not divided")),
     "statistics of micro-batches": (CONV, CONV.but(micros=2), ("b1", "micro-batch by its own statistics")),
+    "clipping, other precisions": (GPT.but(clip=0.2), GPT.but(clip=0.1, autocast=True), ("clipping", "0.1 after")),
+    "undivided, other precisions": (GPT, GPT.but(micros=2, divide=False, autocast=True), ("1 against 2", "not divided")),
+    "clipping under noise": (GPT.but(clip=0.2), GPT.but(clip=0.19, prepare=w.one_ulp), ("clipping", "0.19 after")),
     "loss scaled": (GPT, GPT.but(scale=8.0), ("8 times", "loss scale")),
     "loss scaled with SGD": (SGD, SGD.but(scale=8.0), ("8 times", "loss scale")),
     "sum for mean": (GPT, GPT.but(reduction="sum"), ("'mean' against 'sum'", "64 times")),
@@ -72,6 +75,8 @@ EQUAL: dict[str, tuple[Training, Training]] = {
     ),
     "accumulation": (GPT, GPT.but(micros=4)),
     "other precision": (GPT, GPT.but(autocast=True)),
+    "other precision, clipped": (GPT.but(clip=0.2), GPT.but(clip=0.2, autocast=True)),
+    "accumulation in bfloat16": (GPT.but(autocast=True), GPT.but(autocast=True, micros=4)),
     **{
         kind: (
             Training(make=lambda k=kind: Rewritten(k, other=False)),  # type: ignore[misc]
@@ -117,7 +122,7 @@ def test_what_is_equal_is_fine(tmp_path: Path, name: str, level: str, content: s
     report = compared(tmp_path, a, b, level, content)
     assert report.status == "fine", report.conclusion
     assert not report.suspects
-    if name == "other precision":
+    if name.startswith("other precision"):
         assert report.conclusion.startswith("rounding of bfloat16: the runs compute in float32 against bfloat16")
 
 

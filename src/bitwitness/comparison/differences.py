@@ -155,10 +155,19 @@ class Differences:
         other = [pair for pair in found if pair[0] != pair[1]]
         return Counter(other).most_common(1)[0][0] if other and len(other) >= _MOST * len(found) else None
 
-    @property
+    @cached_property
     def roundoff_inside(self) -> float:
-        """The coarser unit roundoff of `precisions`; 0 where the runs compute in the same."""
-        return 0.0 if self.precisions is None else max(map(roundoff, self.precisions))
+        """The unit roundoff that values may differ by which are recorded in a finer dtype.
+
+        That of the coarser of the `precisions` or, where micro-batches of other sizes were rounded each, of what the products
+        are computed in; 0 where the runs do the same.
+        """
+        if self.precisions is not None:
+            return max(map(roundoff, self.precisions))
+        if self.a.micros == self.b.micros:
+            return 0.0
+        products = [pair.outputs[0] for pair in self.alignment.pairs if pair.outputs and self._multiplies(pair)]
+        return max((self.roundoff(*rows) for rows in products), default=0.0)
 
     def _multiplies(self, pair: Pair) -> bool:
         if pair.a.kind == "op":

@@ -25,7 +25,7 @@ _MOST = 0.9
 """Share of the parameters that one factor has to hold for: a few have gradients that are rounding errors."""
 _SMALL = 1e-3
 """Times the usual size of a gradient, below which one may be rounding errors alone."""
-_COARSE = 4.0
+_COARSE = 16.0
 """Unit roundoffs of the coarser precision up to which a factor counts as exact, where runs compute in different ones."""
 _LEFT = 0.02
 """Relative deviation up to which a gradient is the sum of this step's and the last one's."""
@@ -72,7 +72,8 @@ class GradientChains:
             ratio, before = ratios[stage], ratios[stage - 1]
             if ratio is not None and before is not None and not self._is_one(ratio / before if before else ratio):
                 return self._between(stage, ratio)
-        return None
+        x, y = self._usual
+        return None if self._is_one(y / x) else self._between(2, y / x)
 
     def edited(self, chain: Chain) -> tuple[float | None, float | None] | None:
         """Return by what a gradient was multiplied between backward and optimizer in each run, where that differs."""
@@ -105,7 +106,8 @@ class GradientChains:
     def _common(self, rows: Sequence[tuple[int | None, int | None]], within: StepFrame | None = None) -> float | None:
         """Return the one factor between pairs of rows, of A and B or both of one run, if there is one."""
         a, b = within or self._a, within or self._b
-        found = [None if i is None or j is None else factor(a, i, b, j) for i, j in rows]
+        least = 0.0 if within else self._noise
+        found = [None if i is None or j is None else factor(a, i, b, j, least) for i, j in rows]
         known = [one for one in found if one is not None]
         if not known or len(known) < _MOST * len(found):
             return None
@@ -118,7 +120,12 @@ class GradientChains:
         i, j = chain.a[1], chain.b[1]
         assert i is not None  # noqa: S101 - of a weighty one
         assert j is not None  # noqa: S101
-        return 2 * max(tolerance(self._a, i, self._b, j), _COARSE * self._differences.roundoff_inside)
+        return 2 * max(tolerance(self._a, i, self._b, j), self._noise)
+
+    @property
+    def _noise(self) -> float:
+        """How far gradients may be from an exact factor where the runs compute in different precisions."""
+        return _COARSE * self._differences.roundoff_inside
 
     def _is_one(self, ratio: float) -> bool:
         return abs(ratio - 1.0) <= self._limit()

@@ -42,17 +42,18 @@ def tolerance(a: StepFrame, row_a: int, b: StepFrame, row_b: int) -> float:
     return max(_SAME, *(_UNITS * roundoff(frame.text("dtype", row)) for frame, row in ((a, row_a), (b, row_b))))
 
 
-def factor(a: StepFrame, row_a: int, b: StepFrame, row_b: int) -> float | None:
+def factor(a: StepFrame, row_a: int, b: StepFrame, row_b: int, least: float = 0.0) -> float | None:
     """Return by what the values of A were multiplied to give those of B; None if by no one number.
 
-    0 where B is zero throughout; None as well where A is, or where a statistic is not known.
+    0 where B is zero throughout; None as well where A is, or where a statistic is not known. ``least``: a deviation up to which
+    it counts as exact that is known to be noise.
     """
     x, y = numbers_of(a, row_a), numbers_of(b, row_b)
     if x.count != y.count or not x.l2 > 0 or math.isnan(y.l2):
         return None
     if y.l2 == 0:
         return 0.0
-    limit = tolerance(a, row_a, b, row_b)
+    limit = max(tolerance(a, row_a, b, row_b), least)
     size = y.l2 / x.l2
     ordered = a.text("layout", row_a) == b.text("layout", row_b)
     return next((f for f in (size, -size) if _is_times(f, x, y, limit, ordered=ordered)), None)

@@ -32,7 +32,8 @@ def sketch(values: Tensor) -> Tensor:
     Returns
     -------
     Tensor
-        0-d, of the same dtype, on the same device. Element i has the sign of splitmix64(i mod 32,768) times that of its block.
+        0-d, of the same dtype, on the same device. Element i has the sign of splitmix64(i mod 32,768), times that of its
+        block of 32,768 where there is more than one.
 
     """
     flat = values.reshape(-1)
