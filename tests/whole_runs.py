@@ -127,6 +127,27 @@ class Rewritten(nn.Module):
         scores = (q @ k.transpose(-1, -2) / D**0.5).masked_fill(torch.ones(T, T).triu(1).bool(), float("-inf"))
         return scores.softmax(-1) @ v
 
+    def _masked(self, h: torch.Tensor) -> torch.Tensor:
+        filling = torch.finfo(h.dtype).min
+        scores = h @ self.w1[0] @ h.transpose(-1, -2) + torch.full((T, T), filling).triu(1)
+        return scores.softmax(-1) @ h
+
+    def _gelu(self, h: torch.Tensor) -> torch.Tensor:
+        h = h @ self.w1[0] * 4
+        return F.relu(h) if self.other else F.gelu(h)
+
+
+class Grouped(nn.Module):
+    """A GroupNorm between an embedding and a head."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.tok, self.n, self.l = nn.Embedding(V, D), nn.GroupNorm(groups, D), nn.Linear(D, V)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits."""
+        return self.l(self.n(self.tok(x).transpose(1, 2)).transpose(1, 2))
+
 
 Change = Callable[[Any], Any]
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 _UNIMPORTANT = (
-    "group",
     "names",
     "maximize",
     "foreach",
@@ -36,6 +35,8 @@ def argument_differences(a: dict[str, Any], b: dict[str, Any], *, dtypes: bool =
     for name in [*first, *(name for name in second if name not in first)]:
         x, y = first.get(name, "(default)"), second.get(name, "(default)")
         if not dtypes and any(isinstance(value, dict) and "dtype" in value for value in (x, y)):
+            continue
+        if name == "group" and "." not in kinds[0]:  # of an optimizer's parameters; a GroupNorm's matters
             continue
         if x != y and name not in _UNIMPORTANT and name not in _PLACES and not _is_tensor(x, y):
             found.append(f"{name} {_meant(name, x)} against {_meant(name, y)}")

@@ -15,12 +15,15 @@ from bitwitness.comparison.allowance import allowed
 from bitwitness.comparison.differences import NEGLIGIBLE, Differences
 from bitwitness.comparison.gradients import Cause
 from bitwitness.comparison.reasons import Reason, Reasons
+from bitwitness.comparison.relation import numbers_of
 from bitwitness.comparison.settled import SettledModules
 from bitwitness.comparison.suspect import Exceeding, Suspect
 from bitwitness.comparison.updates import Updates
 
 _HARMLESS = ("missing", "computed", "unknown", "view")
 """Reasons that do not matter inside a module whose results agree."""
+_FILLING = 1e30
+"""Magnitude of what attention masks are filled with, beside which the changes of all other values vanish from norms."""
 _ILL_CONDITIONED = 1000.0
 """Unit roundoffs: a result for which so much is explained says nothing about the noise of the others."""
 _LARGEST_NOISE = 0.05
@@ -47,6 +50,7 @@ class SuspectSearch:
         self._step = step
         self._named_modules: set[str] = set()
         self._real_modules: set[str] = set()
+        self._hidden: dict[int, float] = {}
         self.settled = SettledModules(differences)
         self._out = 0  # which of its results the node that is looked at differs in most
         self._updates = Updates(differences, self._reasons)
@@ -63,7 +67,7 @@ class SuspectSearch:
                 continue  # what reads them is looked at first
             suspect = self._look(pair)
             self._reasons.remember(pair)
-            if suspect is not None and suspect.reason in _HARMLESS and self.settled.holds(pair):
+            if suspect is not None and self._is_harmless(pair, suspect):
                 continue
             if suspect is not None and not (pair.a.kind == "module" and self._is_named_inside(pair.a.module)):
                 self._earlier.parted = True
@@ -80,6 +84,13 @@ class SuspectSearch:
             yield self._of_all(cause)
         self._earlier.named = self._reasons.named
         self._earlier.parted |= bool(self.exceeding)
+
+    def _is_harmless(self, pair: Pair, suspect: Suspect) -> bool:
+        """Return whether a suspect is inside a module whose results agree, and says nothing that stands by itself."""
+        frames = self.differences.a, self.differences.b
+        other = any(frames[0].shapes[i] != frames[1].shapes[j] for i, j in pair.inputs)
+        # An argument of something else (a sum over other dimensions) is a way of writing.
+        return (suspect.reason in _HARMLESS or (suspect.reason == "argument" and other)) and self.settled.holds(pair)
 
     def _of_all(self, cause: Cause) -> Suspect:
         """Return what happened to all gradients as a suspect."""
@@ -126,6 +137,8 @@ class SuspectSearch:
         differences = self.differences
         results = [differences.change_of[row] for row, _ in pair.outputs]
         differences.largest[pair.a.number] = max(results, default=0.0)
+        if any(numbers_of(differences.a, row).top > _FILLING for row, _ in pair.outputs):
+            self._hidden[pair.a.number] = max(self._carried(pair), default=0.0)
         if max(results, default=0.0) == 0.0:
             return None
         # By noise that was seen so far, and by what the inputs brought along; rounding alone explains less.
@@ -154,7 +167,7 @@ class SuspectSearch:
             differences.real.add(pair.a.number)
             self._real_modules.add(pair.a.module)
             return
-        if worst > 0 and (self.nearest is None or worst / explained > self.nearest.ratio):
+        if worst > 0 and math.isfinite(explained) and (self.nearest is None or worst / explained > self.nearest.ratio):
             self.nearest = self._exceeding(pair, worst, explained)
         if explained <= min(_LARGEST_NOISE, _ILL_CONDITIONED * differences.roundoff(*pair.outputs[0])):
             self._earlier.noise = max(self._earlier.noise, worst)
@@ -193,7 +206,7 @@ class SuspectSearch:
 
     def _worst(self, pair: Pair, results: list[float]) -> tuple[float, float, int]:
         """Return what is explained and what is seen, of the result that exceeds it most, and which that is."""
-        carried = [self.differences.change_of[row] for row, _ in pair.inputs]
+        carried = self._carried(pair)
         noisy = [c if c == 0.0 else max(c, self._earlier.noise) for c in carried]
         best = (math.inf, 0.0, 0)
         for i, change in enumerate(results):
@@ -202,6 +215,13 @@ class SuspectSearch:
             if i == 0 or ratio > best[1] / best[0]:
                 best = (explained, change, i)
         return best
+
+    def _carried(self, pair: Pair) -> list[float]:
+        """Return the change of each of a node's inputs; of one that is masked, that of what was masked."""
+        differences = self.differences
+        makers = [int(differences.a.producer[row]) for row, _ in pair.inputs]
+        changes = [differences.change_of[row] for row, _ in pair.inputs]
+        return [max(change, self._hidden.get(made, 0.0)) for change, made in zip(changes, makers, strict=True)]
 
     def _without_inputs(self, pair: Pair, worst: float) -> Suspect | None:
         """Return a value that stands alone as a suspect, if it is one: a gradient, a saved point."""

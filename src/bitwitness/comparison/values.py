@@ -121,7 +121,9 @@ class KeptValues:
             return suspect if suspect.clean else None
         guilty = {side: error for side, error in known.items() if error.ratio > _SURE}
         if not guilty:  # a ratio that is no number convicts nobody, and clears nobody
-            return None if all(error.ratio <= _SURE for error in known.values()) else suspect
+            right = all(error.ratio <= _SURE for error in known.values())
+            # From the very same inputs two right results are two computations: arguments that were not recorded.
+            return None if right and not self._same_inputs(pair) else suspect
         side, worst = max(guilty.items(), key=lambda item: item[1].ratio)
         text = (
             f"run {side} computed it wrongly: {worst.value:.9g} at element {worst.at}, where float64 gives "
@@ -130,6 +132,10 @@ class KeptValues:
         if len(guilty) == 1:
             text += f"; run {'B' if side == 'A' else 'A'} is within rounding"
         return replace(suspect, text=text, score=worst.ratio)
+
+    def _same_inputs(self, pair: Pair) -> bool:
+        metrics = [self.metrics(*rows) for rows in pair.inputs]
+        return bool(metrics) and all(one is EQUAL for one in metrics)
 
     def _error(self, side: Side, pair: Pair, *, first: bool) -> WorstElement | None:
         node = pair.a if first else pair.b
