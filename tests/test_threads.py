@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import script
+from torch.overrides import _get_current_function_mode_stack
 
 from bitwitness.capture.lossgraph import Result
+from bitwitness.capture.losstape import LossTape
 from bitwitness.capture.tapedcalls import Tape
 
 JOB = str(Path(__file__).parent / "jobs" / "threads.py")
@@ -61,3 +63,36 @@ def test_tensors_that_another_thread_frees_while_a_backward_begins() -> None:
         over.set()
         thread.join()
         sys.setswitchinterval(before)
+
+
+def test_another_threads_backwards_leave_a_tape_alone() -> None:
+    """Torch's methods are replaced for all threads while a tape is on; its mode stands on its own thread's stack only."""
+    ready, inside, over = threading.Event(), threading.Event(), threading.Event()
+    stacks: list[int] = []
+
+    def other() -> None:
+        ready.wait(20)
+        weight = torch.ones(3, requires_grad=True)
+        (weight * 2).sum().backward()
+        stacks.append(len(_get_current_function_mode_stack()))
+        loss = (weight * 2).sum()
+        loss.register_hook(lambda _grad: (inside.set(), over.wait(20), None)[-1])
+        loss.backward()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    tape = LossTape(torch.device("cpu"))
+    tape.begin()
+    ready.set()
+    inside.wait(20)
+    tape.end()
+    tape.new_step()
+    tape.begin()
+    output = torch.ones(3, requires_grad=True) * 1
+    tape.add_output(output, 0, 0)
+    graph = tape.graph((output.square().sum(),), ())
+    tape.end()
+    over.set()
+    thread.join()
+    assert stacks == [0]
+    assert [call.name for call in graph.calls.values()] == ["square", "sum"]

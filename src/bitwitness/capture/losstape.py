@@ -10,6 +10,7 @@ training built (`capture.graphwalk`), so that a tape that missed something never
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -71,7 +72,9 @@ class LossTape:
     forward made a tensor.
 
     `begin` and `end` stand at the root's hooks and at the backward, so the mode is not entered and left in one place; it is
-    taken out of torch's stack wherever it stands there then, and nothing is left behind by a loop that breaks off.
+    taken out of torch's stack wherever it stands there then, and nothing is left behind by a loop that breaks off. Torch keeps
+    a stack for each thread: what is replaced for all threads meanwhile (`_backward_wrapped`, `function_applied`) leaves
+    others than the step's own alone.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class LossTape:
         """Seconds that noting took so far."""
         self.new_step()
         self._patches: ExitStack | None = None
+        self._thread = threading.get_ident()
         self._set_aside = False  # by torch, while the mode itself runs a function
         self._inside = False
         self._barred = False
@@ -112,10 +116,16 @@ class LossTape:
         """Whether calls are noted now."""
         return self._patches is not None
 
+    @property
+    def on_here(self) -> bool:
+        """Whether calls of this thread are noted now: another thread may train another model."""
+        return self.on and self._thread == threading.get_ident()
+
     def begin(self) -> None:
-        """Note what is called from now on."""
+        """Note what this thread calls from now on."""
         if self._patches is not None or self._barred:
             return
+        self._thread = threading.get_ident()
         self._patches = ExitStack()
         self._patches.enter_context(function_applied(self))
         self._patches.enter_context(_backward_wrapped(self._off_stack))
@@ -134,9 +144,12 @@ class LossTape:
     @contextmanager
     def _off_stack(self) -> Iterator[None]:
         """Keep torch from setting the mode aside for a backward: it would put it back after it, whatever we do meanwhile."""
+        if not self.on_here:
+            yield
+            return
         take_out(self._mode)
         yield
-        if self.on:
+        if self.on_here:
             put_below(self._mode)
 
     def _compiling(self) -> None:
@@ -235,7 +248,7 @@ def function_applied(tape: LossTape) -> AbstractContextManager[None]:
     def wrap(original: Any) -> Any:
         def apply(kind: type[Any], *args: Any, **kwargs: Any) -> Any:
             run = original.__get__(None, kind)
-            if in_own_work() or in_transform() or not tape.on:
+            if in_own_work() or in_transform() or not tape.on_here:
                 return run(*args, **kwargs)
             return tape.applied(run, kind, args, kwargs)
 

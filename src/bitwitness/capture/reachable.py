@@ -85,7 +85,7 @@ class Theirs:
         self._names = names
 
     def __iter__(self) -> Iterator[Any]:
-        return (value for value in self._names.values() if not is_ours(value))
+        return (value for value in tuple(self._names.values()) if not is_ours(value))  # other threads add hooks, too
 
 
 class Present:
@@ -97,7 +97,7 @@ class Present:
         self.names = names
 
     def __iter__(self) -> Iterator[bool]:
-        return map(is_not, self.names.values(), repeat(None))
+        return map(is_not, tuple(self.names.values()), repeat(None))
 
 
 class Cell:
@@ -126,7 +126,7 @@ class Function:
     def __iter__(self) -> Iterator[Any]:
         f = self.function
         yield from (f.__code__, f.__defaults__, f.__kwdefaults__)
-        yield from f.__dict__.values()
+        yield from tuple(f.__dict__.values())
 
 
 class Size:
