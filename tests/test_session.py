@@ -219,6 +219,54 @@ def test_a_check_before_the_first_step_is_an_evaluation(tmp_path: Path) -> None:
     assert bw.Run(recorder.folder).steps() == [0]
 
 
+@pytest.mark.parametrize("guarded", [False, True])
+def test_a_training_that_forgot_to_leave_evaluation_mode(tmp_path: Path, guarded: bool) -> None:
+    plain, watched = Training(), Training()
+    out = tmp_path / "recording"
+
+    def train(training: Training) -> None:
+        for number in range(8):
+            if number == 3:
+                training.net.eval()
+                with torch.no_grad():
+                    training.net(torch.ones(4, 6))
+            training.step()
+
+    train(plain)
+    with ExitStack() as stack:
+        guard = None
+        if guarded:
+            guard = stack.enter_context(bw.Guard(watched.net, watched.optimizer, out=tmp_path / "guard", **QUIET))
+        stack.enter_context(bw.Recorder(watched.net, out=out))
+        train(watched)
+        assert guard is None or guard.coverage()["steps"]["held"] == 8
+    assert all(map(torch.equal, plain.bits(), watched.bits()))
+    rows = bw.Run(out).rows().to_pylist()
+    modes = {row["step"]: row["args"] for row in rows if row["op"] == "loss"}
+    assert sorted(modes) == [0, 1, 2, 4, 5, 6, 7], "the optimizer's step tells that the fourth was no evaluation"
+    assert ["false" in modes[number] for number in (2, 4)] == [False, True]
+    assert {row["step"] for row in rows if row["kind"] == "optimizer"} == set(range(8))
+    assert len({sum(row["step"] == number for row in rows) for number in (0, 1, 2)}) == 1
+    if guard is not None:
+        told = str(guard.coverage())
+        assert "was model.train() forgotten" in told
+        assert "own forward is not called" not in told
+
+
+def test_gradients_of_an_evaluation_between_steps_are_none_of_a_steps(tmp_path: Path) -> None:
+    training = Training()
+    with bw.Recorder(training.net, out=tmp_path / "r", level="mix") as recorder:
+        for _ in range(3):
+            training.step()
+            training.net.eval()
+            image = torch.ones(4, 6, requires_grad=True)
+            torch.autograd.grad(training.net(image).sum(), image)
+            training.net.train()
+        assert recorder.session.step == 2
+    rows = bw.Run(tmp_path / "r").rows().to_pylist()
+    assert len({sum(row["step"] == number for row in rows) for number in range(3)}) == 1
+
+
 def test_two_in_one_folder_are_one_run(tmp_path: Path) -> None:
     training = Training()
     with bw.Recorder(training.net, out=tmp_path / "run") as recorder:

@@ -7,6 +7,10 @@ NO_FORWARD = (
     "the model's own forward is not called; give the module that the training calls: gradients are sensed, but there is "
     "nothing to run again"
 )
+EVALUATED = (
+    "its forward ran in evaluation mode, in which the model had not been trained before: was model.train() forgotten after an "
+    "evaluation? (later steps of this kind are looked at)"
+)
 CLEARED = "a forward was backpropagated again after the gradients of its first backward had been zeroed"
 WRAPPED_LATER = (
     "the model was wrapped or sharded after its guard was made, so that other ranks share its gradients: make the guard "

@@ -100,13 +100,15 @@ class RootTap(ForwardTap):
 
     def _without_forward(self) -> None:
         """Take gradients that no recorded forward led to."""
+        evaluated = self._training.evaluated
         self._training.begin_step()
         self._renew_if_due()
         self.unseen_backwards += 1
-        if not self.regions.known:
+        if not self.regions.known and not evaluated:
             self._training.hook_parts()
         if not self.record.forwards:
-            self.record.give_up(reasons.CLEARED if self.record.cleared else reasons.NO_FORWARD)
+            unseen = reasons.EVALUATED if evaluated else reasons.NO_FORWARD
+            self.record.give_up(reasons.CLEARED if self.record.cleared else unseen)
         elif self.backwards not in self.record.sketches:
             self.record.give_up("a backward reached the parameters by a way that was not recorded")
 

@@ -50,6 +50,10 @@ class Training(Protocol):
     def in_forward(self) -> bool:
         """Whether the model runs now."""
 
+    @property
+    def evaluated(self) -> bool:
+        """Whether, since the last step ended, the model's only forwards with gradients were taken for evaluations."""
+
     def begin_step(self) -> None:
         """Say that the training computes."""
 

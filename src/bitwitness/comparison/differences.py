@@ -169,6 +169,11 @@ class Differences:
         products = [pair.outputs[0] for pair in self.alignment.pairs if pair.outputs and self._multiplies(pair)]
         return max((self.roundoff(*rows) for rows in products), default=0.0)
 
+    @cached_property
+    def has_operators(self) -> bool:
+        """Whether single operators were recorded."""
+        return any(pair.a.kind == "op" for pair in self.alignment.pairs)
+
     def _multiplies(self, pair: Pair) -> bool:
         if pair.a.kind == "op":
             return canonical(pair.a.op) in (*CONTRACTIONS, "conv")

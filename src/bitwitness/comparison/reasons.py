@@ -4,7 +4,7 @@
 ``argument``   it was called with other arguments (an epsilon, a scale, a learning rate)
 ``dtype``      it computed in another precision
 ``source``     it read something that differs and that no recorded operator made: a weight, a buffer, the batch
-``view``       it read another part, or another order, of something that agrees
+``view``       it read another part, or another order, of something that agrees, or something else that agrees
 ``unknown``    the same, and it has no name
 ``missing``    only one of the runs has it, and what follows differs
 ``random``     it draws random numbers, and drew others
@@ -20,6 +20,7 @@ from bitwitness.comparison.changes import BITS_DIFFER
 from bitwitness.comparison.describe import argument_differences
 from bitwitness.comparison.differences import NEGLIGIBLE, Differences
 from bitwitness.comparison.frame import Node
+from bitwitness.comparison.operands import Operands
 from bitwitness.comparison.relation import in_words
 from bitwitness.oracle.names import is_random
 from bitwitness.oracle.recorded import arguments
@@ -30,6 +31,11 @@ _SURE = 0.01
 """Share of `NEGLIGIBLE` that a result has to differ by before other arguments are its reason: below, they did not matter."""
 _ROUNDED = 4.0
 """Unit roundoffs by which what the runs begin with may differ, kept in another dtype."""
+_COMPUTED = "its inputs agree and its result does not"
+_COMPUTED_UPDATE = (
+    "parameter, gradient and settings agree and the update does not: the optimizer's state does (moments, step counts), "
+    "or it computed wrongly"
+)
 _CASTS = ("_to_copy", "to", "type_as")
 
 
@@ -55,6 +61,7 @@ class Reasons:
     def __init__(self, differences: Differences) -> None:
         self._differences = differences
         self._earlier = differences.earlier
+        self._operands = Operands(differences.a, differences.b, differences.alignment)
         self.a, self.b = differences.a, differences.b
         state = [pair for pair in differences.alignment.pairs if pair.a.kind in ("parameter", "buffer")]
         rows = [(self.a.text("name", row), row) for pair in state for row, _ in pair.outputs]
@@ -105,7 +112,7 @@ class Reasons:
         first, second = self.a.text("args", pair.a.rows[0]), self.b.text("args", pair.b.rows[0])
         if first != second and worst > max(NEGLIGIBLE * _SURE, _FOLLOWED * carried * (carried < NEGLIGIBLE)):
             differing = argument_differences(arguments(first), arguments(second), dtypes=differences.precisions is None)
-            if differing and (over or worst > differences.roundoff(*pair.outputs[0])):
+            if differing and (over or carried == 0.0 or worst > differences.roundoff(*pair.outputs[0])):
                 return Reason("argument", f"called with other arguments: {'; '.join(differing)}")
         if not over:
             return None
@@ -117,7 +124,13 @@ class Reasons:
             )
         if worst == BITS_DIFFER:
             return None  # by how much is not known
-        return Reason("computed", "its inputs agree and its result does not")
+        if pair.a.kind == "module" and pair.a.op != pair.b.op:
+            return Reason("argument", f"another module: {pair.a.op} in run A, {pair.b.op} in run B")
+        stateless = pair.a.kind == "optimizer" and {self.a.text("slot", row) for row, _ in pair.inputs} <= {
+            "param",
+            "grad",
+        }
+        return Reason("computed", _COMPUTED_UPDATE if stateless else _COMPUTED)
 
     def _other_dtype(self, pair: Pair) -> str:
         """Return in which other dtype the result is, or an input that was cast for it; empty if in none, or if all are."""
@@ -151,12 +164,16 @@ class Reasons:
                 "argument", f"it normalises each micro-batch by its own statistics: {counts} are not the same to it"
             )
         differences = self._differences
-        for row_a, row_b in pair.inputs:
+        differing = [rows for rows in pair.inputs if differences.change_of[rows[0]] > 0.0]
+        for row_a, row_b in differing:
+            if (other := self._of_other(pair, row_a, row_b)) is not None:
+                return other
+        for row_a, row_b in differing:
             change = differences.change_of[row_a]
-            if change == 0.0:
-                continue
             # Who made it: a node that only one run has, a matched one, or nobody who is recorded.
             made = int(self.a.producer[row_a])
+            if self._operands.other(row_a, row_b) is not None:
+                continue
             if any(differences.lone_makers(row_a, row_b)):
                 found = self.of_lone(pair, row_a, row_b)
             elif made in differences.largest:
@@ -167,11 +184,28 @@ class Reasons:
                 return found
         return None
 
+    def _of_other(self, pair: Pair, row_a: int, row_b: int) -> Reason | None:
+        """Return that the runs read two different things there, of which neither differs itself."""
+        differences, others = self._differences, self._operands.other(row_a, row_b)
+        if others is None:
+            return None
+        if any(one.node in differences.real for one in others):
+            return None  # an addition whose operands stand in another order hands on what one of them is
+        if pair.a.kind == "module" and not all(one.name for one in others):
+            return None  # what it is given has the place of whoever made it last
+        if differences.change_of[row_a] <= differences.noise_limit():
+            return None
+        slot = self.a.text("slot", row_a)
+        first, second = (other.text for other in others)
+        if first == second:
+            second = f"another call's {second}"
+        return Reason("view", f"{slot} is {first} in run A, and {second} in run B")
+
     def of_value(self, row_a: int, row_b: int) -> Reason:
         """Return the reason of a gradient that no recorded operator made."""
-        return Reason(
-            "unknown", f"it differs ({in_words(self.a, self.b, row_a, row_b)}), and no recorded operator made it so"
-        )
+        hint = "" if self._differences.has_operators else ": record operators, too (--level mix)"
+        words = in_words(self.a, self.b, row_a, row_b)
+        return Reason("unknown", f"it differs ({words}), and no recorded operator made it so{hint}")
 
     def of_lone(self, pair: Pair, row_a: int, row_b: int) -> Reason | None:
         """Return that a node which only one run has made a value, if that is why the value differs."""

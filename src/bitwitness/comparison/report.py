@@ -111,10 +111,10 @@ class Report:
         """One sentence for all."""
         if self.first is not None and not self._parted_unseen:
             said = f"the runs part at {self.first.site} (rank {self.first.rank}, step {self.first.step}): {self.first.text}"
-            more = [self.conditions] if self.conditions else []
+            more = []
             if self.cause is not None and self.cause is not self.first and self.cause.step == self.first.step:
                 more.append(self.cause.text)
-            return "; ".join([said, *more])
+            return "; ".join([*([self.conditions] if self.conditions else []), said, *more])
         if self.unaligned:
             return (
                 f"the runs were not given the same batch ({self.unaligned[0]}), so that no operator is accused: record both "

@@ -114,7 +114,7 @@ def _compare_step(
     if not report.conditions:
         report.conditions = _conditions(differences)
     report.precisions = report.precisions or differences.precisions
-    report.operators = any(pair.a.kind == "op" for pair in alignment.pairs)
+    report.operators = differences.has_operators
     report.exceeding += search.exceeding[: _LISTED - len(report.exceeding)]
     report.nearest = max(filter(None, (report.nearest, search.nearest)), key=lambda one: one.ratio, default=None)
     report.problems += [] if values is None else values.problems
@@ -142,7 +142,15 @@ def _conditions(differences: Differences) -> str:
             flags = [arguments(frame.text("args", node.rows[0])).get("k", {}).get("training") for frame, node in frames]
             if flags in ([True, False], [False, True]):
                 return f"run {'AB'[flags.index(False)]} has the model in evaluation mode"
+    computed = [_has_forward(frame) for frame in (differences.a, differences.b)]
+    if computed in ([True, False], [False, True]):
+        return f"run {'AB'[computed.index(False)]} has no forward in training mode in this step: was it in evaluation mode?"
     return ""
+
+
+def _has_forward(frame: StepFrame) -> bool:
+    kinds = frame.texts["kind"]
+    return bool((frame.texts["phase"].equals("forward") & (kinds.equals("op") | kinds.equals("module"))).any())
 
 
 def _nothing_differs(a: StepFrame, b: StepFrame) -> bool:
@@ -172,10 +180,12 @@ def _other_batch(a: StepFrame, b: StepFrame) -> str:
 
 
 def _inputs(frame: StepFrame) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each of the model's inputs, as it was seen first."""
+    """Return the shape of each of the model's inputs: as the model was given it, or as it was read first."""
     text = frame.texts["name"]
     codes = [code for code, word in enumerate(text.words) if word.startswith("input ")]
-    rows = np.flatnonzero(np.isin(text.codes, codes)).tolist()
+    named = np.isin(text.codes, codes)
+    given = named & frame.texts["kind"].equals("module") & frame.texts["module"].equals(".")
+    rows = np.flatnonzero(given if given.any() else named).tolist()
     whole = [
         row for row in rows if math.prod(frame.shapes[row]) == frame.count[row]
     ]  # others are damaged, told elsewhere

@@ -51,6 +51,7 @@ class SuspectSearch:
         self._named_modules: set[str] = set()
         self._real_modules: set[str] = set()
         self._hidden: dict[int, float] = {}
+        self._inside: dict[tuple[str, str, int], float] = {}
         self.settled = SettledModules(differences)
         self._out = 0  # which of its results the node that is looked at differs in most
         self._updates = Updates(differences, self._reasons)
@@ -154,7 +155,7 @@ class SuspectSearch:
         if pair.a.kind == "collective" or (pair.a.kind == "module" and self._is_seen_inside(pair)):
             return None  # the one computes nothing, the other's operators are looked at themselves
         reason = self._reasons.of_inputs(pair) if worst > 0 else None
-        if reason is not None:
+        if reason is not None and (reason.kind != "view" or worst > differences.noise_limit()):
             differences.real.add(pair.a.number)
             return self._suspect(pair, reason, worst, self._rounding(pair), clean=False)
         return self._own(pair, worst, explained, clean=not differing)
@@ -167,6 +168,7 @@ class SuspectSearch:
             differences.real.add(pair.a.number)
             self._real_modules.add(pair.a.module)
             return
+        self._note_inside(pair, worst)
         if worst > 0 and math.isfinite(explained) and (self.nearest is None or worst / explained > self.nearest.ratio):
             self.nearest = self._exceeding(pair, worst, explained)
         if explained <= min(_LARGEST_NOISE, _ILL_CONDITIONED * differences.roundoff(*pair.outputs[0])):
@@ -221,7 +223,18 @@ class SuspectSearch:
         differences = self.differences
         makers = [int(differences.a.producer[row]) for row, _ in pair.inputs]
         changes = [differences.change_of[row] for row, _ in pair.inputs]
-        return [max(change, self._hidden.get(made, 0.0)) for change, made in zip(changes, makers, strict=True)]
+        inside = self._inside.get((pair.a.module, pair.a.phase, pair.a.micro), 0.0) if pair.a.kind == "module" else 0.0
+        return [max(change, self._hidden.get(made, 0.0), inside) for change, made in zip(changes, makers, strict=True)]
+
+    def _note_inside(self, pair: Pair, change: float) -> None:
+        """Note what rounding changed in a module's results for those around it: theirs are made of them."""
+        if pair.a.kind != "module" or change == 0.0:
+            return
+        path = pair.a.module
+        while path != ".":
+            path = path.rpartition(".")[0] or "."
+            place = path, pair.a.phase, pair.a.micro
+            self._inside[place] = max(self._inside.get(place, 0.0), change)
 
     def _without_inputs(self, pair: Pair, worst: float) -> Suspect | None:
         """Return a value that stands alone as a suspect, if it is one: a gradient, a saved point."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+from statistics import median
+
 from bitwitness.comparison.align import Pair
 from bitwitness.comparison.chains import parameter_of
 from bitwitness.comparison.differences import Differences
@@ -15,6 +18,9 @@ Far above rounding in float32, for nothing is known of how many operators' round
 """
 _COARSE = 32.0
 """The same as unit roundoffs of the coarser precision, where two runs compute in different ones."""
+_LIKE_OTHERS, _LIKE_OTHERS_MOST = 5.0, 0.5
+"""There, too: times what half of the step's gradients stay within, and up to where; how rounding grows along a depth that was
+not recorded is seen in all gradients alike."""
 _FOLLOWED = 4.0
 """Times its maker's change up to which a value shows that same change."""
 
@@ -45,7 +51,21 @@ class Updates:
         """Return the change up to which a value that stands alone may differ: noise, and what its maker handed on."""
         differences = self._differences
         made = differences.made_change(pair.outputs[0][0])
-        return max(_GRADIENT, differences.noise_limit(), _FOLLOWED * made, _COARSE * differences.roundoff_inside)
+        return max(_GRADIENT, differences.noise_limit(), _FOLLOWED * made, self._of_precision)
+
+    @cached_property
+    def _of_precision(self) -> float:
+        """What gradients may differ by where the runs compute in different precisions; 0 where in the same."""
+        differences = self._differences
+        if not differences.roundoff_inside:
+            return 0.0
+        changes = [
+            differences.change_of[pair.outputs[0][0]]
+            for pair in differences.alignment.pairs
+            if pair.a.kind == "gradient" and pair.outputs
+        ]
+        like_others = min(_LIKE_OTHERS * median(changes), _LIKE_OTHERS_MOST) if changes else 0.0
+        return max(_COARSE * differences.roundoff_inside, like_others)
 
     def of_value(self, pair: Pair) -> Reason | None:
         """Return why a gradient differs by more than its `limit`; None for other values, and where all gradients do."""

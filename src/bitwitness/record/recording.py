@@ -211,8 +211,8 @@ class ModelRecording(Instrument):
 
     @contextmanager
     def around_backward(self, call: BackwardCall) -> Iterator[None]:
-        """Record a backward; one inside another is part of it."""
-        if self.session.backward_depth > 1:
+        """Record a backward; one inside another is part of it, and an evaluation's is none of the step's."""
+        if self.session.backward_depth > 1 or self.session.evaluated:
             yield
             return
         if self.records:

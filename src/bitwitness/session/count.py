@@ -40,6 +40,9 @@ class StepCount:
         self._looked_at = False
         self._followed = False  # by a forward, after its gradients were looked at
         self._in_closures = False
+        self.evaluated = False
+        """Whether, since the last step ended, the only forwards with gradients were taken for evaluations."""
+        self._backpropagated_evaluation = False
         self._scalers: list[GradScaler] = []
         self.follow_parameters()
 
@@ -63,6 +66,7 @@ class StepCount:
             if optimizers_of(self._root):  # a trainer's check before the first step, say
                 self.trained()
         if self._training.evaluates():
+            self.evaluated |= torch.is_grad_enabled() and not self.clock.begun
             return Kind.EVALUATION
         return Kind.TRAINING if torch.is_grad_enabled() else Kind.INFERENCE
 
@@ -71,6 +75,7 @@ class StepCount:
         if kind not in (Kind.TRAINING, Kind.INFERENCE):
             return False
         self.forwards += kind is Kind.TRAINING
+        self.evaluated = self._backpropagated_evaluation = False
         self._followed |= self._looked_at
         if kind is Kind.INFERENCE and self.clock.begun:
             self.clock.end_step()
@@ -89,6 +94,7 @@ class StepCount:
     def backward_ended(self) -> bool:
         """Count a backward; return whether a step begins with it: of a model whose parts are called, nothing else tells."""
         self._backpropagated = True
+        self._backpropagated_evaluation = self.evaluated
         return not self.forwards and self.begin_step()
 
     # -- what ends a step ----------------------------------------------------------------------------------------
@@ -98,13 +104,21 @@ class StepCount:
         given = set(map(id, gradients))
         return any(id(parameter.grad) in given for parameter in self.parameters)
 
-    def gradients_ready(self, scaler: GradScaler | None, optimizer: Optimizer | None) -> None:
-        """Note that the model's gradients are about to be used."""
+    def gradients_ready(self, scaler: GradScaler | None, optimizer: Optimizer | None) -> bool:
+        """Note that the model's gradients are about to be used; return whether a step begins with it.
+
+        It does where an optimizer steps by what seemed to be an evaluation.
+        """
         ours = optimizer is None or self.owners.ours(optimizer)
+        begins = optimizer is not None and ours and self._backpropagated_evaluation
+        if begins:
+            self._training.trained_in_evaluation()
+            begins = self.begin_step()
         self._looked_at |= ours
         self._followed &= not ours
         if scaler is not None and ours:
             self._scalers.append(scaler)
+        return begins
 
     def closure_begins(self, optimizer: Optimizer) -> None:
         """Note that an optimizer runs the forwards and backwards of its step by itself."""
@@ -136,3 +150,4 @@ class StepCount:
     def _end(self) -> None:
         self.clock.end_step()
         self._looked_at = self._followed = False
+        self.evaluated = self._backpropagated_evaluation = False

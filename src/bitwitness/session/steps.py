@@ -58,12 +58,15 @@ class TrainingForwards:
     """Tells a model's training forwards from its evaluations.
 
     An evaluation is a forward without gradients, or in evaluation mode, of a model that is trained. A model that only ever
-    runs in evaluation mode is trained in it; one that never has gradients infers, and each of its forwards is a step.
+    runs in evaluation mode is trained in it, and so is one whose optimizer steps by what such a forward led to
+    (`trained_in_evaluation`): its script forgot ``train()``, or wants it so. One that never has gradients infers, and each of
+    its forwards is a step.
     """
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
         self._in_training_mode = False
+        self._any_mode = False
         self.inferring = True
         """Whether nothing says yet that the model is trained."""
 
@@ -71,8 +74,12 @@ class TrainingForwards:
         """Tell whether the forward that begins is an evaluation."""
         if not torch.is_grad_enabled():
             return not self.inferring
-        if not self._root.training and self._in_training_mode:
+        if not self._root.training and self._in_training_mode and not self._any_mode:
             return True
         self.inferring = False
         self._in_training_mode |= self._root.training
         return False
+
+    def trained_in_evaluation(self) -> None:
+        """Take forwards with gradients for training from now on, whatever mode the model is in."""
+        self._any_mode = True

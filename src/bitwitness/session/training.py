@@ -115,6 +115,11 @@ class Training(StepListener):
         """Tell whether an optimizer holds one of the model's parameters."""
         return self._count.owners.ours(optimizer)
 
+    @property
+    def evaluated(self) -> bool:
+        """Whether, since the last step ended, the model's only forwards with gradients were taken for evaluations."""
+        return self._count.evaluated
+
     def trains(self) -> None:
         """Say that the model is trained, whatever runs first: forwards without gradients are evaluations."""
         self._count.trained()
@@ -203,7 +208,8 @@ class Training(StepListener):
         """Tell that gradients are complete, and about to be used."""
         if self.own_work:
             return
-        self._count.gradients_ready(scaler, optimizer)
+        if self._count.gradients_ready(scaler, optimizer):
+            self._tell("step_begins", self.step)
         self._tell("gradients_ready", scaler=scaler, optimizer=optimizer)
 
     def closure_begins(self, optimizer: Optimizer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from contextvars import ContextVar
@@ -24,7 +25,7 @@ _OWN = tuple(
 )
 _REPLAY = _PACKAGE + "replay"
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep  # noqa: PTH120
-_NOT_THE_USERS = (*_OWN, _TORCH, "<")
+_NOT_THE_USERS = (*_OWN, _TORCH, contextlib.__file__, "<")
 
 replayed_line: ContextVar[Line] = ContextVar("bitwitness_replayed_line", default=NOWHERE)
 """The script's line of the taped call that a replay runs now."""
