@@ -13,6 +13,14 @@ _TINY = 2.0**-126
 """The smallest normal number of float32 and bfloat16: what differs by less is zero on devices that flush, or rounding of it."""
 BITS_DIFFER = 1e-30
 """The change where hashes differ and statistics do not."""
+_MOVED = 1e-6
+"""Relative change of a weight's norm from which it has moved: a transposed view adds it up in another order."""
+
+
+def moved(frame: StepFrame, before: int, after: int) -> bool:
+    """Return whether two rows of one run's weight, or of views of it, show two of its values."""
+    sizes = float(frame.numbers["l2"][before]), float(frame.numbers["l2"][after])
+    return abs(sizes[0] - sizes[1]) > _MOVED * max(sizes)
 
 
 def changes(a: StepFrame, b: StepFrame, rows_a: Ints, rows_b: Ints) -> Floats:

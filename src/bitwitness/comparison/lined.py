@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from bitwitness.comparison.changes import moved
+from bitwitness.comparison.evaluations import FirstMicros
 from bitwitness.comparison.frame import StepFrame
 from bitwitness.comparison.merged import MergedMicros, MergedSource, spread_differently
 from bitwitness.errors import UsageError
@@ -15,6 +17,7 @@ from bitwitness.store.source import Source
 
 _MOST = 4096
 """Steps of A that are searched for the weights that B begins with."""
+
 
 Fingerprint = tuple[tuple[str, float, float], ...]
 
@@ -139,11 +142,31 @@ def _join_micros(found: Lined) -> None:
     first, second = StepFrame(found.a.table(place.rank, place.step)), StepFrame(found.b.table(place.rank, place.step_b))
     if first.micros == second.micros or found.merged:
         return
+    if _weights_move(first) or _weights_move(second):
+        least = min(first.micros, second.micros)
+        found.a, found.b = FirstMicros(found.a, least), FirstMicros(found.b, least)
+        found.notes.append(
+            f"the optimizer evaluates the model several times a step (a closure), {first.micros} times in run A and "
+            f"{second.micros} times in run B: the first {least} are compared"
+        )
+        return
     found.a, found.b = MergedMicros(found.a), MergedMicros(found.b)
     found.notes.append(
         f"run A has {first.micros} and run B {second.micros} micro-batches a step: they were put together, and modules and "
         "gradients compared; operators work on parts of the batch"
     )
+
+
+def _weights_move(frame: StepFrame) -> bool:
+    """Return whether a step's forwards read other weights than it began with: its optimizer moves them between these."""
+    kinds = frame.texts["kind"]
+    begun = {frame.text("name", row): row for row in np.flatnonzero(kinds.equals("parameter")).tolist()}
+    readers = (kinds.equals("op") | kinds.equals("module")) & frame.texts["phase"].equals("forward")
+    for row in np.flatnonzero(readers & (frame.texts["name"].codes >= 0)).tolist():
+        first = begun.get(frame.text("name", row))
+        if first is not None and frame.count[first] == frame.count[row] and moved(frame, first, row):
+            return True
+    return False
 
 
 def _shortened(numbers: list[int]) -> str:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from bitwitness.comparison.align import Pair
 from bitwitness.comparison.allowance import roundoff
-from bitwitness.comparison.changes import BITS_DIFFER
+from bitwitness.comparison.changes import BITS_DIFFER, moved
 from bitwitness.comparison.describe import argument_differences
 from bitwitness.comparison.differences import NEGLIGIBLE, Differences
 from bitwitness.comparison.frame import Node
@@ -69,6 +69,11 @@ class Reasons:
         self._sizes = {name: int(self.a.count[row]) for name, row in rows}
         self._written: dict[str, float] = {}
         self._told: set[str] = set()
+        self._begun_rows = {
+            name: rows for pair in state for rows in pair.outputs if (name := self.a.text("name", rows[0]))
+        }
+        self.moved = False
+        """Whether the optimizer moved a weight within the step, between two evaluations, otherwise in each run."""
 
     @property
     def named(self) -> dict[str, float]:
@@ -250,6 +255,9 @@ class Reasons:
             return None
         if not name and (self._earlier.parted or pair.a.kind == "module" or pair.a.phase == "backward"):
             return None  # it may be what a function that was not recorded made of differing values
+        if self._moved_since(name, row_a, row_b):
+            self.moved = True
+            return None  # the optimizer did, which comes last in the step
         # What the runs begin with has no noise yet, but that of its own dtype.
         begun = name and known is None and not late
         limit = (
@@ -271,6 +279,13 @@ class Reasons:
         self._told.add(name)
         called = name if name.startswith("input ") else f"its {name}"
         return Reason("source", f"{called} differs: {in_words(self.a, self.b, row_a, row_b)}")
+
+    def _moved_since(self, name: str, row_a: int, row_b: int) -> bool:
+        """Return whether a parameter is not what it was when the step began: an optimizer evaluates the model several times."""
+        begun = self._begun_rows.get(name)
+        if begun is None or self._is_gathered(name, row_a):
+            return False
+        return moved(self.a, begun[0], row_a) or moved(self.b, begun[1], row_b)
 
     def _is_gathered(self, name: str, row: int) -> bool:
         """Return whether a row shows the whole of a parameter of which this rank holds a part: it differs where others' do."""

@@ -44,6 +44,8 @@ class Report:
         Operators (of all steps) that have a counterpart, and those that have none.
     exceeding
         Results that differ by more than rounding explains and have no recorded reason, in order.
+    unexplained
+        The first result that differs by more than rounding explains, with a reason or without.
     nearest
         Of the results that differ by no more than rounding explains, the one that comes nearest to that.
     noise
@@ -81,6 +83,7 @@ class Report:
     steps: int = 0
     noise: float = 0.0
     exceeding: list[Exceeding] = field(default_factory=list)
+    unexplained: Exceeding | None = None
     nearest: Exceeding | None = None
     problems: list[str] = field(default_factory=list)
     modules: dict[str, str] = field(default_factory=dict)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from bitwitness.comparison.align import Alignment, align, row_by_row, same_column, same_structure
 from bitwitness.comparison.allowance import group_agrees
+from bitwitness.comparison.batches import has_gradients, of_weights, other_batch
 from bitwitness.comparison.changes import changes
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.frame import Node, StepFrame
@@ -92,8 +92,13 @@ def _compare_step(
     """Compare one step of one rank; what is found is added to the report."""
     step, step_b, rank = place
     frame_a, frame_b = StepFrame(a.table(rank, step)), StepFrame(b.table(rank, step_b))
-    if text := _other_batch(frame_a, frame_b):
-        report.unaligned.append(f"step {step}: {text}")
+    if text := other_batch(frame_a, frame_b):
+        if _compared_by_weights(report, frame_a, frame_b, place, known, settings):
+            report.notes.append(
+                f"step {step}: {text}; parameters, gradients and updates were compared, and nothing else"
+            )
+        else:
+            report.unaligned.append(f"step {step}: {text}")
         return
     same = not settings.modules and same_structure(frame_a, frame_b)
     # Most steps of two equal runs: told by the columns alone, without a node being built.
@@ -116,6 +121,7 @@ def _compare_step(
     report.precisions = report.precisions or differences.precisions
     report.operators = differences.has_operators
     report.exceeding += search.exceeding[: _LISTED - len(report.exceeding)]
+    report.unexplained = report.unexplained or search.unexplained
     report.nearest = max(filter(None, (report.nearest, search.nearest)), key=lambda one: one.ratio, default=None)
     report.problems += [] if values is None else values.problems
     _count(report, differences, search.settled)
@@ -170,26 +176,20 @@ def _values(a: Side, b: Side, alignment: Alignment) -> KeptValues | None:
     return values
 
 
-def _other_batch(a: StepFrame, b: StepFrame) -> str:
-    """Say which of the model's inputs has another shape in each run, so that nothing of the two steps can be compared."""
-    first, second = _inputs(a), _inputs(b)
-    for name in first.keys() & second.keys():
-        if first[name] != second[name]:
-            return f"{name} has the shape {list(first[name])} in run A and {list(second[name])} in run B"
-    return ""
+def _compared_by_weights(
+    report: Report, a: StepFrame, b: StepFrame, place: Place, known: EarlierSteps, settings: Settings
+) -> bool:
+    """Compare two steps whose batch has other shapes by gradients and updates; return whether these agree within rounding.
 
-
-def _inputs(frame: StepFrame) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each of the model's inputs: as the model was given it, or as it was read first."""
-    text = frame.texts["name"]
-    codes = [code for code, word in enumerate(text.words) if word.startswith("input ")]
-    named = np.isin(text.codes, codes)
-    given = named & frame.texts["kind"].equals("module") & frame.texts["module"].equals(".")
-    rows = np.flatnonzero(given if given.any() else named).tolist()
-    whole = [
-        row for row in rows if math.prod(frame.shapes[row]) == frame.count[row]
-    ]  # others are damaged, told elsewhere
-    return {frame.text("name", row): frame.shapes[row] for row in reversed(whole)}
+    If they do not, the batch may have been another one, and nothing is said of them.
+    """
+    a, b = of_weights(a), of_weights(b)
+    differences = Differences(a, b, align(a, b, settings.modules), replace(known, named=dict(known.named)))
+    search = SuspectSearch(differences, place.rank, place.step)
+    if not has_gradients(a) or not has_gradients(b) or list(search.suspects()) or search.exceeding:
+        return False
+    _count(report, differences, search.settled)
+    return True
 
 
 def _count(report: Report, differences: Differences, settled: SettledModules) -> None:
@@ -229,6 +229,8 @@ def _received(one: Suspect, suspects: list[Suspect]) -> bool:
 
 def _conclude(report: Report) -> None:
     """Choose the first; rank the rest."""
+    if not report.suspects and not report.exceeding and report.unexplained is not None:
+        report.exceeding.append(report.unexplained)  # handed on by something, of which nothing was found
     suspects = sorted(report.suspects, key=lambda suspect: (suspect.order, suspect.rank))
     # A rank that only received its difference may come first in the order, and would hide who sent it.
     suspects = [one for one in suspects if not _received(one, suspects)]

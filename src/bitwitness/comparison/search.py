@@ -57,6 +57,8 @@ class SuspectSearch:
         self._updates = Updates(differences, self._reasons)
         self.exceeding: list[Exceeding] = []
         """What differs by more than is explained, and has no reason of its own, in order."""
+        self.unexplained: Exceeding | None = None
+        """The first that differs by more than is explained, whatever was found of it."""
         self.nearest: Exceeding | None = None
         """What came nearest to what is explained, of all that stayed within."""
 
@@ -154,6 +156,8 @@ class SuspectSearch:
             self._clear(pair)
         if pair.a.kind == "collective" or (pair.a.kind == "module" and self._is_seen_inside(pair)):
             return None  # the one computes nothing, the other's operators are looked at themselves
+        if pair.a.kind == "module" and self._reasons.moved:
+            return None  # its parts read other weights
         reason = self._reasons.of_inputs(pair) if worst > 0 else None
         if reason is not None and (reason.kind != "view" or worst > differences.noise_limit()):
             differences.real.add(pair.a.number)
@@ -167,6 +171,8 @@ class SuspectSearch:
         if worst > explained or (differing and worst > 0):
             differences.real.add(pair.a.number)
             self._real_modules.add(pair.a.module)
+            if self.unexplained is None and worst > explained and not self.settled.holds(pair):
+                self.unexplained = self._exceeding(pair, worst, explained)
             return
         self._note_inside(pair, worst)
         if worst > 0 and math.isfinite(explained) and (self.nearest is None or worst / explained > self.nearest.ratio):
@@ -248,7 +254,8 @@ class SuspectSearch:
             return None  # it delivers what another rank differs in
         limit = self._updates.limit(pair)
         told = pair.a.kind == "gradient" and self._updates.cause is not None
-        if self._earlier.parted or worst <= limit or told or differences.is_cancelled(pair):
+        known = self._earlier.parted or self._reasons.moved
+        if known or worst <= limit or told or differences.is_cancelled(pair):
             return None
         differences.real.add(number)
         reason = self._updates.of_value(pair)

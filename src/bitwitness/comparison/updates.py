@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 from statistics import median
 
@@ -18,7 +19,7 @@ Far above rounding in float32, for nothing is known of how many operators' round
 """
 _COARSE = 32.0
 """The same as unit roundoffs of the coarser precision, where two runs compute in different ones."""
-_LIKE_OTHERS, _LIKE_OTHERS_MOST = 5.0, 0.5
+_LIKE_OTHERS, _LIKE_OTHERS_MOST = 8.0, 0.7
 """There, too: times what half of the step's gradients stay within, and up to where; how rounding grows along a depth that was
 not recorded is seen in all gradients alike."""
 _FOLLOWED = 4.0
@@ -59,6 +60,8 @@ class Updates:
         differences = self._differences
         if not differences.roundoff_inside:
             return 0.0
+        if differences.precisions and not differences.has_operators and differences.earlier.last is not None:
+            return math.inf  # by how much weights that rounding moved apart turn gradients, modules alone do not show
         changes = [
             differences.change_of[pair.outputs[0][0]]
             for pair in differences.alignment.pairs

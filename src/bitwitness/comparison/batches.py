@@ -1,0 +1,50 @@
+"""Whether two steps were given the same batch, and what can be compared where it is laid out otherwise.
+
+Three calls or one, packed, padded or token by token: the operators work on other shapes then, but the weights' gradients and
+updates are those of the same mathematics.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from bitwitness.comparison.frame import StepFrame
+
+_OF_WEIGHTS = ("parameter", "gradient", "optimizer")
+
+
+def other_batch(a: StepFrame, b: StepFrame) -> str:
+    """Say which of the model's inputs has another shape in each run; empty if none has."""
+    first, second = _inputs(a), _inputs(b)
+    for name in first.keys() & second.keys():
+        if first[name] != second[name]:
+            return f"{name} has the shape {list(first[name])} in run A and {list(second[name])} in run B"
+    return ""
+
+
+def of_weights(frame: StepFrame) -> StepFrame:
+    """Return a step's parameters, gradients and updates alone."""
+    kinds = frame.table.column("kind").cast(pa.string())
+    return StepFrame(frame.table.filter(pc.is_in(kinds, pa.array(_OF_WEIGHTS))))
+
+
+def has_gradients(frame: StepFrame) -> bool:
+    """Return whether a step has gradients: without, equal weights say nothing of what was computed."""
+    return bool(frame.texts["kind"].equals("gradient").any())
+
+
+def _inputs(frame: StepFrame) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each of the model's inputs: as the model was given it, or as it was read first."""
+    text = frame.texts["name"]
+    codes = [code for code, word in enumerate(text.words) if word.startswith("input ")]
+    named = np.isin(text.codes, codes)
+    given = named & frame.texts["kind"].equals("module") & frame.texts["module"].equals(".")
+    rows = np.flatnonzero(given if given.any() else named).tolist()
+    whole = [
+        row for row in rows if math.prod(frame.shapes[row]) == frame.count[row]
+    ]  # others are damaged, told elsewhere
+    return {frame.text("name", row): frame.shapes[row] for row in reversed(whole)}
