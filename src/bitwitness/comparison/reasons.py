@@ -40,12 +40,16 @@ _CASTS = ("_to_copy", "to", "type_as")
 
 
 class Reason(NamedTuple):
-    """Why a node's results differ: one of the kinds above, and words; ``lone``: the operator that only run ``side`` has."""
+    """Why a node's results differ: one of the kinds above, and words.
+
+    ``lone``: the operator that only run ``side`` has; ``rows``: what differs, in A and B, where it is not the node's results.
+    """
 
     kind: str
     text: str
     lone: Node | None = None
     side: str = ""
+    rows: tuple[int, int] | None = None
 
 
 class Reasons:
@@ -95,7 +99,7 @@ class Reasons:
             return None
         if change <= NEGLIGIBLE + _ROUNDED * self._differences.roundoff(row_a, row_b):
             return None
-        return Reason("source", f"{name} differs: {in_words(self.a, self.b, row_a, row_b)}")
+        return Reason("source", f"{name} differs: {in_words(self.a, self.b, row_a, row_b)}", rows=(row_a, row_b))
 
     # -- the node's own ------------------------------------------------------------------------------------------
 
@@ -269,16 +273,18 @@ class Reasons:
             return None
         if not name:
             words = in_words(self.a, self.b, row_a, row_b)
-            return Reason("unknown", f"{slot} differs ({words}), and no recorded operator made it")
+            text = f"{slot} differs ({words}), and no recorded operator made it"
+            return Reason("unknown", text, rows=(row_a, row_b))
         first, second = self._differences.dtypes(row_a, row_b)
         if first != second and self._differences.precisions is None:
             return Reason("dtype", f"{name} is {first} against {second}")
         if self._begun.get(name) == 0.0 and not self._is_gathered(name, row_a):
             text = f"{slot} differs although {name} agrees, of which it is a view: another one (a transpose, a slice)"
-            return Reason("view", text)
+            return Reason("view", text, rows=(row_a, row_b))
         self._told.add(name)
         called = name if name.startswith("input ") else f"its {name}"
-        return Reason("source", f"{called} differs: {in_words(self.a, self.b, row_a, row_b)}")
+        words = in_words(self.a, self.b, row_a, row_b)
+        return Reason("source", f"{called} differs: {words}", rows=(row_a, row_b))
 
     def _moved_since(self, name: str, row_a: int, row_b: int) -> bool:
         """Return whether a parameter is not what it was when the step began: an optimizer evaluates the model several times."""

@@ -284,4 +284,5 @@ class SuspectSearch:
             stack=int(frame.stack[node.rows[0]]),
             micro=node.micro,
             pair=None if reason.lone else pair,
+            rows=reason.rows,
         )

@@ -33,6 +33,8 @@ class Suspect:
     micro: int = 0
     line: str = ""
     pair: Pair | None = None
+    rows: tuple[int, int] | None = None
+    """What differs, where it is not the results: rows of A and B."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return it ready for JSON."""

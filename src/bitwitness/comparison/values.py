@@ -12,6 +12,7 @@ import torch
 
 from bitwitness.comparison.align import Pair
 from bitwitness.comparison.frame import StepFrame
+from bitwitness.comparison.order import order_in_words
 from bitwitness.comparison.suspect import Suspect
 from bitwitness.comparison.tensors import same_bits, tensor_metrics
 from bitwitness.errors import UsageError
@@ -111,6 +112,8 @@ class KeptValues:
     def refine(self, suspect: Suspect) -> Suspect | None:
         """Recompute a suspect in float64 from each run's own inputs; None if neither run made an error."""
         pair = suspect.pair
+        if suspect.rows is not None:
+            return self._with_order(suspect, suspect.rows)
         if suspect.reason != "computed" or pair is None:
             return suspect
         if pair.a.kind != "op":
@@ -132,6 +135,16 @@ class KeptValues:
         if len(guilty) == 1:
             text += f"; run {'B' if side == 'A' else 'A'} is within rounding"
         return replace(suspect, text=text, score=worst.ratio)
+
+    def _with_order(self, suspect: Suspect, rows: tuple[int, int]) -> Suspect:
+        """Say of values that differ in which order they lie, if they are the same ones."""
+        if not (self._a.has(rows[0]) and self._b.has(rows[1])):
+            return suspect
+        try:
+            words = order_in_words(self._a.load(rows[0]), self._b.load(rows[1]))
+        except (UsageError, OSError, RuntimeError, ValueError):
+            return suspect  # told where it was compared
+        return suspect if words is None else replace(suspect, text=f"{suspect.text}: run B's is run A's {words}")
 
     def _same_inputs(self, pair: Pair) -> bool:
         metrics = [self.metrics(*rows) for rows in pair.inputs]
