@@ -13,6 +13,7 @@ from small_training import Training
 from torch import nn
 
 import bitwitness as bw
+from bitwitness.capture.surroundings import Surroundings
 from bitwitness.tap.compat import dispatch_modes
 
 QUIET = {"self_test": False}
@@ -404,3 +405,23 @@ def test_a_guard_with_its_arguments_swapped_says_what_it_expects() -> None:
             kind(training.optimizer, training.net)
     with pytest.raises(bw.UsageError, match="Guard expects torch optimizers, not Linear"):
         bw.Guard(training.net, nn.Linear(2, 2))
+
+
+def test_a_recorders_own_hooks_are_no_other_code_to_a_guard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    original = Surroundings.__init__
+
+    def counted(self: Surroundings, *args: object) -> None:
+        made.append(self)
+        original(self, *args)
+
+    monkeypatch.setattr(Surroundings, "__init__", counted)
+    training = Training()
+    with Watchers(training, tmp_path):
+        for _ in range(3):
+            training.step()
+        searched = len(made)
+        for _ in range(6):
+            training.step()
+    assert searched
+    assert len(made) == searched, "the code around the model was searched again, in steps that change nothing"

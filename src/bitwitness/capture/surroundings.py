@@ -242,7 +242,8 @@ def _of_module(position: int, name: str, module: nn.Module) -> _PlaceGroup:
     held = _foreign_names(type(module)) | (_CAPTURED if position == 0 else frozenset())
     own: Any = Some(names, [key for key in names if key not in held]) if held else names.values()
     top = [Holder((position,), label, own, own.keys if held else names.keys(), module)]
-    top += [Holder((position, key), f"{label}'s hooks", names[key].values()) for key in HOOKS if key in names]
+    # without our own, which come and go with the steps that are recorded: each change would mean a search of all code
+    top += [Holder((position, key), f"{label}'s hooks", Theirs(names[key])) for key in HOOKS if key in names]
     children = names.get("_modules", {})
     top.append(Holder((position, "_modules"), label, children.values(), children.keys(), module))
     parameters = names.get("_parameters", {})
