@@ -79,11 +79,14 @@ def trial(draw: random.Random, folder: Path) -> tuple[str, str | None]:
         "localhost:0",
     ]
     command = [sys.executable, *(torchrun if launched else []), *words]
-    mark = f"BITWITNESS_TRIAL={folder.name}"
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "BITWITNESS_TRIAL": folder.name}
+    mark = f"KILLS_TRIAL={folder.name}"  # no BITWITNESS_ variable: one that is no setting is refused
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "KILLS_TRIAL": folder.name}
     what = f"{verb}{' under torchrun' * launched}, {number.name}"
     with (folder / "log").open("w") as log:
+        # a shell's background jobs ignore Ctrl-C, and so would what they start
+        listening = signal.signal(signal.SIGINT, signal.default_int_handler)
         job = subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=log, start_new_session=True)
+        signal.signal(signal.SIGINT, listening)
     run = folder / "out" / ("guarded/run" if name == "demo" else "")
     started = time.monotonic()
     while not (run / "run.json").exists() and time.monotonic() - started < BEGUN_S:
@@ -110,6 +113,7 @@ def trial(draw: random.Random, folder: Path) -> tuple[str, str | None]:
     expected |= (
         {"terminated", "failed", "interrupted"} if launched or name == "demo" else set()
     )  # torchrun ends ranks in its own way
+    expected |= {"stopped"} if name == "demo" else set()  # by its own verdict, where the signal came after that
     if told.get("state") not in expected:
         return what, f"state {told.get('state')!r}, expected one of {sorted(expected)}"
     if told["state"] == "killed" and code == 0:

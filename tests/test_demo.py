@@ -12,6 +12,7 @@ import pytest
 from ranks import forked
 
 from bitwitness.demo.launch import Launched
+from bitwitness.demo.main import last_words
 from bitwitness.demo.seed import main as seed
 
 pytestmark = pytest.mark.ranks
@@ -36,6 +37,28 @@ def test_the_demo_heals_one_fault_and_names_the_other(tmp_path: Path) -> None:
     assert "layers.2.mlp.up/addmm#0:forward.out0" in told
     assert "beside a threshold of" in told
     assert "bit-equal after all 40 steps; the last is step 39" in told
+
+
+def test_what_is_wrong_in_the_environment_is_said_before_anything_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BITWITNESS_ACTT", "protect")
+    done = demo(tmp_path / "out")
+    assert done.returncode == 2
+    assert "BITWITNESS_ACTT" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_who_died_is_told_with_their_last_words(tmp_path: Path) -> None:
+    logs = []
+    for rank, words in enumerate(("", "Traceback (most recent call last):\n  ...\nMemoryError: no room\n")):
+        (tmp_path / str(rank)).mkdir()
+        (tmp_path / str(rank) / "stderr.log").write_text(words)
+        logs.append(tmp_path / str(rank) / "stderr.log")
+    assert last_words(Launched(1, logs)) == ["rank 1 died: MemoryError: no room"]
+    logs[0].write_text("bitwitness [rank 0] VERDICT step 40: ...\n")
+    assert not last_words(Launched(1, logs)), "a stopped rank's neighbours end with errors of their own"
 
 
 def launch(ranks: int, arguments: list[str], logs: Path, *, echo: bool, environment: dict[str, str]) -> Launched:

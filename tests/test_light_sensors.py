@@ -137,6 +137,15 @@ def test_trend_waits_for_parameters_without_a_gradient() -> None:
     assert not sensor.look(light(40))  # layer 3 gets its first gradient now
 
 
+def test_trend_says_nothing_of_the_few_gradients_that_an_overflow_left() -> None:
+    sensor = warm()
+    overflow = light(60, common=1e3, spoil={index: float("inf") for index in range(3, len(NAMES))}, losses=(1.0,))
+    assert not sensor.look(overflow), "three finite gradients cannot tell what all of them do together"
+    sensor.learn(overflow)
+    assert not sensor.look(light(61))
+    assert sensor.look(light(62, spoil={5: 50.0}))
+
+
 def test_peers_suspects_the_odd_rank_only_and_from_the_first_step() -> None:
     steps = [light(0, rank, spoil={7: 40.0} if rank == 2 else None) for rank in range(4)]
     sensors = [PeersSensor(len(NAMES), z=9.0) for _ in steps]

@@ -94,6 +94,14 @@ def test_an_overflow_in_gradient_accumulation_is_named() -> None:
 # -- gradient scalers ------------------------------------------------------------------------------------------------
 
 
+def test_an_overflow_under_a_scaler_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    findings = train(Mlp(), 4, half=True, scaler=torch.amp.GradScaler("cpu", init_scale=2.0**24))
+    assert findings, "the first scale is too large for half precision"
+    told = [line for line in capsys.readouterr().err.splitlines() if "closing" not in line]
+    assert [line for line in told if "FIRST NON-FINITE" in line]
+    assert not [line for line in told if "the last modules" in line], "the scaler sees to it: frames are in the events"
+
+
 def test_drops_of_the_loss_scale_are_told_with_who_overflowed(capsys) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22)
     findings = train(Mlp(), 9, half=True, scaler=scaler)

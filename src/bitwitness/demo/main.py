@@ -7,8 +7,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from bitwitness.demo.launch import fresh_folder, torchrun
+from bitwitness.config import load_config
+from bitwitness.demo.launch import Launched, fresh_folder, torchrun
 from bitwitness.demo.story import tell
+from bitwitness.files.shown import shown
 
 RANKS = 4  # one for each fault, and as many healthy ones
 FAULTS = """\
@@ -34,6 +36,7 @@ element = 7
 
 def main(args: argparse.Namespace) -> int:
     """Run the demo; return 0 if it ended as told in its heading."""
+    load_config()  # what is wrong in the environment is said now, once, and not by every rank in its log
     if args.seed:
         from bitwitness.demo.seed import main as seed
 
@@ -63,8 +66,19 @@ def _run(out: Path, steps: int, started: float) -> int:
         if log.name == "stderr.log":
             print("".join(f"   {line}\n" for line in log.read_text().splitlines() if "VERDICT" in line), end="")
     print(f"   torchrun's exit code: {launched.code}")
+    for line in last_words(launched):
+        print(f"   {line}")
     print("3. the story, from the run folder:")
     for line in tell(guarded / "run", guarded / "weights.jsonl", clean / "weights.jsonl"):
         print(f"   {line}" if line else "")
     print(f"\n({time.monotonic() - started:.0f} s in all)")
     return 0 if launched.code else 1
+
+
+def last_words(launched: Launched) -> list[str]:
+    """Return, where no verdict was told, what each rank that died of an error said last."""
+    told = {log.parent.name: log.read_text(errors="replace") for log in launched.logs if log.name == "stderr.log"}
+    if any("VERDICT" in text for text in told.values()):
+        return []
+    dead = {rank: text.strip().splitlines()[-1] for rank, text in sorted(told.items()) if "Traceback" in text}
+    return [f"rank {rank} died: {shown(words)}" for rank, words in dead.items()]

@@ -263,7 +263,8 @@ def _lines(finding: Finding, *, first: bool, more: int) -> list[str]:
     rest = f" ({more} more origins are recorded; show_all = true prints them)" if more > 0 else ""
     lines = [f"step {finding.step}: {title}{rest}: {finding.message}"]
     frames = finding.evidence.get("last_modules") or []
-    if frames and first:
+    # an overflow under a gradient scaler is ordinary: one line, the frames are in the events
+    if frames and first and finding.severity is not Severity.INFO:
         starts = [number for number, line in enumerate(frames) if line.startswith(" " * 18)]
         shown = frames[starts[-_FRAMES_PRINTED] :] if len(starts) > _FRAMES_PRINTED else frames[1:]
         lines += [

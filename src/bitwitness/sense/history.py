@@ -104,15 +104,17 @@ class History:
         """Return logarithms of sizes, [3, P], without what all of them do at once, and that: their common level.
 
         The entries of ``sizes`` are this history's first 3 P; the third row, a difference of sizes, has no level. A level needs
-        `_TOGETHER` entries to stand for all; with fewer it is 0.
+        `_TOGETHER` entries to stand for all: without a level the sizes are returned as they are, with 0. Where there usually
+        are so many, but not now (an overflow left few gradients finite), nothing can be told of these: all is NaN.
         """
         count = sizes[:2].size
         flat = sizes[:2].reshape(-1)
         known = np.isfinite(flat)
-        ripe = known & (self._seen[:count] >= self._judged_from)
+        usual = self._seen[:count] >= self._judged_from
+        ripe = known & usual
         counted = ripe if ripe.sum() >= _TOGETHER else known
         if counted.sum() < _TOGETHER:
-            return sizes, 0.0
+            return (np.full_like(sizes, np.nan), np.nan) if usual.sum() >= _TOGETHER else (sizes, 0.0)
         level = float(np.median((flat - self._mean[:count])[counted]))
         return sizes - np.array([[level], [level], [0.0]]), level
 
