@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS := 1
+# hundreds of fresh processes import the package in the tests: none shall compile it again
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: test test-torch check demo demo-seed bench bench-record bench-compare detect campaign innocent clean
 

@@ -10,6 +10,7 @@ import ascend_writer as writer
 import ml_dtypes
 import numpy as np
 import pytest
+from extent import chosen
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -255,7 +256,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cut=st.integers(0, 2300),
     flips=st.lists(st.tuples(st.integers(0, 2300), st.integers(1, 255)), max_size=6),
 )
-@settings(max_examples=4000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=chosen(4000, 500), deadline=None, suppress_health_check=list(HealthCheck))
 def test_truncated_and_flipped_files_are_read_or_named(scratch: Path, which: bytes, cut: int, flips: list) -> None:
     data = bytearray(which[: len(which) - cut % (len(which) + 1)])
     for at, mask in flips:
@@ -266,7 +267,7 @@ def test_truncated_and_flipped_files_are_read_or_named(scratch: Path, which: byt
 
 
 @given(data=st.binary(max_size=400), length=st.integers(0, 400), honest=st.booleans())
-@settings(max_examples=4000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=chosen(4000, 500), deadline=None, suppress_health_check=list(HealthCheck))
 def test_arbitrary_bytes_are_read_or_named(scratch: Path, data: bytes, length: int, honest: bool) -> None:
     header = min(length, len(data)) if honest else length << 20
     scratch.write_bytes(header.to_bytes(8, "little") + data)
@@ -281,7 +282,7 @@ tensors = st.lists(
 
 
 @given(inputs=tensors, outputs=tensors, buffers=st.lists(st.binary(max_size=9), max_size=2), tail=st.binary(max_size=3))
-@settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=chosen(2000, 300), deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_header_gives_its_tensors_back(
     scratch: Path, inputs: list, outputs: list, buffers: list, tail: bytes
 ) -> None:

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
+from extent import chosen
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -485,7 +486,8 @@ def train(build, steps, *, low=False, sensor=None):
 
 
 @pytest.mark.parametrize(
-    ("build", "low", "steps"), [(Attentive, False, 200), (Attentive, True, 200), (Recurrent, False, 60)]
+    ("build", "low", "steps"),
+    [(Attentive, False, chosen(200, 60)), (Attentive, True, chosen(200, 60)), (Recurrent, False, chosen(60, 30))],
 )
 def test_a_training_raises_no_alarm_and_keeps_its_bits(build, low, steps) -> None:
     sensor = ChecksumSensor(deferred=True)

@@ -7,6 +7,7 @@ makes a tanh too large. Eagerly executed, the same model is right.
 from __future__ import annotations
 
 import json
+import sys
 import time
 
 import torch
@@ -141,12 +142,14 @@ def fault(form: str, times: int, clean: list[str]) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    for form in ("below", "below in place", "around"):
+    everything = sys.argv[1] == "all"
+    for form in ("below", "below in place", "around") if everything else ("below", "around"):
         identity(form)
     identity("around in place")
-    identity("below", gradient_as_bucket_view=True)
+    if everything:
+        identity("below", gradient_as_bucket_view=True)
     identity("below", odd_shapes=True)
-    for form in ("below", "around"):
+    for form in ("below", "around") if everything else ("below",):
         clean, *_ = train(form, FaultyKernel(0))
         fault(form, 1, clean)
         fault(form, 10**6, clean)
