@@ -487,7 +487,7 @@ def train(build, steps, *, low=False, sensor=None):
 
 @pytest.mark.parametrize(
     ("build", "low", "steps"),
-    [(Attentive, False, chosen(200, 60)), (Attentive, True, chosen(200, 60)), (Recurrent, False, chosen(60, 30))],
+    [(Attentive, False, chosen(200, 60)), (Attentive, True, chosen(200, 60)), (Recurrent, False, 60)],
 )
 def test_a_training_raises_no_alarm_and_keeps_its_bits(build, low, steps) -> None:
     sensor = ChecksumSensor(deferred=True)
