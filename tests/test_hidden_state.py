@@ -11,6 +11,7 @@ import contextlib
 import copy
 import importlib
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import bitwitness as bw
+from bitwitness.tap.timer import file_clock
 from bitwitness.testing import EVERY_STEP
 
 ALWAYS = {"act": "protect", **EVERY_STEP}
@@ -103,11 +105,19 @@ def custom_operator(folder, name):
     return lambda key: bool(op(key, torch.zeros(1)))
 
 
+def next_tick():
+    """Wait until the clock of files has moved on: what was written by then is older than the next forward."""
+    began = file_clock()
+    while file_clock() < began + 30_000_000:
+        time.sleep(0.005)
+
+
 def empty_files(folder, _name):
     def seen(key):
         known = (folder / str(key)).exists()
         if not known:
             (folder / str(key)).touch()
+            next_tick()
         return known
 
     return seen
@@ -119,6 +129,7 @@ def folders(folder, _name):
             (folder / str(key)).mkdir()
         except FileExistsError:
             return True
+        next_tick()
         return False
 
     return seen
@@ -131,6 +142,7 @@ def torchs_files(folder, _name):
             torch.load(path)
         except FileNotFoundError:
             torch.save(torch.ones(1), path)
+            next_tick()
             return False
         return True
 

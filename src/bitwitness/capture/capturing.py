@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +22,7 @@ from bitwitness.capture.structure import fresh, map_tensors, nbytes, objects_in,
 from bitwitness.capture.window import LossWindow
 from bitwitness.stats import bit_hash
 from bitwitness.tap.compat import sequence_number
+from bitwitness.tap.timer import file_clock
 from bitwitness.tap.traffic import Reading, groups_between, read_traffic
 
 OutputGrad = Callable[[ForwardRecord, int, torch.Tensor], None]
@@ -90,7 +90,7 @@ class Capturer:
             autocast=Autocast.read(self._device),
             buffers=self.buffers.take(),
             sync=sync,
-            began=time.time(),
+            began=file_clock(),
             number=number,
             state=state,
             redirect=vars(self._root).get("forward"),

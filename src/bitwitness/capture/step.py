@@ -53,8 +53,8 @@ class ForwardRecord:
     """Whether it found the buffers as the forward before it in the step had left them: a bool, 0-d; None: not known."""
     versions: list[int] = field(default_factory=list)
     """The buffers' when it ended."""
-    began: float | None = None
-    """When it began, by `time.time`; None for another rank's."""
+    began: int | None = None
+    """When it began, by `tap.timer.file_clock`; None for another rank's."""
     output_digests: list[torch.Tensor] = field(default_factory=list)
     output_grads: list[torch.Tensor | None] = field(default_factory=list)
     backwards: list[int] = field(default_factory=list)

@@ -21,19 +21,16 @@ from bitwitness.tap.patching import replaced
 _REPORTERS = {"LightningModule": ("log", "log_dict")}
 """Classes by name (they need not be installed), and methods of theirs that add to sums kept elsewhere."""
 
-_CLOCKS_APART_S = 0.02
-"""How far a file's time may lie behind ``time.time()``: Linux stamps files with the clock of its last tick (10 ms at
-100 Hz), and as much again. Wider would only refuse replays after files that were written just before a forward."""
 _LOOKS = ("stat", "lstat", "access", "listdir", "scandir", "mkdir")
 """Functions of `os` that tell whether a path is there, or what is in it."""
 _stat = os.stat
 
 
 @contextmanager
-def quiet(root: nn.Module, *, since: float | None = None) -> Iterator[None]:
+def quiet(root: nn.Module, *, since: int | None = None) -> Iterator[None]:
     """Have what modules of ``root`` report, print, log and write to files meanwhile come to nothing.
 
-    ``since``: when the forward began that is repeated, by `time.time`.
+    ``since``: when the forward began that is repeated, by `tap.timer.file_clock`.
 
     Raises
     ------
@@ -104,7 +101,7 @@ def _nothing_logged() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _nothing_written(since: float | None) -> Iterator[None]:
+def _nothing_written(since: int | None) -> Iterator[None]:
     """Have files that this thread opens to write be the null device: the training's own forward has written them."""
     written: set[str] = set()
 
@@ -128,7 +125,7 @@ def _nothing_written(since: float | None) -> Iterator[None]:
 
 
 @contextmanager
-def _nothing_looked_at(since: float | None) -> Iterator[None]:
+def _nothing_looked_at(since: int | None) -> Iterator[None]:
     """Have this thread not look at files and folders that were made or changed since then: the forward found others."""
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -150,10 +147,10 @@ def _nothing_looked_at(since: float | None) -> Iterator[None]:
         yield
 
 
-def _written_since(file: Any, moment: float) -> bool:
-    """Tell whether a file was written to since then; the clock of files runs some milliseconds behind."""
+def _written_since(file: Any, moment: int) -> bool:
+    """Tell whether a file may have been written to since then, by its own clock, in which many moments are one tick."""
     try:
-        return _stat(file).st_mtime > moment - _CLOCKS_APART_S
+        return _stat(file).st_mtime_ns >= moment
     except (OSError, TypeError, ValueError):
         return False
 

@@ -1,4 +1,4 @@
-"""How long parts of the work take, by the clock that counts for the device."""
+"""How long parts of the work take, by the clock that counts for the device; and the clock of files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+
+_REALTIME_COARSE = 5
+"""Linux's number of the clock whose last tick files are stamped with (``clock_gettime(2)``), which Python has no name for."""
+
+
+def file_clock() -> int:
+    """Return the time in nanoseconds by the clock of files: one that is written from now on bears this time or a later one.
+
+    It stands still between ticks (4 to 10 ms, and 22 ms were seen on a busy virtual machine).
+    """
+    return time.clock_gettime_ns(_REALTIME_COARSE)
 
 
 def stopwatch(device: torch.device) -> Callable[[], float]:
