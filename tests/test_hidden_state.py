@@ -64,6 +64,13 @@ def from_inside(_folder, name):
     return place["seen"]
 
 
+def imported_around(_folder, name):
+    place = {}
+    body = f" def seen(key):\n  known = key in {name}.SEEN\n  {name}.SEEN.add(key)\n  return known\n return seen\n"
+    exec(f"def make():\n import {name}\n{body}", place)
+    return place["make"]()
+
+
 def by_importlib(_folder, name):
     return lambda key: remembered(importlib.import_module(name).SEEN, key)
 
@@ -184,6 +191,7 @@ def beside_much_else(_folder, _name):
 MEMORIES = [
     imported_inside,
     from_inside,
+    imported_around,
     by_importlib,
     by_globals,
     by_sys_modules,

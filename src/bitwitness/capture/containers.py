@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from bitwitness.capture.bare import values_of
+
 _DATA: tuple[type, ...] = (SimpleNamespace, argparse.Namespace, UserDict, UserList, ChainMap, threading.local)
 """Classes of Python's own library whose objects hold what a script puts there."""
 _WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
@@ -34,13 +36,15 @@ def read(thing: Any, keys: frozenset[str] | None = None) -> Any:
     if isinstance(thing, type):
         return {key: vars(thing)[key] for key in keys or () if key in vars(thing)}
     if isinstance(thing, dict):
-        return dict(thing) if keys is None else {key: thing[key] for key in keys if key in thing}
+        if keys is None:
+            return dict(dict.items(thing))
+        return {key: dict.__getitem__(thing, key) for key in keys if dict.__contains__(thing, key)}
     if isinstance(thing, _WEAK):
         return dict(thing)
     if isinstance(thing, list | deque):
-        return list(thing)
+        return values_of(thing)
     if isinstance(thing, set):
-        return set(thing)
+        return set(values_of(thing))
     return _attributes(thing, keys)
 
 
@@ -94,7 +98,7 @@ def inside(value: Any, *, foreign: bool) -> Any:
     if isinstance(value, dict | list | set | deque) or type(value) in _SHOWN:
         return read(value)
     if isinstance(value, tuple | frozenset):
-        return list(value)
+        return values_of(value)
     if isinstance(value, nn.Module | ModuleType | FunctionType) or (callable(value) and not hasattr(value, "__dict__")):
         return None
     package = type(value).__module__.partition(".")[0]

@@ -7,6 +7,7 @@ that a replay starts from what the forward found; around a replay everything is 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -155,9 +156,11 @@ class HeldState:
         """Return the namespaces that code uses, by names that stay where others come or go."""
         if self._code is None:
             self._code = {}
+            before: Counter[str] = Counter()
             for namespace in namespaces_of(self._root, self._beside):
-                number = sum(key.startswith(f"code {namespace[0]} ") for key in self._code)
-                self._code[f"code {namespace[0]} {number}"] = namespace
+                name = namespace[0]
+                self._code[f"code {name} {before[name]}"] = namespace
+                before[name] += 1
         return self._code
 
     def find(self, tensor: torch.Tensor) -> Place | None:

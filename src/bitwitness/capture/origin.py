@@ -6,6 +6,8 @@ import dis
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
 from importlib.util import resolve_name
 from itertools import islice
 from pathlib import Path
@@ -15,6 +17,8 @@ from typing import Any
 import torch
 
 _PLACES = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
+_INSTALLED = ("/site-packages/", "/dist-packages/")
+"""Where installers put libraries, those of another environment, too: the one that a virtual environment was made beside."""
 _LIBRARIES = (*_PLACES, str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<frozen")
 _LOOKUPS = frozenset(
     ("globals", "eval", "exec", "import_module", "__import__", "_getframe", "currentframe", "attrgetter")
@@ -29,7 +33,7 @@ def is_users(code: CodeType) -> bool:
 
 def is_users_file(name: str) -> bool:
     """Tell whether a file of Python code is the script's own, by its name."""
-    return not name.startswith(_LIBRARIES)
+    return not name.startswith(_LIBRARIES) and not any(place in name for place in _INSTALLED)
 
 
 def is_users_kind(kind: type) -> bool:
@@ -44,7 +48,7 @@ def is_users_module(module: ModuleType) -> bool:
     return isinstance(place, str) and is_users_file(place)
 
 
-def looks_up(names: set[str]) -> bool:
+def looks_up(names: frozenset[str]) -> bool:
     """Tell whether code that mentions these names gets at others that it does not mention."""
     return bool(_LOOKUPS & names) or {"sys", "modules"} <= names
 
@@ -59,14 +63,39 @@ def imported_since(count: int) -> list[ModuleType]:
     return _users(islice(list(sys.modules.values()), count, None))
 
 
-def imports_of(code: CodeType, names: dict[str, Any]) -> Iterator[ModuleType]:
-    """Yield the modules that a piece of code imports when it runs, of those that are there. ``names``: its globals."""
+@dataclass(frozen=True, slots=True)
+class CodeNames:
+    """What a piece of code mentions, with the code inside it: all names, those of globals, and modules that it imports."""
+
+    mentioned: frozenset[str]
+    wanted: frozenset[str]
+    imported: tuple[str, ...]
+
+
+@lru_cache(maxsize=1 << 14)  # reading instructions is dear, and code is looked through whenever some of it is new
+def names_in(code: CodeType) -> CodeNames:
+    """Return what a piece of code mentions."""
+    mentioned, wanted, imported = set(code.co_names), set(), []
     before: list[Any] = []
     for one in dis.get_instructions(code):
         if one.opname == "IMPORT_NAME":
             level = before[-2] if len(before) > 1 and isinstance(before[-2], int) else 0
-            yield from _modules_named(f"{'.' * level}{one.argval}", names)
+            imported.append(f"{'.' * level}{one.argval}")
+        elif one.opname.endswith(("_GLOBAL", "_NAME")):  # ``co_names`` mixes them with names of attributes
+            wanted.add(str(one.argval))
         before.append(one.argval)
+    inner = [names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return CodeNames(
+        frozenset(mentioned.union(*(one.mentioned for one in inner))),
+        frozenset(wanted.union(*(one.wanted for one in inner))),
+        (*imported, *(name for one in inner for name in one.imported)),
+    )
+
+
+def imports_of(code: CodeType, names: dict[str, Any]) -> Iterator[ModuleType]:
+    """Yield the modules that a piece of code imports when it runs, of those that are there. ``names``: its globals."""
+    for name in names_in(code).imported:
+        yield from _modules_named(name, names)
 
 
 def _modules_named(name: str, names: dict[str, Any]) -> Iterator[ModuleType]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bitwitness.capture.bare import CONTAINERS, Items, size_of, values_of
 from bitwitness.capture.contents import Place
 from bitwitness.capture.structure import PLAIN
 from bitwitness.tap.modes import is_ours
@@ -138,7 +139,7 @@ class Size:
         self.container = container
 
     def __iter__(self) -> Iterator[Any]:
-        yield len(self.container)
+        yield size_of(self.container)
 
 
 class Variable:
@@ -176,23 +177,22 @@ class Search:
 
     Parameters
     ----------
-    owner
-        For whom; kept beside all that is found.
     known
         The ``id`` of modules that are looked at by themselves.
     seen
-        What was found before, with its owners, by ``id``: each thing is taken once.
+        What was found before, by ``id``: each thing is taken once.
     room
         How much may be found.
 
     """
 
-    def __init__(self, owner: object, known: set[int], seen: dict[int, tuple[Any, object]], room: int) -> None:
+    def __init__(self, known: set[int], seen: dict[int, Any], room: int) -> None:
+        self.taken: list[int] = []
+        """The ``id`` of what this search found."""
         self.sources: list[Holder] = []
         self.tensors: list[tuple[Place, str, torch.Tensor]] = []
         self.left_out: str | None = None
         """The first for which there was no room."""
-        self._owner = owner
         self._known = known
         self._seen = seen
         self._room = room
@@ -204,19 +204,21 @@ class Search:
         if len(self.sources) >= self._room:
             self.left_out = self.left_out or name
             return
-        self._seen[id(value)] = value, self._owner
+        self._seen[id(value)] = value
+        self.taken.append(id(value))
         if isinstance(value, torch.Tensor):
             self._tensor(place, name, value)
         elif isinstance(value, nn.Module):
             self._module(place, name, value, depth)
-        elif isinstance(value, dict | list | deque | set | tuple | frozenset) and len(value) > _LONG:
+        elif isinstance(value, CONTAINERS) and size_of(value) > _LONG:
             self._hold(place, name, Size(value), [], depth, thing=value)
         elif isinstance(value, dict):
-            self._hold(place, name, value.values(), list(value.values()), depth, keys=value.keys(), thing=value)
+            self._hold(place, name, dict.values(value), values_of(value), depth, keys=dict.keys(value), thing=value)
         elif isinstance(value, list | deque | set):
-            self._hold(place, name, value, list(value), depth, thing=value)
+            bare = value if type(value) in CONTAINERS else Items(value)
+            self._hold(place, name, bare, values_of(value), depth, thing=value)
         elif isinstance(value, tuple | frozenset):
-            for item in value:
+            for item in values_of(value):
                 self.enter(place, name, item, depth + 1)
         else:
             self._object(place, name, value, depth)

@@ -51,6 +51,8 @@ class _PlaceGroup:
     seen: list[tuple[Any, ...]]
     sources: list[Holder] = field(default_factory=list)
     tensors: list[tuple[Place, str, torch.Tensor]] = field(default_factory=list)
+    taken: list[int] = field(default_factory=list)
+    """The ``id`` of what was found."""
 
     def changed(self) -> bool:
         """Tell whether other things are there now than when it was searched."""
@@ -160,7 +162,7 @@ class Surroundings:
         self._parameters = [parameter for held in own for parameter in held if parameter is not None]
         self._count = self._readings = 0
         self._imported = len(sys.modules)
-        self._seen: dict[int, tuple[Any, object]] = {}
+        self._seen: dict[int, Any] = {}
         self.left_out: str | None = None
         """The name of something for which there was no room."""
         groups = [_of_module(position, name, module) for position, (name, module) in enumerate(modules)]
@@ -221,8 +223,9 @@ class Surroundings:
         """Find what the group's own names hold, and what that holds."""
         self._count -= len(group.sources)
         group.seen = [tuple(source.values) for source in group.top]
-        self._seen = {key: held for key, held in self._seen.items() if held[1] is not group}
-        search = Search(group, self._known, self._seen, _MOST - self._count)
+        for taken in group.taken:
+            self._seen.pop(taken, None)
+        search = Search(self._known, self._seen, _MOST - self._count)
         for source, values in zip(group.top, group.seen, strict=True):
             if source.place[-1] in _ANY_HOOKS or isinstance(source.values, Present | Without) or source.thing in _TORCH:
                 continue  # what hooks hold is found as what their code uses
@@ -231,7 +234,7 @@ class Surroundings:
                 if key not in TORCHS:
                     name = f"{source.name}.{key}" if key else source.name
                     search.enter((*source.place, key)[:2], name, value, 0)
-        group.sources, group.tensors = search.sources, search.tensors
+        group.sources, group.tensors, group.taken = search.sources, search.tensors, search.taken
         self.left_out = self.left_out or search.left_out
         self._count += len(group.sources)
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import builtins
-import dis
 import os
 from collections.abc import Iterable, Iterator
 from functools import lru_cache, partial
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import nn
 
-from bitwitness.capture.origin import imports_of, is_users, is_users_kind, looks_up, users_modules
+from bitwitness.capture.bare import values_of
+from bitwitness.capture.origin import imports_of, is_users, is_users_kind, looks_up, names_in, users_modules
 from bitwitness.capture.reachable import HOOKS
 from bitwitness.tap.compat import CustomOpDef
 
@@ -100,21 +100,21 @@ class _CodeSearch:
                 continue  # not filled yet
         if function.__defaults__ or function.__kwdefaults__ or function.__dict__:
             self._functions[id(function)] = function
-        codes = list(_codes(function.__code__))
-        mentioned = {name for code in codes for name in code.co_names}
-        wanted = {name for code in codes for name in _globals_of(code)}
+        mentions = names_in(function.__code__)
+        mentioned, wanted = mentions.mentioned, mentions.wanted
         seen: set[int] = set()
         self._named(function.__globals__, wanted, mentioned, seen)
-        self._named(vars(builtins), {name for name in wanted if _was_added(name)}, mentioned, seen)
-        for module in {m for code in codes for m in imports_of(code, function.__globals__)}:
+        self._named(vars(builtins), frozenset(filter(_was_added, wanted)), mentioned, seen)
+        cells = map(_content, function.__closure__ or ())  # a function around this one may have imported a module
+        for module in {*imports_of(function.__code__, function.__globals__), *filter(_is_module, cells)}:
             if id(vars(module)) not in seen:
                 self._named(vars(module), mentioned, mentioned, seen)
         if looks_up(mentioned) and self._first(looks_up):
             for module in users_modules():
                 names = vars(module)
-                self._named(names, {name for name in names if not name.startswith("__")}, set(), set())
+                self._named(names, frozenset(n for n in names if not n.startswith("__")), frozenset(), set())
 
-    def _named(self, names: dict[str, Any], wanted: set[str], mentioned: set[str], seen: set[int]) -> None:
+    def _named(self, names: dict[str, Any], wanted: frozenset[str], mentioned: frozenset[str], seen: set[int]) -> None:
         """Take some of a namespace's names; of modules among them, each once, what a piece of code mentions."""
         seen.add(id(names))
         _, known = self._globals.setdefault(id(names), (names, set()))
@@ -151,8 +151,7 @@ class _CodeSearch:
     def used(self, item: Any, depth: int = 0) -> None:
         """Take what a name stands for, and what a table of functions holds."""
         if isinstance(item, dict | list | tuple):
-            values = list(item.values()) if isinstance(item, dict) else item
-            for value in values[:_TABLE] if depth < _NESTED else ():
+            for value in values_of(item)[:_TABLE] if depth < _NESTED else ():
                 self.used(value, depth + 1)
             return
         if isinstance(item, type):
@@ -180,6 +179,10 @@ class _CodeSearch:
             yield kind.__qualname__, kind, keys
 
 
+def _is_module(value: Any) -> bool:
+    return isinstance(value, ModuleType)
+
+
 def _data_names(kind: type) -> set[str]:
     return {key for key, value in vars(kind).items() if not key.startswith("__") and _function(value) is None}
 
@@ -202,18 +205,3 @@ def _function(value: Any) -> FunctionType | None:
 def _was_added(name: str) -> bool:
     """Tell whether a name among the built-in ones is none of Python's own: these are functions and classes."""
     return not isinstance(vars(builtins).get(name, len), BuiltinFunctionType | type)
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """Yield a piece of code, and those inside it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
-
-
-def _globals_of(code: CodeType) -> Iterator[str]:
-    """Yield the global names that a piece of code reads or sets, which ``co_names`` mixes with names of attributes."""
-    for one in dis.get_instructions(code):
-        if one.opname.endswith(("_GLOBAL", "_NAME")):
-            yield str(one.argval)
