@@ -1,4 +1,4 @@
-"""What a container holds, without a call of its class's own code: a lazy mapping's values may be a hundred modules to import."""
+"""What a container holds, without a call of its class's own code: a lazy mapping's values may all have to be imported."""
 
 from __future__ import annotations
 

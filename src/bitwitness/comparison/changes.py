@@ -44,6 +44,9 @@ def changes(a: StepFrame, b: StepFrame, rows_a: Ints, rows_b: Ints) -> Floats:
     ]
     found: Floats = np.maximum.reduce(parts)
     found = _with_hashes(a, b, rows_a, rows_b, found)
+    for pair in np.flatnonzero((found == 0) & ~_same_order(a, b, rows_a, rows_b)).tolist():
+        if _same_memory_of_another_order(a, int(rows_a[pair]), b, int(rows_b[pair])):
+            found[pair] = ORDER_DIFFERS
     # Last, for it outweighs all: such values are no longer apart by a number.
     found[_counts_differ(a, b, rows_a, rows_b)] = np.inf
     integers = ~(_floating(a)[rows_a] & _floating(b)[rows_b])
@@ -75,6 +78,22 @@ def _same_order(a: StepFrame, b: StepFrame, rows_a: Ints, rows_b: Ints) -> npt.N
     codes = [np.array([numbers[word] for word in text.words] + [-1], dtype=np.int64) for text in (first, second)]
     same: npt.NDArray[np.bool_] = codes[0][first.codes[rows_a]] == codes[1][second.codes[rows_b]]  # -1: the last, none
     return same
+
+
+def _same_memory_of_another_order(a: StepFrame, row_a: int, b: StepFrame, row_b: int) -> bool:
+    """Return whether two rows' memory holds the same numbers in the same order, which their layouts read in other orders."""
+    first, second = a.numbers["sketch"][row_a], b.numbers["sketch"][row_b]
+    if first != second or a.numbers["min"][row_a] == a.numbers["max"][row_a]:
+        return False  # unknown, or of a constant, which is the same in any order
+    return _memory_order(a, row_a) != _memory_order(b, row_b)
+
+
+def _memory_order(frame: StepFrame, row: int) -> list[int]:
+    """Return the dimensions of more than one element from the slowest to the quickest."""
+    shape, layout = frame.shapes[row], frame.text("layout", row)
+    strides = [int(size) for size in layout.split(",") if size.strip().isdigit()] if layout else []
+    dims = [dim for dim, size in enumerate(shape) if size > 1]
+    return sorted(dims, key=lambda dim: -strides[dim]) if len(strides) == len(shape) else dims
 
 
 def _relative(gap: Floats, scale: Floats) -> Floats:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
+
+from bitwitness.comparison.frame import Node
 
 _UNIMPORTANT = (
     "names",
@@ -17,13 +20,23 @@ _UNIMPORTANT = (
     "initial_lr",
     "memory_format",
 )
+_EXTREMES = frozenset(torch.finfo(dtype).max for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16))
+_NAMED = 4
+"""Operators that are named in one sentence."""
 _PLACES = ("device", "layout", "pin_memory", "non_blocking")
 
 
-def argument_differences(a: dict[str, Any], b: dict[str, Any], *, dtypes: bool = True) -> list[str]:
+def in_chain(nodes: Sequence[Node]) -> str:
+    """Name operators that follow one another: ``mm, add``; of many the first and the last."""
+    names = [node.op for node in nodes]
+    return ", ".join(names if len(names) <= _NAMED else [*names[:2], "…", names[-1]])
+
+
+def argument_differences(a: dict[str, Any], b: dict[str, Any], precisions: tuple[str, str] | None = None) -> list[str]:
     """Return ``name: value against value`` for each argument that differs and that numbers may depend on.
 
-    ``dtypes``: those that are dtypes, too.
+    ``precisions``: the dtypes that the runs compute in, where these are not the same; then arguments that are dtypes do not
+    count, nor those that are each dtype's largest or smallest number, as masks are filled with.
     """
     first, second = _named(a), _named(b)
     found = []
@@ -34,7 +47,9 @@ def argument_differences(a: dict[str, Any], b: dict[str, Any], *, dtypes: bool =
         return [] if is_operator else [f"{kinds[0]} against {kinds[1]}"]
     for name in [*first, *(name for name in second if name not in first)]:
         x, y = first.get(name, "(default)"), second.get(name, "(default)")
-        if not dtypes and any(isinstance(value, dict) and "dtype" in value for value in (x, y)):
+        if precisions and any(isinstance(value, dict) and "dtype" in value for value in (x, y)):
+            continue
+        if precisions and all(_is_extreme(value) for value in (x, y)) and (x > 0) == (y > 0):
             continue
         if name == "group" and "." not in kinds[0]:  # of an optimizer's parameters; a GroupNorm's matters
             continue
@@ -67,6 +82,11 @@ def _schema(function: str) -> tuple[tuple[str, ...], dict[str, Any]]:
     plain = (bool, int, float, str)
     defaults = {a.name: a.default_value for a in schema.arguments if isinstance(a.default_value, plain)}
     return tuple(a.name for a in schema.arguments), defaults
+
+
+def _is_extreme(value: Any) -> bool:
+    """Return whether a number is the largest or smallest of a dtype; a half's, and the others of about 3.4e38."""
+    return isinstance(value, float) and abs(value) in _EXTREMES
 
 
 def _is_tensor(x: Any, y: Any) -> bool:

@@ -17,6 +17,8 @@ _COUNTS = ("nan", "pos_inf", "neg_inf", "zeros")
 _NUMBERS = ("min", "max", "mean", "l2", "sketch")
 MICROS = "micros"
 """Under which a table's metadata tell how many micro-batches were put together in it."""
+RANKS = "ranks"
+"""The same of ranks."""
 UNKNOWN = -1
 """Stands for a count that was not taken."""
 
@@ -72,14 +74,20 @@ class StepFrame:
     ----------
     table
         The rows of one step of one rank.
+    factors
+        By what each row's values are multiplied, where that is not as they were recorded.
 
     """
 
-    def __init__(self, table: pa.Table) -> None:
+    def __init__(self, table: pa.Table, factors: Floats | None = None) -> None:
+        self.factors = factors
         self.table = table
         told = (table.schema.metadata or {}).get(MICROS.encode())
         self.micros = int(told) if told else len(table.column("micro").unique())
         """How many micro-batches the step has, put together or not."""
+        ranks = (table.schema.metadata or {}).get(RANKS.encode())
+        self.ranks = int(ranks) if ranks else 1
+        """How many ranks were put together."""
         self.size = table.num_rows
         self.texts = {name: _text(table.column(name)) for name in _TEXTS}
         self.counts = {name: _ints(table.column(name), UNKNOWN) for name in _COUNTS}

@@ -17,9 +17,10 @@ from bitwitness.comparison.allowance import rms
 from bitwitness.comparison.chains import STAGES, Chain, Rows, chains_of, left_in_gradients
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.frame import StepFrame
-from bitwitness.comparison.relation import factor, numbers_of, tolerance
+from bitwitness.comparison.relation import factor, in_times, numbers_of, tolerance
+from bitwitness.comparison.settled import SettledModules
 
-OF_ALL_GRADIENTS = ("scaled", "clipped", "kept")
+OF_ALL_GRADIENTS = ("scaled", "clipped", "kept", "weighed")
 """Kinds of what happened to all gradients at once."""
 _MOST = 0.9
 """Share of the parameters that one factor has to hold for: a few have gradients that are rounding errors."""
@@ -73,7 +74,19 @@ class GradientChains:
             if ratio is not None and before is not None and not self._is_one(ratio / before if before else ratio):
                 return self._between(stage, ratio)
         x, y = self._usual
-        return None if self._is_one(y / x) else self._between(2, y / x)
+        return self._weighed() if self._is_one(y / x) else self._between(2, y / x)
+
+    def scaled_back(self) -> float | None:
+        """Return how many times as large gradients are in run B from the loss on, and not when the optimizer reads them.
+
+        That is a loss scale: None where there is none, or the same in both runs.
+        """
+        if len(self._weighty) < 2 or self._differences.parted_before:
+            return None
+        first, last = (self._common([(c.a[stage], c.b[stage]) for c in self._weighty]) for stage in (0, 2))
+        if first is None or last is None or first <= 0 or self._is_one(first) or not self._is_one(last):
+            return None
+        return first
 
     def edited(self, chain: Chain) -> tuple[float | None, float | None] | None:
         """Return by what a gradient was multiplied between backward and optimizer in each run, where that differs."""
@@ -148,9 +161,15 @@ class GradientChains:
         said = f"{self._every(ratio)}, from the backward on"
         loss = self._loss_ratio()
         micros = self._a.micros, self._b.micros
+        ranks = self._a.ranks, self._b.ranks
         if micros[0] != micros[1] and self._is_one(ratio * micros[0] / micros[1]):
             counts = f"{micros[0]} against {micros[1]}"
             why = f"as many times as micro-batches ({counts}): their losses are not divided by that number"
+        elif (
+            ranks[0] != ranks[1] and self._is_one(ratio * ranks[0] / ranks[1]) and (loss is None or self._is_one(loss))
+        ):
+            said = f"{self._every(ratio)}, from the reduction over ranks on"
+            why = f"as many times as ranks ({ranks[0]} against {ranks[1]}): their gradients are added up, and not averaged"
         elif loss is not None and abs(loss / ratio - 1.0) <= self._limit():
             why = "so is the loss that the backward starts from: a loss scale, an accumulation divisor, or a sum for a mean"
         elif self._is_one(-ratio):
@@ -172,19 +191,32 @@ class GradientChains:
             self._common([(c.b[stage - 1], c.b[stage]) for c in self._weighty], self._b),
         ]
         if STAGES[stage] == "reduced" and self._is_reduced:
-            how = " and ".join(f"by {self._shown(one)} in run {side}" for one, side in zip(own, "AB", strict=True))
-            why = f"from the reduction over ranks on, which multiplies them {how}: a sum for a mean, or another number of ranks"
+            known = [f"by {one:.4g} in run {side}" for one, side in zip(own, "AB", strict=True) if one is not None]
+            how = f", which multiplies them {' and '.join(known)}" if known else ""
+            why = f"from the reduction over ranks on{how}: a sum for a mean, another number of ranks, or a mean taken twice"
             return Cause("scaled", STAGES[stage], f"{said}, {why}", self._row(stage), ratio)
         norms = [
             self._norms(self._a, [c.a for c in self.chains], stage),
             self._norms(self._b, [c.b for c in self.chains], stage),
         ]
+        tops = (
+            self._clipped_at(self._a, [c.a for c in self.chains]),
+            self._clipped_at(self._b, [c.b for c in self.chains]),
+        )
         how = "; ".join(
             f"run {side} "
-            + ("leaves them as they are" if one is not None and self._is_one(one) else self._changes(one, norm))
-            for one, side, norm in zip(own, "AB", norms, strict=True)
+            + (
+                f"clips each value at {top:.4g}"
+                if top is not None
+                else "leaves them as they are"
+                if one is not None and self._is_one(one)
+                else self._changes(one, norm)
+            )
+            for one, side, norm, top in zip(own, "AB", norms, tops, strict=True)
         )
-        clips = any(one is not None and 0 < one < 1 - self._limit() for one in own)
+        clips = any(top is not None for top in tops) or any(
+            one is not None and 0 < one < 1 - self._limit() for one in own
+        )
         what = "clipping, or a scale" if clips else "a scale"
         text = f"{said} when the optimizer reads it, and not when the backward leaves it: {what} in between ({how})"
         return Cause("clipped" if clips else "scaled", STAGES[stage], text, self._row(stage), ratio)
@@ -194,8 +226,31 @@ class GradientChains:
         return f"{times}: their norm is {norms[0]:.4g} before and {norms[1]:.4g} after"
 
     @staticmethod
-    def _shown(by: float | None) -> str:
-        return "no one number" if by is None else f"{by:.4g}"
+    def _clipped_at(frame: StepFrame, chains: Sequence[Rows]) -> float | None:
+        """Return the one largest magnitude of all gradients that changed between backward and step, if they have one."""
+        last = [(rows[0], rows[2] if rows[2] is not None else rows[1]) for rows in chains]
+        changed = [j for i, j in last if i is not None and j is not None and frame.value[i] != frame.value[j]]
+        moved = [
+            j for i, j in last if i is not None and j in changed and numbers_of(frame, i).l2 != numbers_of(frame, j).l2
+        ]
+        tops = {numbers_of(frame, row).top for row in moved}
+        return tops.pop() if len(moved) > 1 and len(tops) == 1 else None
+
+    def _weighed(self) -> Cause | None:
+        """Return that micro-batches or ranks weigh otherwise: results agree, and gradients differ by no one factor."""
+        a, b = self._a, self._b
+        counts = next((pair for pair in ((a.micros, b.micros), (a.ranks, b.ranks)) if pair[0] != pair[1]), None)
+        rows = [(c.a[0], c.b[0]) for c in self._weighty if c.a[0] is not None and c.b[0] is not None]
+        apart = sum(self._differences.change_of[i] > max(_SMALL, self._noise) for i, _ in rows)
+        if counts is None or apart < _MOST * len(rows) or not SettledModules(self._differences).forward_agrees:
+            return None
+        what = "micro-batches" if a.micros != b.micros else "ranks"
+        text = (
+            f"gradients ({apart} of {len(rows)}) differ by no one factor although all that the forward returned agrees: run "
+            f"A's {counts[0]} and run B's {counts[1]} {what} weigh otherwise; a mean of means is not the mean over all "
+            "samples or tokens"
+        )
+        return Cause("weighed", STAGES[0], text, self._row(0), math.nan)
 
     @staticmethod
     def _norms(frame: StepFrame, chains: Sequence[Rows], stage: int) -> tuple[float, float]:
@@ -243,20 +298,3 @@ class GradientChains:
                 )
                 return Cause("kept", STAGES[0], text, self._row(0), math.nan)
         return None
-
-
-def in_times(factor_: float) -> str:
-    """Return a factor in words: ``8 times``, ``1/15 times``."""
-    parts = 1.0 / factor_ if factor_ else 0.0
-    if parts > 1.5 and abs(parts - round(parts)) <= _SMALL * parts:
-        return f"1/{round(parts)} times"
-    return f"{factor_:.4g} times"
-
-
-def in_words_of_link(times: float | None) -> str:
-    """Say by what a gradient was multiplied; None: by no one number."""
-    if times is None:
-        return "edits it"
-    if times == 0:
-        return "sets it to zero"
-    return "leaves it" if times == 1.0 else f"multiplies it by {times:.4g}"

@@ -43,7 +43,7 @@ class Lined:
     merged
         Ranks were put together.
     notes
-        What was done to line them up, one sentence each.
+        What was done to line them up, one sentence each; ``shifted``: which step has the weights of which.
 
     """
 
@@ -52,6 +52,7 @@ class Lined:
     places: list[Place] = field(default_factory=list)
     merged: bool = False
     notes: list[str] = field(default_factory=list)
+    shifted: str = ""
 
 
 def line_up(a: Source, b: Source, ranks: Sequence[int] | None, steps: Sequence[int] | None) -> Lined:
@@ -100,10 +101,8 @@ def _shift(found: Lined, rank: int) -> int:
     for shift in _shifts(found, rank, steps_a, steps_b):
         later, earlier, ahead = ("B", "A", shift) if shift > 0 else ("A", "B", -shift)
         first = steps_b[0] if shift > 0 else steps_a[0]
-        found.notes.append(
-            f"step {first} of run {later} starts from the weights of step {first + ahead} of run {earlier}: these two are "
-            "compared, and those after them"
-        )
+        found.shifted = f"step {first} of run {later} starts from the weights of step {first + ahead} of run {earlier}"
+        found.notes.append(f"{found.shifted}: these two are compared, and those after them")
         return shift
     return 0
 

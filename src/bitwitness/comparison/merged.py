@@ -2,7 +2,9 @@
 
 What only makes sense on one rank (operators on local shards, local gradients, what passes between ranks) is left out.
 Parameters, reduced gradients and updates are put together by their DTensor placement; what every rank holds alike is taken
-once; a module's other values are shards of the batch: extremes of all, sums of all.
+once; a module's other values are shards of the batch: extremes of all, sums of all. What has no dimension, a loss that the
+model returns, is a mean of each part's own, of unknown weight, and left out; the loss that a backward begins at is the mean
+over ranks, as their gradients are, and the sum over micro-batches.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 import torch
 
-from bitwitness.comparison.frame import MICROS
+from bitwitness.comparison.frame import MICROS, RANKS
 from bitwitness.errors import UsageError
 from bitwitness.store.rows import SCHEMA
 from bitwitness.store.source import Source
@@ -85,9 +87,10 @@ class MergedSource:
                 merged := self._merged(list(zip(ranks, [first, *others], strict=True)))
             ):
                 rows.append(merged)
-        return pa.Table.from_pylist(rows, schema=SCHEMA)
+        return pa.Table.from_pylist(rows, schema=SCHEMA).replace_schema_metadata({RANKS: str(len(ranks))})
 
-    def _merged(self, parts: list[tuple[int, Cells]]) -> Cells | None:
+    def _merged(self, parts: list[tuple[int, Cells]], batch: int | None = None) -> Cells | None:
+        """Put a value together; ``batch``: what begins with this size is a part of one, and not all of something held alike."""
         first = parts[0][1]
         row = {**first, "rank": 0, "producer": -1}
         found = _PLACEMENT.match(first["placement"] or "")
@@ -95,12 +98,15 @@ class MergedSource:
         dims = [int(dim) for dim in _SHARD.findall(found["how"])] if found else []
         if found and "P" in re.sub(r"S\(\d+\)", "", found["how"]):
             return None  # partial sums: what they add up to was never held by a rank
-        alike = all(_same(first, other) for _, other in parts[1:])
+        is_part = first["kind"] == "module" and first["shape"] and first["shape"][0] == batch
+        alike = not is_part and all(_same(first, other) for _, other in parts[1:])
         if (found and not dims) or (alike and not dims):
             return row | {"placement": None}
         if not found and first["kind"] not in ("module", "saved"):
             return None
-        if not found and first["phase"] == "backward":
+        if not found and first["op"] == "loss":
+            return _total_loss([cells for _, cells in parts], len(parts))
+        if not found and (first["phase"] == "backward" or not first["shape"]):
             return None  # each rank's loss is a mean over its own batch
         shape = _whole_shape(found["shape"]) if found else _stacked(parts)
         # Shards over several dimensions of a mesh do not lie one after the other, so their values are not put together.
@@ -165,14 +171,15 @@ class MergedMicros(MergedSource):
         micros = sorted({row["micro"] for row in found})
         # What belongs to no micro-batch bears the number of the one that ran before: it is the same for all of them.
         keyed = [_keyed([row | {"micro": 0} for row in found if row["micro"] == micro]) for micro in micros]
+        batch = _batch_size(keyed)
         rows: list[Cells] = []
         for key in dict.fromkeys(key for part in keyed for key in part):
             parts = [part[key] for part in keyed if key in part]
             if len(parts) == 1 or parts[0]["kind"] in ("parameter", "buffer"):
                 rows.append(parts[0] | {"producer": -1})
             elif parts[0]["op"] == "loss":
-                rows.append(_added(parts))
-            elif merged := self._merged([(rank, part) for part in parts]):
+                rows.append(_total_loss(parts, 1))
+            elif merged := self._merged([(rank, part) for part in parts], batch):
                 rows.append(merged | {"rank": rank})
         table = pa.Table.from_pylist(rows, schema=SCHEMA)
         return table.replace_schema_metadata({MICROS: str(len(micros))})
@@ -184,9 +191,18 @@ class MergedMicros(MergedSource):
         return super().tensor(rank, reference, dtype, shape, layout)
 
 
-def _added(parts: list[Cells]) -> Cells:
-    """Return the sum of numbers: of the losses of micro-batches."""
-    total = math.fsum(part["mean"] for part in parts if part["mean"] is not None)
+def _batch_size(micros: list[dict[tuple[Any, ...], Cells]]) -> int | None:
+    """Return the first size of the model's first input that differs between micro-batches; None if none does."""
+    for key, row in micros[0].items():
+        is_input = row["kind"] == "module" and row["module"] == "." and (row["name"] or "").startswith("input ")
+        if is_input and row["shape"] and any(key in other and not _same(row, other[key]) for other in micros[1:]):
+            return int(row["shape"][0])
+    return None
+
+
+def _total_loss(parts: list[Cells], over: int) -> Cells:
+    """Return the sum of losses over a number: 1 for micro-batches, that of ranks for ranks."""
+    total = math.fsum(part["mean"] for part in parts if part["mean"] is not None) / over
     same = {"min": total, "max": total, "mean": total, "l2": abs(total), "sketch": None, "hash": None, "tensor": None}
     return parts[0] | same | {"producer": -1}
 
@@ -234,6 +250,12 @@ def _total(parts: list[Cells]) -> Cells:
     return found | {
         "min": min(part["min"] for part in known),
         "max": max(part["max"] for part in known),
-        "mean": math.fsum(part["mean"] * part["count"] for part in known) / count if count else None,
-        "l2": math.sqrt(math.fsum(part["l2"] ** 2 for part in known)),
+        "mean": math.fsum(_exactly(part, part["mean"] * part["count"]) for part in known) / count if count else None,
+        "l2": math.sqrt(math.fsum(_exactly(part, part["l2"] ** 2) for part in known)),
     }
+
+
+def _exactly(part: Cells, total: float) -> float:
+    """Return a sum of whole numbers without what the mean's division and the norm's root have rounded."""
+    floats = (part["dtype"] or "float").startswith(("float", "bfloat", "complex"))
+    return total if floats or not math.isfinite(total) else float(round(total))

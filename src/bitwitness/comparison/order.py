@@ -50,8 +50,10 @@ def _along(a: torch.Tensor, b: torch.Tensor, dim: int) -> str | None:
     if -1 not in order and len(places) == size and sorted(order) == list(range(size)):
         index = torch.tensor(order)
         return _named(order, dim) if same_bits(a.index_select(dim, index), b) else None
-    for by in range(1, min(_SHIFTS, size - 1) + 1):
+    for by in range(1, min(_SHIFTS, size // 2) + 1):  # what pushes more than half over the end shows too little
         rest = size - by
+        if len({*keys_b[:rest]}) < 2 or len({*keys_b[by:]}) < 2:
+            continue  # slices that are all alike lie in any order
         if keys_a[by:] == keys_b[:rest] and same_bits(a.narrow(dim, by, rest), b.narrow(dim, 0, rest)):
             return f"shifted by {by} towards the beginning of dimension {dim}"
         if keys_a[:rest] == keys_b[by:] and same_bits(a.narrow(dim, 0, rest), b.narrow(dim, by, rest)):

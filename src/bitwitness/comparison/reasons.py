@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 from bitwitness.comparison.align import Pair
 from bitwitness.comparison.allowance import roundoff
+from bitwitness.comparison.casts import CASTS, other_dtype
 from bitwitness.comparison.changes import BITS_DIFFER, moved
-from bitwitness.comparison.describe import argument_differences
+from bitwitness.comparison.describe import argument_differences, in_chain
 from bitwitness.comparison.differences import NEGLIGIBLE, Differences
 from bitwitness.comparison.frame import Node
 from bitwitness.comparison.operands import Operands
@@ -31,12 +32,13 @@ _SURE = 0.01
 """Share of `NEGLIGIBLE` that a result has to differ by before other arguments are its reason: below, they did not matter."""
 _ROUNDED = 4.0
 """Unit roundoffs by which what the runs begin with may differ, kept in another dtype."""
+_OTHER_CLASS = 4e-6
+"""Relative change of a parameter up to which two optimizers' formulas are the same one: some dozen roundings in float32."""
 _COMPUTED = "its inputs agree and its result does not"
 _COMPUTED_UPDATE = (
     "parameter, gradient and settings agree and the update does not: the optimizer's state does (moments, step counts), "
     "or it computed wrongly"
 )
-_CASTS = ("_to_copy", "to", "type_as")
 
 
 class Reason(NamedTuple):
@@ -115,16 +117,18 @@ class Reasons:
 
         """
         differences = self._differences
-        if text := self._other_dtype(pair):
+        if text := other_dtype(differences, pair):
             return Reason("dtype", text)
         carried = max((differences.change_of[row] for row, _ in pair.inputs), default=0.0)
         first, second = self.a.text("args", pair.a.rows[0]), self.b.text("args", pair.b.rows[0])
         if first != second and worst > max(NEGLIGIBLE * _SURE, _FOLLOWED * carried * (carried < NEGLIGIBLE)):
-            differing = argument_differences(arguments(first), arguments(second), dtypes=differences.precisions is None)
-            if differing and (over or carried == 0.0 or worst > differences.roundoff(*pair.outputs[0])):
+            differing = argument_differences(arguments(first), arguments(second), differences.precisions)
+            same_formula = pair.a.kind == "optimizer" and pair.a.op != pair.b.op and worst <= _OTHER_CLASS
+            matters = over or carried == 0.0 or worst > differences.roundoff(*pair.outputs[0])
+            if differing and matters and not same_formula:
                 return Reason("argument", f"called with other arguments: {'; '.join(differing)}")
-        if not over:
-            return None
+        if not over or (not pair.inputs and differences.precisions is not None):
+            return None  # the latter: a constant of each run's own dtype
         if not differences.has_values and any(differences.is_real(pair.a, row) for row, _ in pair.inputs):
             return None  # statistics say too little of how far apart differing inputs are
         if is_random(pair.a.op) or (pair.a.kind == "module" and "drop" in pair.a.op.lower()):
@@ -140,26 +144,6 @@ class Reasons:
             "grad",
         }
         return Reason("computed", _COMPUTED_UPDATE if stateless else _COMPUTED)
-
-    def _other_dtype(self, pair: Pair) -> str:
-        """Return in which other dtype the result is, or an input that was cast for it; empty if in none, or if all are."""
-        if self._differences.precisions is not None:
-            return ""
-        for row_a, row_b in (*pair.outputs[:1], *pair.inputs):
-            first, second = self._differences.dtypes(row_a, row_b)
-            if first != second and self._is_cast_here(pair, row_a, row_b):
-                return f"computed in {first} against {second}"
-        return ""
-
-    def _is_cast_here(self, pair: Pair, row_a: int, row_b: int) -> bool:
-        """Return whether another dtype begins here: it was not handed on by a matched operator."""
-        if (row_a, row_b) in pair.outputs:
-            return all(
-                self.a.text("dtype", i) == self.b.text("dtype", j) or self._is_cast_here(pair, i, j)
-                for i, j in pair.inputs
-            )
-        makers = self._differences.lone_makers(row_a, row_b)
-        return any(maker is not None and maker.op in _CASTS for maker in makers)
 
     # -- where an input's difference comes from --------------------------------------------------------------------
 
@@ -223,7 +207,7 @@ class Reasons:
         lone = lone_a or lone_b
         assert lone is not None  # noqa: S101 - the caller asked
         first, second = differences.dtypes(row_a, row_b)
-        if lone.op in _CASTS and (first != second or differences.precisions is not None):
+        if lone.op in CASTS and (first != second or differences.precisions is not None):
             return None  # told as the dtype of what reads it, or of the run
         if change <= differences.viewed(self._earlier.noise + differences.roundoff(row_a, row_b)):
             return None
@@ -232,13 +216,19 @@ class Reasons:
         side = "a" if lone_a is not None else "b"
         reader = f"{pair.a.site}.{self.a.text('slot', row_a)}"
         words = in_words(self.a, self.b, row_a, row_b)
+        group = differences.group_of(lone, first=lone_a is not None)
         text = f"only run {side.upper()} has it, and its result matters to {reader} ({words})"
+        if group is not None:
+            ways = " and ".join(f"by {in_chain(nodes)} in run {run}" for nodes, run in ((group.a, "A"), (group.b, "B")))
+            text = f"what {reader} reads is computed {ways}, with other results ({words})"
         return Reason("missing", text, lone, side)
 
     def _from_view(self, pair: Pair, row_a: int, change: float, made: float) -> Reason | None:
         """Return the reason of an input whose maker's results differ by ``made``: less than it explains."""
-        own = roundoff(self.a.text("dtype", row_a))
-        if change <= self._differences.viewed(max(made, self._earlier.noise) + own) or pair.a.kind == "module":
+        own = max(roundoff(self.a.text("dtype", row_a)), self._differences.roundoff_inside)
+        if pair.a.kind == "module" or self._differences.parted_before:
+            return None  # of values that differ already, a part may differ more than the whole
+        if change <= self._differences.slack * self._differences.viewed(max(made, self._earlier.noise) + own):
             return None
         slot = self.a.text("slot", row_a)
         return Reason(
@@ -284,6 +274,8 @@ class Reasons:
         self._told.add(name)
         called = name if name.startswith("input ") else f"its {name}"
         words = in_words(self.a, self.b, row_a, row_b)
+        if known is not None and known <= limit and self._begun.get(name, 0.0) > limit and not self._written.get(name):
+            words += "; the runs agreed in it at the end of the step before, so it was changed between these two steps"
         return Reason("source", f"{called} differs: {words}", rows=(row_a, row_b))
 
     def _moved_since(self, name: str, row_a: int, row_b: int) -> bool:

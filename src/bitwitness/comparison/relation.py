@@ -83,6 +83,11 @@ def in_words(a: StepFrame, b: StepFrame, row_a: int, row_b: int) -> str:
     """Say how the values of two rows differ."""
     if is_reordered(a, row_a, b, row_b):
         return "the same values in another order"
+    if (
+        a.text("layout", row_a) != b.text("layout", row_b)
+        and numbers_of(a, row_a).sketch == numbers_of(b, row_b).sketch
+    ):
+        return "the same memory read in another order (a transposed or permuted view)"
     times = factor(a, row_a, b, row_b)
     if times is not None and abs(abs(times) - 1.0) > tolerance(a, row_a, b, row_b):
         return "zero throughout in run B" if times == 0 else f"{times:.4g} times as large in run B"
@@ -94,3 +99,20 @@ def in_words(a: StepFrame, b: StepFrame, row_a: int, row_b: int) -> str:
             "other bits" if x.sketch == y.sketch or math.isnan(x.sketch + y.sketch) else "other values of the same norm"
         )
     return f"L2 norm {x.l2:.9g} against {y.l2:.9g}"
+
+
+def in_times(factor_: float) -> str:
+    """Return a factor in words: ``8 times``, ``1/15 times``."""
+    parts = 1.0 / factor_ if factor_ else 0.0
+    if parts > 1.5 and abs(parts - round(parts)) <= _SAME * parts:
+        return f"1/{round(parts)} times"
+    return f"{factor_:.4g} times"
+
+
+def in_words_of_link(times: float | None) -> str:
+    """Say by what a gradient was multiplied; None: by no one number."""
+    if times is None:
+        return "edits it"
+    if times == 0:
+        return "sets it to zero"
+    return "leaves it" if times == 1.0 else f"multiplies it by {times:.4g}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -57,7 +58,9 @@ class Report:
     notes
         How the two were lined up, one sentence each.
     unaligned
-        Steps that were not given the same batch, and were not compared.
+        Steps that were not given the same batch, and were not compared; ``unaligned_from`` is the first.
+    shifted
+        From which step's weights the other run starts, where steps do not have the same number.
     conditions
         Under what other conditions the runs were made, in words: a model in evaluation mode.
     precisions
@@ -91,11 +94,18 @@ class Report:
     conditions: str = ""
     notes: list[str] = field(default_factory=list)
     unaligned: list[str] = field(default_factory=list)
+    unaligned_from: float = math.inf
+    shifted: str = ""
     precisions: tuple[str, str] | None = None
     operators: bool = True
     kept: bool = False
     matched: int = 0
     lone: int = 0
+
+    def note(self, text: str) -> None:
+        """Note how runs were lined up, once."""
+        if text not in self.notes:
+            self.notes.append(text)
 
     @property
     def status(self) -> str:
@@ -112,11 +122,16 @@ class Report:
     @property
     def conclusion(self) -> str:
         """One sentence for all."""
-        if self.first is not None and not self._parted_unseen:
-            said = f"the runs part at {self.first.site} (rank {self.first.rank}, step {self.first.step}): {self.first.text}"
+        if self.first is not None and not self._parted_unseen and self.first.step < self.unaligned_from:
+            where = f"{self.first.site} (rank {self.first.rank}, step {self.first.step})"
+            said = f"{self._elsewhere}the runs part at {where}: {self.first.text}"
             more = []
             if self.cause is not None and self.cause is not self.first and self.cause.step == self.first.step:
                 more.append(self.cause.text)
+            if self.unlike:
+                more.append(
+                    f"{self.lone} operators of {self.matched + self.lone} have no counterpart, which is too many to be sure"
+                )
             return "; ".join([*([self.conditions] if self.conditions else []), said, *more])
         if self.unaligned:
             return (
@@ -151,6 +166,13 @@ class Report:
             "reordering-level differences only: no operator differs by more than rounding explains"
             f"{nearest}{lone}{unread}"
         )
+
+    @property
+    def _elsewhere(self) -> str:
+        """What the first difference follows from, where steps were lined up by weights and are given other batches."""
+        if not self.shifted or self.first is None or not self.first.text.startswith("input "):
+            return ""
+        return f"{self.shifted}, but it is given another batch (stale weights, or another place in the data): "
 
     @property
     def _parted_unseen(self) -> bool:

@@ -11,16 +11,18 @@ from bitwitness.comparison.align import Alignment, align, row_by_row, same_colum
 from bitwitness.comparison.allowance import group_agrees
 from bitwitness.comparison.batches import has_gradients, of_weights, other_batch
 from bitwitness.comparison.changes import changes
+from bitwitness.comparison.conditions import conditions
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.frame import Node, StepFrame
 from bitwitness.comparison.gradients import OF_ALL_GRADIENTS
 from bitwitness.comparison.lined import Place, line_up
+from bitwitness.comparison.relation import in_times
 from bitwitness.comparison.report import Report
 from bitwitness.comparison.search import SuspectSearch
 from bitwitness.comparison.settled import SettledModules
 from bitwitness.comparison.suspect import EarlierSteps, Suspect, grouped
+from bitwitness.comparison.unscaled import loss_scale, without_scale
 from bitwitness.comparison.values import KeptValues, Side
-from bitwitness.oracle.recorded import arguments
 from bitwitness.store.source import Source
 
 _LISTED = 200  # insertions and suspects that are kept
@@ -65,7 +67,7 @@ def compare_sources(
     lined = line_up(a, b, settings.ranks, settings.steps)
     a, b = lined.a, lined.b
     report = Report(
-        name_a, name_b, modules=dict(settings.modules), merged=lined.merged, notes=lined.notes,
+        name_a, name_b, modules=dict(settings.modules), merged=lined.merged, notes=lined.notes, shifted=lined.shifted,
         steps=len({place.step for place in lined.places}),
     )  # fmt: skip
     earlier: dict[int, EarlierSteps] = {}
@@ -99,6 +101,7 @@ def _compare_step(
             )
         else:
             report.unaligned.append(f"step {step}: {text}")
+            report.unaligned_from = min(step, report.unaligned_from)
         return
     same = not settings.modules and same_structure(frame_a, frame_b)
     # Most steps of two equal runs: told by the columns alone, without a node being built.
@@ -108,6 +111,14 @@ def _compare_step(
         known.last = frame_a, frame_b
         return
     alignment = row_by_row(frame_a, frame_b) if same else align(frame_a, frame_b, settings.modules)
+    first_look = Differences(frame_a, frame_b, alignment, known)
+    if (scale := loss_scale(first_look)) is not None:
+        frame_b = without_scale(first_look, scale)
+        alignment = align(frame_a, frame_b, settings.modules)
+        report.note(
+            f"the loss is scaled {in_times(scale)} as much in run B, and gradients are as large when the optimizer reads them: "
+            "compared as if it were not"
+        )
     values = _values(Side(a, frame_a, rank), Side(b, frame_b, rank), alignment)
     differences = Differences(frame_a, frame_b, alignment, known, None if values is None else values.changes)
     search = SuspectSearch(differences, rank, step)
@@ -117,7 +128,7 @@ def _compare_step(
             report.suspects.append(kept)
     report.kept |= values is not None
     if not report.conditions:
-        report.conditions = _conditions(differences)
+        report.conditions = conditions(differences)
     report.precisions = report.precisions or differences.precisions
     report.operators = differences.has_operators
     report.exceeding += search.exceeding[: _LISTED - len(report.exceeding)]
@@ -138,25 +149,6 @@ def _name_lines(suspects: list[Suspect], a: Source, b: Source) -> None:
         if (side, suspect.rank) not in stacks:
             stacks[side, suspect.rank] = (b if side == "b" else a).stacks(suspect.rank)
         suspect.line = stacks[side, suspect.rank].get(suspect.stack, "").partition("\n")[0]
-
-
-def _conditions(differences: Differences) -> str:
-    """Say which run evaluates where the other one trains; empty if neither does."""
-    for pair in differences.alignment.pairs:
-        if pair.a.module == "." and (pair.a.kind == "module" or pair.a.op == "loss") and pair.a.phase == "forward":
-            frames = (differences.a, pair.a), (differences.b, pair.b)
-            flags = [arguments(frame.text("args", node.rows[0])).get("k", {}).get("training") for frame, node in frames]
-            if flags in ([True, False], [False, True]):
-                return f"run {'AB'[flags.index(False)]} has the model in evaluation mode"
-    computed = [_has_forward(frame) for frame in (differences.a, differences.b)]
-    if computed in ([True, False], [False, True]):
-        return f"run {'AB'[computed.index(False)]} has no forward in training mode in this step: was it in evaluation mode?"
-    return ""
-
-
-def _has_forward(frame: StepFrame) -> bool:
-    kinds = frame.texts["kind"]
-    return bool((frame.texts["phase"].equals("forward") & (kinds.equals("op") | kinds.equals("module"))).any())
 
 
 def _nothing_differs(a: StepFrame, b: StepFrame) -> bool:

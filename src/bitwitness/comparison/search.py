@@ -10,10 +10,11 @@ import math
 from collections.abc import Iterator
 from functools import cached_property
 
+from bitwitness.comparison.absent import absences
 from bitwitness.comparison.align import Pair
 from bitwitness.comparison.allowance import allowed
 from bitwitness.comparison.differences import NEGLIGIBLE, Differences
-from bitwitness.comparison.gradients import Cause
+from bitwitness.comparison.noted import of_absence, of_cause
 from bitwitness.comparison.reasons import Reason, Reasons
 from bitwitness.comparison.relation import numbers_of
 from bitwitness.comparison.settled import SettledModules
@@ -82,9 +83,12 @@ class SuspectSearch:
                 yield self._suspect(
                     pair, reason, self.differences.change_of[pair.outputs[0][0]], NEGLIGIBLE, clean=True
                 )
+        for one in () if self.differences.parted_before else absences(self.differences):
+            self._earlier.parted = True
+            yield of_absence(one, self.differences, self._rank, self._step)
         if (cause := self._updates.cause) is not None:
             self._earlier.parted = True
-            yield self._of_all(cause)
+            yield of_cause(cause, self._rank, self._step)
         self._earlier.named = self._reasons.named
         self._earlier.parted |= bool(self.exceeding)
 
@@ -92,25 +96,12 @@ class SuspectSearch:
         """Return whether a suspect is inside a module whose results agree, and says nothing that stands by itself."""
         frames = self.differences.a, self.differences.b
         other = any(frames[0].shapes[i] != frames[1].shapes[j] for i, j in pair.inputs)
-        # An argument of something else (a sum over other dimensions) is a way of writing.
-        return (suspect.reason in _HARMLESS or (suspect.reason == "argument" and other)) and self.settled.holds(pair)
-
-    def _of_all(self, cause: Cause) -> Suspect:
-        """Return what happened to all gradients as a suspect."""
-        slot = {"backward": "local", "reduced": "reduced", "read": "read"}[cause.stage]
-        times = abs(cause.times) if cause.times > 0 else 1.0
-        change = abs(1.0 - times) if times != 1.0 else 2.0
-        return Suspect(
-            site=f"./gradients#0:grad.{slot}",
-            rank=self._rank,
-            step=self._step,
-            reason=cause.kind,
-            text=cause.text,
-            score=change / NEGLIGIBLE,
-            change=change,
-            explained=NEGLIGIBLE,
-            order=(self._step, cause.row),
+        # An argument of something else (a sum over other dimensions) is a way of writing, and so are those of a backward:
+        # they follow from what the forward is written in. A loss that is summed may be divided by what follows.
+        written = suspect.reason == "argument" and (
+            other or pair.a.phase == "backward" or "reduction '" in suspect.text
         )
+        return (suspect.reason in _HARMLESS or written) and self.settled.holds(pair)
 
     def _is_seen_inside(self, pair: Pair) -> bool:
         """Return whether a module's result was made by an operator that is recorded itself."""
@@ -159,9 +150,10 @@ class SuspectSearch:
         if pair.a.kind == "module" and self._reasons.moved:
             return None  # its parts read other weights
         reason = self._reasons.of_inputs(pair) if worst > 0 else None
-        if reason is not None and (reason.kind != "view" or worst > differences.noise_limit()):
+        rounding = self._rounding(pair)
+        if reason is not None and (reason.kind != "view" or worst > max(differences.noise_limit(), rounding)):
             differences.real.add(pair.a.number)
-            return self._suspect(pair, reason, worst, self._rounding(pair), clean=False)
+            return self._suspect(pair, reason, worst, rounding, clean=False)
         return self._own(pair, worst, explained, clean=not differing)
 
     def _weigh(self, pair: Pair, worst: float, explained: float, *, differing: bool) -> None:
@@ -171,7 +163,8 @@ class SuspectSearch:
         if worst > explained or (differing and worst > 0):
             differences.real.add(pair.a.number)
             self._real_modules.add(pair.a.module)
-            if self.unexplained is None and worst > explained and not self.settled.holds(pair):
+            innocent = differences.is_cancelled(pair) or self.settled.holds(pair)
+            if self.unexplained is None and worst > explained and not innocent:
                 self.unexplained = self._exceeding(pair, worst, explained)
             return
         self._note_inside(pair, worst)
@@ -192,7 +185,7 @@ class SuspectSearch:
         if pair.a.kind == "optimizer" and self._updates.cause and (reason is None or reason.kind == "computed"):
             return None
         if reason is None:
-            if worst > explained and not self.settled.holds(pair):
+            if worst > explained and not self.differences.is_cancelled(pair) and not self.settled.holds(pair):
                 self.exceeding.append(self._exceeding(pair, worst, explained))
             return None
         # Another reason than rounding is weighed against rounding alone, not against what its own inputs explain.
@@ -214,11 +207,12 @@ class SuspectSearch:
 
     def _worst(self, pair: Pair, results: list[float]) -> tuple[float, float, int]:
         """Return what is explained and what is seen, of the result that exceeds it most, and which that is."""
+        differences = self.differences
         carried = self._carried(pair)
         noisy = [c if c == 0.0 else max(c, self._earlier.noise) for c in carried]
         best = (math.inf, 0.0, 0)
         for i, change in enumerate(results):
-            explained = self._allowed(pair, i, noisy)
+            explained = differences.slack * self._allowed(pair, i, noisy)
             ratio = change / explained if explained else math.inf
             if i == 0 or ratio > best[1] / best[0]:
                 best = (explained, change, i)

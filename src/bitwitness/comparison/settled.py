@@ -14,6 +14,8 @@ _AGREE = 200.0
 """Unit roundoffs by which a module's results may differ: what some dozen operators' roundings leave."""
 _NOISE = 4.0
 """Times the noise that rounding was seen to make, where that is more."""
+_LATER = 5.0
+"""Times that, in steps after the first: an optimizer that looks at signs has turned rounding into steps of its own size."""
 _ENOUGH = 16
 """Numbers that a module has to return for their agreement to clear what is inside: a loss may agree by chance."""
 _MOST = 0.02
@@ -68,6 +70,12 @@ class SettledModules:
         return sum(int(self._differences.a.count[row]) for row, _ in pair.outputs) >= _ENOUGH
 
     @property
+    def forward_agrees(self) -> bool:
+        """Whether all that modules returned in the forward agrees, and there was something."""
+        pairs = [p for p in self._differences.alignment.pairs if p.a.kind == "module" and p.a.phase == "forward"]
+        return any(map(self._says_enough, pairs)) and all(map(self.agrees, pairs))
+
+    @property
     def _by_losses(self) -> dict[Call, bool]:
         """Where no module was recorded, the root's results are its losses, and what they lead to."""
         losses = [pair for pair in self._differences.alignment.pairs if pair.a.kind == "saved" and pair.a.op == "loss"]
@@ -80,7 +88,8 @@ class SettledModules:
 
     def _agree(self, row_a: int, row_b: int) -> bool:
         differences = self._differences
-        limit = min(max(_AGREE * differences.roundoff(row_a, row_b), _NOISE * differences.earlier.noise), _MOST)
+        limit = max(_AGREE * differences.roundoff(row_a, row_b), _NOISE * differences.earlier.noise)
+        limit = min(limit * (1.0 if differences.earlier.last is None else _LATER), _MOST)
         return self._differences.change_of[row_a] <= limit
 
     def _gradients_agree(self, path: str) -> bool:

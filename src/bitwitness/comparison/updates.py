@@ -9,8 +9,9 @@ from statistics import median
 from bitwitness.comparison.align import Pair
 from bitwitness.comparison.chains import parameter_of
 from bitwitness.comparison.differences import Differences
-from bitwitness.comparison.gradients import GradientChains, in_words_of_link
+from bitwitness.comparison.gradients import GradientChains
 from bitwitness.comparison.reasons import Reason, Reasons
+from bitwitness.comparison.relation import in_words_of_link
 
 _GRADIENT = 1e-3
 """Relative change by which a gradient of which nothing else is known may differ.
@@ -22,6 +23,8 @@ _COARSE = 32.0
 _LIKE_OTHERS, _LIKE_OTHERS_MOST = 8.0, 0.7
 """There, too: times what half of the step's gradients stay within, and up to where; how rounding grows along a depth that was
 not recorded is seen in all gradients alike."""
+_FINE = 2.0**-20
+"""Unit roundoff up to which rounding leaves no gradient of float32 a thousandth off, whatever the depth; TF32's is 2**-11."""
 _FOLLOWED = 4.0
 """Times its maker's change up to which a value shows that same change."""
 
@@ -67,7 +70,8 @@ class Updates:
             for pair in differences.alignment.pairs
             if pair.a.kind == "gradient" and pair.outputs
         ]
-        like_others = min(_LIKE_OTHERS * median(changes), _LIKE_OTHERS_MOST) if changes else 0.0
+        coarse = differences.roundoff_inside > _FINE
+        like_others = min(_LIKE_OTHERS * median(changes), _LIKE_OTHERS_MOST) if changes and coarse else 0.0
         return max(_COARSE * differences.roundoff_inside, like_others)
 
     def of_value(self, pair: Pair) -> Reason | None:
@@ -81,13 +85,13 @@ class Updates:
 
     def of_update(self, pair: Pair) -> Reason | None:
         """Return what an update is to blame on its gradient for: one run lacks it, or has edited it after the backward."""
-        if self.cause is not None or self._differences.earlier.parted:
-            return None
         frames = ((self._differences.a, pair.a), (self._differences.b, pair.b))
         first, second = ("grad" in {frame.text("slot", row) for row in node.inputs} for frame, node in frames)
         if first != second:
             have, lack = ("A", "B") if first else ("B", "A")
             return Reason("missing", f"only run {have} has a gradient of it: it is frozen, or not used, in run {lack}")
+        if self.cause is not None or self._differences.earlier.parted:
+            return None
         rows = [rows[0] for rows in pair.inputs if self._differences.a.text("slot", rows[0]) == "grad"]
         differs = any(self._differences.change_of[row] > _GRADIENT for row in rows)
         return self._edited(pair.a.module) if differs else None

@@ -42,13 +42,14 @@ class Side:
     def load(self, row: int) -> torch.Tensor:
         """Return a row's kept value; raises `UsageError` if it cannot be read."""
         frame = self.frame
-        return self.source.tensor(
+        found = self.source.tensor(
             self.rank,
             frame.text("tensor", row),
             frame.text("dtype", row),
             frame.shapes[row],
             frame.texts["layout"][row],
         )
+        return found if frame.factors is None or frame.factors[row] == 1.0 else found * float(frame.factors[row])
 
 
 class KeptValues:

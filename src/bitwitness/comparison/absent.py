@@ -1,0 +1,95 @@
+"""What only one run has of a parameter that both have: a gradient, an update, or the parameter as one of its own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from bitwitness.comparison.align import Alignment
+from bitwitness.comparison.chains import parameter_of
+from bitwitness.comparison.differences import Differences
+from bitwitness.comparison.frame import Node
+
+_NAMED = 3  # parameters that are named in a sentence
+
+
+class Absence(NamedTuple):
+    """Nodes that only run ``side`` has, what follows from that, and whether it comes before all that is computed."""
+
+    nodes: Sequence[Node]
+    side: str
+    text: str
+    structural: bool = False
+
+
+def absences(differences: Differences) -> list[Absence]:
+    """Return what only one run has, of parameters that both have; nothing where the other recorded none of its kind."""
+    found = [*_own_parameters(differences), *_updates(differences)]
+    untold = {_name(node) for one in found for node in one.nodes}
+    gradients = [one for one in _gradients(differences.alignment) if not {*map(_name, one.nodes)} <= untold]
+    return [*found, *gradients]
+
+
+def _own_parameters(differences: Differences) -> Iterable[Absence]:
+    """Yield parameters of one run whose module both have: tied to another one in the other run."""
+    shared = len(_matched(differences.alignment, "A", "parameter"))
+    for only, side, other in _sides(differences.alignment):
+        frame = differences.b if side == "A" else differences.a
+        theirs = {node.module for node in frame.nodes if node.kind in ("module", "op")} - {"."}
+        lone = [node for node in only if node.kind == "parameter" and node.module in theirs]
+        if lone and len(lone) < shared:
+            are = "is a parameter of its own" if len(lone) == 1 else "are parameters of their own"
+            why = f"and not in run {other}: tied there to another one, or not registered"
+            yield Absence(lone, side, f"{_listed(lone)} {are} in run {side}, {why}", structural=True)
+
+
+def _updates(differences: Differences) -> Iterable[Absence]:
+    """Yield parameters that the optimizer of one run updates more often in the step, or alone."""
+    for only, side, other in _sides(differences.alignment):
+        counts = Counter(map(_name, _matched(differences.alignment, side, "optimizer")))
+        known = set(map(_name, _matched(differences.alignment, side, "parameter")))
+        if not counts:
+            continue  # the other run recorded no updates
+        lone = [node for node in only if node.kind == "optimizer" and node.module in known]
+        more = [node for node in lone if node.module in counts]
+        alone = [node for node in lone if node.module not in counts]
+        if more:
+            name = more[0].module
+            times = f"{counts[name] + sum(node.module == name for node in more)} times against {counts[name]}"
+            yield Absence(more, side, f"run {side}'s optimizer updates {_listed(more)} more often in one step: {times}")
+        if alone:
+            why = f"frozen, not used, or not given to the optimizer in run {other}"
+            yield Absence(alone, side, f"only run {side} has an update of {_listed(alone)}: {why}")
+
+
+def _gradients(alignment: Alignment) -> Iterable[Absence]:
+    """Yield parameters of which one run alone has a gradient."""
+    for only, side, other in _sides(alignment):
+        have = set(map(_name, _matched(alignment, side, "gradient")))
+        known = set(map(_name, _matched(alignment, side, "parameter"))) - have
+        lone = [node for node in only if node.kind == "gradient" and _name(node) in known]
+        if lone and have:
+            text = f"only run {side} has a gradient of {_listed(lone)}: frozen, or not used, in run {other}"
+            yield Absence(lone, side, text)
+
+
+def _sides(alignment: Alignment) -> tuple[tuple[list[Node], str, str], ...]:
+    return (alignment.only_a, "A", "B"), (alignment.only_b, "B", "A")
+
+
+def _matched(alignment: Alignment, side: str, kind: str) -> list[Node]:
+    """Return one run's nodes of a kind that both runs have."""
+    return [pair.a if side == "A" else pair.b for pair in alignment.pairs if pair.a.kind == kind]
+
+
+def _name(node: Node) -> str:
+    return node.module if node.kind == "optimizer" else parameter_of(node)
+
+
+def _listed(nodes: Sequence[Node]) -> str:
+    names = list(dict.fromkeys(map(_name, nodes)))
+    if len(names) == 1:
+        return names[0]
+    more = ", …" if len(names) > _NAMED else ""
+    return f"{len(names)} parameters ({', '.join(names[:_NAMED])}{more})"

@@ -1,0 +1,60 @@
+"""Under what other conditions two runs were made: evaluation for training, other arguments, parameters in another dtype."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from bitwitness.comparison.differences import Differences
+from bitwitness.comparison.frame import StepFrame
+from bitwitness.oracle.recorded import arguments
+
+_MOST = 0.5
+"""Share of the parameters in another dtype from which on it is all of them, and not one layer's own."""
+
+
+def conditions(differences: Differences) -> str:
+    """Say what is otherwise before anything is computed: training, the model's arguments, its parameters' dtype; or nothing."""
+    for pair in differences.alignment.pairs:
+        if pair.a.module == "." and (pair.a.kind == "module" or pair.a.op == "loss") and pair.a.phase == "forward":
+            frames = (differences.a, pair.a), (differences.b, pair.b)
+            flags = [arguments(frame.text("args", node.rows[0])).get("k", {}).get("training") for frame, node in frames]
+            if flags in ([True, False], [False, True]):
+                return f"run {'AB'[flags.index(False)]} has the model in evaluation mode"
+    given = [_given(differences.a), _given(differences.b)]
+    for names, others, run, other in ((given[0], given[1], "A", "B"), (given[1], given[0], "B", "A")):
+        if others and (more := sorted(names - others)):
+            return f"run {run}'s model is given {', '.join(more)}, and run {other}'s is not"
+    if text := _other_parameters(differences):
+        return text
+    computed = [_has_forward(frame) for frame in (differences.a, differences.b)]
+    if computed in ([True, False], [False, True]):
+        return f"run {'AB'[computed.index(False)]} has no forward in training mode in this step: was it in evaluation mode?"
+    return ""
+
+
+def _has_forward(frame: StepFrame) -> bool:
+    kinds = frame.texts["kind"]
+    return bool((frame.texts["phase"].equals("forward") & (kinds.equals("op") | kinds.equals("module"))).any())
+
+
+def _given(frame: StepFrame) -> set[str]:
+    """Return the names of what the model is given in its first call, where that was recorded."""
+    rows = (
+        frame.texts["kind"].equals("module")
+        & frame.texts["module"].equals(".")
+        & frame.texts["phase"].equals("forward")
+    )
+    rows &= frame.micro == frame.micro[rows].min(initial=0)
+    names = (frame.text("name", row) for row in np.flatnonzero(rows).tolist())
+    return {name.removeprefix("input ") for name in names if name.startswith("input ")}
+
+
+def _other_parameters(differences: Differences) -> str:
+    found = [differences.dtypes(*pair.outputs[0]) for pair in differences.alignment.pairs if pair.a.kind == "parameter"]
+    other = Counter(pair for pair in found if pair[0] != pair[1]).most_common(1)
+    if differences.precisions is not None or not other or other[0][1] <= _MOST * len(found):
+        return ""
+    first, second = other[0][0]
+    return f"the parameters are {first} in run A and {second} in run B"

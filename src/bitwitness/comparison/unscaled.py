@@ -1,0 +1,52 @@
+"""A step whose loss is scaled: its gradients as they would be without, where the optimizer reads them unscaled anyway."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pyarrow as pa
+
+from bitwitness.comparison.differences import Differences
+from bitwitness.comparison.frame import Floats, StepFrame
+from bitwitness.comparison.gradients import GradientChains
+
+_SCALED = ("min", "max", "mean", "l2", "sketch")
+
+
+def loss_scale(differences: Differences) -> float | None:
+    """Return how many times run B's loss scale is run A's, where both optimizers read gradients without it; None if equal."""
+    return GradientChains(differences).scaled_back()
+
+
+def without_scale(differences: Differences, scale: float) -> StepFrame:
+    """Return run B's step with its loss scale taken out of the loss that its backward begins at and of what the backward made.
+
+    A backward also reads what the forward left: of each value that both runs have, its size tells which it is.
+    """
+    a, b = differences.a, differences.b
+    kinds = b.texts["kind"]
+    loss = kinds.equals("saved") & b.texts["op"].equals("loss")
+    found = b.texts["phase"].equals("backward") | kinds.equals("gradient")
+    found |= np.isin(b.value, b.value[loss]) & (b.value >= 0)
+    factors: Floats = np.ones(b.size)
+    for pair in differences.alignment.pairs:
+        for i, j in (*pair.inputs, *pair.outputs):
+            if found[j] and _is_scaled(float(a.numbers["l2"][i]), float(b.numbers["l2"][j]), scale):
+                factors[j] = 1.0 / scale
+    table = b.table
+    for name in _SCALED:
+        column = table.schema.get_field_index(name)
+        numbers = pa.array(b.numbers[name] * factors, pa.float64(), mask=np.isnan(b.numbers[name]))
+        table = table.set_column(column, table.schema.field(column), numbers)
+    hashes = table.schema.get_field_index("hash")
+    kept = pa.array(b.hash, pa.int64(), mask=~b.hashed | (factors != 1.0))
+    return StepFrame(table.set_column(hashes, table.schema.field(hashes), kept), factors)
+
+
+def _is_scaled(size_a: float, size_b: float, scale: float) -> bool:
+    """Return whether a value of run B is nearer to run A's times the scale than to run A's."""
+    if not (0 < size_a < math.inf and 0 < size_b < math.inf):
+        return False
+    times = math.log(size_b / size_a)
+    return abs(times - math.log(scale)) < abs(times)
