@@ -29,7 +29,7 @@ PLANTED: dict[str, tuple[Training, Training, tuple[str, ...]]] = {
     "clipping with SGD": (SGD.but(clip=0.2), SGD.but(clip=0.1), ("1/2 times", "clipping")),
     "clipping of an LSTM": (LSTM.but(clip=0.02), LSTM, ("clipping",)),
     "gradients not zeroed": (GPT, GPT.but(zero=False), ("step 1", "zero_grad")),
-    "untied": (GPT.but(make=lambda: w.GPT(tied=True)), GPT, ("only run A has it", "tok/weight")),
+    "untied": (GPT.but(make=lambda: w.GPT(tied=True)), GPT, ("head.weight is a parameter of its own in run B",)),
     "a hook": (GPT, GPT.but(prepare=w.hooked(WEIGHT, 1.1)), ("b.1.f1/weight", "1.1 times")),
     "an edit under noise": (GPT, GPT.but(prepare=w.one_ulp, edit=w.gradient(WEIGHT, 1.5)), (WEIGHT, "B multiplies it by 1.5")),
     "zeroed under noise": (GPT, GPT.but(prepare=w.one_ulp, edit=w.gradient(WEIGHT, 0.0)), (WEIGHT, "sets it to zero")),
@@ -60,7 +60,7 @@ PLANTED: dict[str, tuple[Training, Training, tuple[str, ...]]] = {
     "another activation in bfloat16": (
         Training(make=lambda: Rewritten("gelu", other=False), autocast=True),
         Training(make=lambda: Rewritten("gelu", other=True), autocast=True),
-        ("gelu", "only run A has it"),
+        ("computed by gelu_backward in run A and by threshold_backward in run B",),
     ),
     "frozen": (GPT, GPT.but(prepare=lambda m: m.b[1].f1.weight.requires_grad_(False)), (WEIGHT, "frozen")),
 }  # fmt: skip

@@ -94,7 +94,7 @@ class Face(Entered):
         if self._writer is not None:
             self._writer.describe(
                 config=to_dict(self.config),
-                world_size=ranks.size,
+                world_size=self._writer.world_size,
                 parameters=len(watch.reader.root.parameters),
                 **self._describe(),
             )

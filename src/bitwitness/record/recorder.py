@@ -67,11 +67,13 @@ class Recorder(Entered):
         ranks = session.run.ranks(_DEADLINE_S)
         self._run = run = session.run.folder(self._out, "recording", _DEADLINE_S)
         self._stack.callback(session.run.leave, run, "recording")
-        self.folder, self.is_first_rank = str(run.path), ranks.rank == 0
+        # Ranks that train each by itself have numbers of their own in one folder.
+        rank = run.rank
+        self.folder, self.is_first_rank = str(run.path), ranks.rank == 0 and run.keeps_run
         root = session.root
         run.describe(recording=asdict(self.config), model=type(root).__name__, environment=describe(root))
-        if self.config.wants_rank(ranks.rank):
-            self._recording = ModelRecording(session, self.config, run, ranks.rank)
+        if self.config.wants_rank(rank):
+            self._recording = ModelRecording(session, self.config, run, rank)
             self._join(session, self._recording)
             if not self.config.recording:
                 self.pause()

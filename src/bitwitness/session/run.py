@@ -14,6 +14,7 @@ from torch import nn
 from bitwitness.errors import TrainingStopped, UsageError
 from bitwitness.files.shown import shown
 from bitwitness.ranks import Ranks
+from bitwitness.session.jobfolder import in_job, job_folder
 from bitwitness.store import RunWriter, claim_folder, release_folder
 from bitwitness.store.life import this_process
 from bitwitness.store.reader import read_description
@@ -95,12 +96,7 @@ class TrainingRun:
         ranks = self.ranks(deadline_s)
         shared = next((one for one in self._claimed if one.out == out and what not in one.holds), None)
         if shared is None:
-            path = ranks.broadcast_text(str(claim_folder(out)) if ranks.rank == 0 else "", 0)
-            if ranks.rank == 0 and path != os.path.abspath(out) and not _is_of_this_process(out):
-                sys.stderr.write(
-                    f"bitwitness: {shown(out)} holds a run already; this one is recorded in {shown(path)}\n"
-                )
-            shared = _Claimed(out, RunWriter(path, ranks.rank, ranks.size))
+            shared = _Claimed(out, _claim(out, ranks, deadline_s))
             self._claimed.append(shared)
         shared.holds.add(what)
         return shared.writer
@@ -126,7 +122,7 @@ class TrainingRun:
                 writer.ended(self.ending.state, self.ending.by, self._steps())
                 writer.close()
                 if not one.used:
-                    release_folder(writer.path, writer.rank)
+                    release_folder(writer.path, writer.rank, first=writer.keeps_run)
 
     def close(self) -> None:
         """Close what is open."""
@@ -137,6 +133,19 @@ class TrainingRun:
         if self._ranks is not None:
             self._ranks.close()
             self._ranks = None
+
+
+def _claim(out: str, ranks: Ranks, deadline_s: float) -> RunWriter:
+    """Claim a folder for ranks that train together, or for those of a job that train each by itself."""
+    if ranks.size == 1 and in_job():
+        path, first = job_folder(out, deadline_s)
+        writer = RunWriter(path, ranks.in_job, None, keeps_run=first)
+    else:
+        path = ranks.broadcast_text(str(claim_folder(out)) if ranks.rank == 0 else "", 0)
+        writer = RunWriter(path, ranks.rank, ranks.size)
+    if writer.keeps_run and path != os.path.abspath(out) and not _is_of_this_process(out):
+        sys.stderr.write(f"bitwitness: {shown(out)} holds a run already; this one is recorded in {shown(path)}\n")
+    return writer
 
 
 def _is_of_this_process(out: str) -> bool:

@@ -69,13 +69,16 @@ def claim_folder(path: str | os.PathLike[str]) -> Path:
         return folder
 
 
-def release_folder(path: str | os.PathLike[str], rank: int) -> None:
-    """Give back a folder that was claimed for a training that did not begin; what others put into it stays."""
+def release_folder(path: str | os.PathLike[str], rank: int, *, first: bool) -> None:
+    """Give back a folder that was claimed for a training that did not begin; what others put into it stays.
+
+    ``first``: this rank keeps its ``run.json``.
+    """
     folder = Path(path)
     with suppress(OSError):
         (folder / f"rank{rank:05d}" / "events.jsonl").unlink(missing_ok=True)
         (folder / f"rank{rank:05d}").rmdir()
-        if rank == 0:
+        if first:
             (folder / "run.json").unlink(missing_ok=True)
         if folder.stat().st_mode & 0o777 == _OURS:
             folder.rmdir()

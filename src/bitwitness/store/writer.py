@@ -38,7 +38,9 @@ class RunWriter:
     path
         The run folder. See `claim_folder` for how ranks agree on one that is not taken.
     rank, world_size
-        Who writes.
+        Who writes; how many ranks train together, None where each trains by itself.
+    keeps_run
+        Whether this rank keeps ``run.json``: the lowest does by default.
 
     Attributes
     ----------
@@ -49,12 +51,16 @@ class RunWriter:
 
     """
 
-    def __init__(self, path: str | os.PathLike[str], rank: int, world_size: int) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], rank: int, world_size: int | None, *, keeps_run: bool | None = None
+    ) -> None:
         self.path = Path(path)
         self.rank = rank
+        self.world_size = world_size
+        self.keeps_run = rank == 0 if keeps_run is None else keeps_run
         self.dropped = 0
         self._own = f"rank{rank:05d}"
-        self._keeps_shared = rank == 0
+        self._keeps_shared = rank == 0 or world_size is None  # ranks by themselves write a verdict of their own each
         self._fields: dict[str, Any] = {
             "schema": SCHEMA,
             "world_size": world_size,
@@ -108,8 +114,8 @@ class RunWriter:
         return name
 
     def describe(self, **fields: Any) -> None:
-        """Set fields of ``run.json`` and rewrite it, whole or not at all; rank 0 only."""
-        if self.rank:
+        """Set fields of ``run.json`` and rewrite it, whole or not at all; by the rank that keeps it."""
+        if not self.keeps_run:
             return
         self._fields |= to_jsonable(fields)
         temporary = self.path / "run.json.part"
@@ -124,7 +130,7 @@ class RunWriter:
 
     def beat(self, steps: int) -> None:
         """Leave a sign of life, now and then; ``steps``: how many have ended."""
-        if not self.rank and time.monotonic() - self._beaten >= BEAT_S:
+        if self.keeps_run and time.monotonic() - self._beaten >= BEAT_S:
             self._beaten = time.monotonic()
             self.describe(steps=steps, seen=now())
 
