@@ -1,7 +1,9 @@
-"""What surrounds a forward and decides how it computes: default dtype, kernel choices, function modes of the script's."""
+"""What surrounds a forward and decides how it computes: default dtype, kernel choices, the environment, function modes."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,7 +35,44 @@ def _attribute(owner: Any, name: str) -> _Switch:
     return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
 
 
+def _environment() -> dict[bytes, bytes]:
+    """Return the environment's variables as the process has them, without a decoding of each."""
+    return dict(vars(os.environ)["_data"])
+
+
+def _set_environment(wanted: dict[bytes, bytes]) -> None:
+    there = _environment()
+    for key in there.keys() - wanted.keys():
+        del os.environ[os.fsdecode(key)]
+    for key, value in wanted.items():
+        if there.get(key) != value:
+            os.environ[os.fsdecode(key)] = os.fsdecode(value)
+
+
+_OF_DECIMALS = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
+
+
+def _decimals() -> tuple[Any, ...]:
+    """Return how this thread computes with decimal numbers; nothing where it does not."""
+    if "decimal" not in sys.modules:
+        return ()
+    context = sys.modules["decimal"].getcontext()
+    return (*(getattr(context, name) for name in _OF_DECIMALS), dict(context.flags), dict(context.traps))
+
+
+def _set_decimals(wanted: tuple[Any, ...]) -> None:
+    if not wanted:
+        return
+    context = sys.modules["decimal"].getcontext()
+    for name, value in zip(_OF_DECIMALS, wanted, strict=False):
+        setattr(context, name, value)
+    context.flags, context.traps = wanted[-2:]
+
+
 _SWITCHES: tuple[_Switch, ...] = (
+    (_environment, _set_environment),
+    (_decimals, _set_decimals),
+    (sys.getrecursionlimit, sys.setrecursionlimit),
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
@@ -85,7 +124,7 @@ class Ambient:
                 pop_function_mode()
             for mode in reversed(taken):
                 push_function_mode(mode)
-            _set(now.settings, self.settings)
+            _set(now.settings, tuple(read() for read, _ in _SWITCHES))  # the forward may have changed them
 
 
 def _saving() -> Any:

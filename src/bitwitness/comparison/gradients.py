@@ -240,8 +240,8 @@ class GradientChains:
         """Return that micro-batches or ranks weigh otherwise: results agree, and gradients differ by no one factor."""
         a, b = self._a, self._b
         counts = next((pair for pair in ((a.micros, b.micros), (a.ranks, b.ranks)) if pair[0] != pair[1]), None)
-        rows = [(c.a[0], c.b[0]) for c in self._weighty if c.a[0] is not None and c.b[0] is not None]
-        apart = sum(self._differences.change_of[i] > max(_SMALL, self._noise) for i, _ in rows)
+        rows = [row for c in self._weighty if (row := c.a[1]) in self._differences.change_of]
+        apart = sum(self._differences.change_of[row] > max(_SMALL, self._noise) for row in rows if row is not None)
         if counts is None or apart < _MOST * len(rows) or not SettledModules(self._differences).forward_agrees:
             return None
         what = "micro-batches" if a.micros != b.micros else "ranks"

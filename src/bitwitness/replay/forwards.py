@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import nullcontext
+from contextvars import copy_context
 from typing import Any
 
 import torch
@@ -130,7 +131,7 @@ class ForwardReplay:
             if around is nullcontext:
                 self._compare_surroundings(record)
             with quiet(self._root, since=record.began), scripts_modes_back():
-                result = call(*args, **kwargs)
+                result = copy_context().run(call, *args, **kwargs)  # what it sets in context variables is gone with the copy
         if (
             around is nullcontext
             and record.drawn is not None

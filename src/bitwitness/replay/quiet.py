@@ -23,6 +23,8 @@ _REPORTERS = {"LightningModule": ("log", "log_dict")}
 
 _LOOKS = ("stat", "lstat", "access", "listdir", "scandir", "mkdir")
 """Functions of `os` that tell whether a path is there, or what is in it."""
+_OPEN_FILES = ("read", "write", "pread", "pwrite", "readv", "writev", "lseek", "ftruncate", "sendfile", "splice")
+"""Functions of `os` that use a file by its number, whose place in it nobody could put back in all cases."""
 _stat = os.stat
 
 
@@ -53,6 +55,7 @@ def quiet(root: nn.Module, *, since: int | None = None) -> Iterator[None]:
             _no_warnings(),
             _nothing_written(since),
             _nothing_looked_at(since),
+            _no_open_file_used(),
         ):
             yield
     finally:
@@ -144,6 +147,25 @@ def _nothing_looked_at(since: int | None) -> Iterator[None]:
     with ExitStack() as stack:
         for name in _LOOKS:
             stack.enter_context(replaced(os, name, wrap))
+        yield
+
+
+@contextmanager
+def _no_open_file_used() -> Iterator[None]:
+    """Have this thread use no file that is open by its number: how far it was read or written would not be what it was."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def used(*args: Any, **kwargs: Any) -> Any:
+            if in_replay() and not _is_torchs(sys._getframe(1).f_globals.get("__name__", "")):
+                raise ReplayError(f"the forward uses an open file (os.{original.__name__})")
+            return original(*args, **kwargs)
+
+        return used
+
+    with ExitStack() as stack:
+        for name in _OPEN_FILES:
+            if hasattr(os, name):
+                stack.enter_context(replaced(os, name, wrap))
         yield
 
 

@@ -10,13 +10,16 @@ from bitwitness.finding import Finding, Severity
 from bitwitness.site import Site
 
 _NAMED = 3  # gradients, and buffers, that a message names; the evidence counts all
+_UNSCALED = 1.0
+"""A loss scale that changes nothing: what overflows without any is no search for one."""
 
 
 class NonfiniteSensor:
     """Suspects any NaN or Inf in the loss, a local gradient or a buffer.
 
     Under a gradient scaler an overflow is how the scale is found, and the scaler skips the step: that is said at level
-    info and only becomes a suspicion after ``patience`` steps in a row. So is a gradient that is finite here and not after
+    info and only becomes a suspicion after ``patience`` steps in a row, and, until the scaler has found its first scale, not
+    while there is a scale left to be lowered (it may begin as high as the user says). So is a gradient that is finite here and not after
     the reduction: another rank's, or the reduction's own doing.
     """
 
@@ -25,6 +28,7 @@ class NonfiniteSensor:
     def __init__(self, *, patience: int = 8) -> None:
         self._patience = patience
         self._in_a_row = 0
+        self._found_scale = False
 
     def look(self, light: LightStep) -> list[Finding]:
         """Return what is not finite in this step."""
@@ -38,9 +42,12 @@ class NonfiniteSensor:
             what.append(f"{len(light.reduced)} gradients after their reduction ({light.reduced[0]})")
         if not what:
             self._in_a_row = 0
+            self._found_scale = True
             return []
         self._in_a_row += 1
-        quiet = not own or (light.scaled and self._in_a_row < self._patience)
+        scaled_only = not bad_losses and not light.buffers
+        searching = not self._found_scale and scaled_only and light.scale > _UNSCALED
+        quiet = not own or (light.scaled and (searching or self._in_a_row < self._patience))
         severity = Severity.INFO if quiet else Severity.ERROR
         message = f"not finite: {', '.join(what)}{more}" + (" (under a gradient scaler)" if light.scaled else "")
         evidence = {
