@@ -145,7 +145,8 @@ class _Accumulated(_Watched):
         if after is not before or (after is not None and after._version != version):
             self.owner.changed(self.hook)
         elif norm is not None:
-            self.owner.doubt(self.hook, _norm(after) != norm)
+            with own_work():  # the comparison, too, is an operator that modes of the script's would see
+                self.owner.doubt(self.hook, _norm(after) != norm)
         return result
 
 

@@ -10,6 +10,7 @@ import torch
 from bitwitness.record.values import Noted, Values
 from bitwitness.session.steps import StepClock
 from bitwitness.site import Site, matches
+from bitwitness.tap.compat import in_transform
 
 
 @dataclass(slots=True)
@@ -81,8 +82,11 @@ class Log:
         return self._nodes - 1
 
     def see(self, site: Site, tensor: torch.Tensor, *, overwritten: bool = False) -> NodeValue | None:
-        """Note a value now, to be added later; None if its site is not recorded. ``overwritten``: see `Values.note`."""
-        if not self.selection.wants(site):
+        """Note a value now, to be added later; None if its site is not recorded. ``overwritten``: see `Values.note`.
+
+        Inside a transform of ``torch.func`` the operators beneath it are recorded, and not the tensors that stand for many.
+        """
+        if not self.selection.wants(site) or in_transform():
             return None
         return NodeValue(site, self.values.note(tensor, site, overwritten=overwritten))
 

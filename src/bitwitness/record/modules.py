@@ -16,6 +16,7 @@ from torch import nn
 
 from bitwitness.record.log import Fail, Log, NodeValue
 from bitwitness.site import Site
+from bitwitness.tap.compat import in_transform
 from bitwitness.tap.frames import Stacks
 from bitwitness.tap.hooks import ModuleHook
 from bitwitness.tap.modules import ROOT
@@ -238,7 +239,12 @@ class ModuleRecorder:
 
     def _follow(self, tensor: torch.Tensor, site: Site, node: int) -> None:
         """Record the gradient of a tensor when it passes."""
-        if not tensor.requires_grad or not torch.is_grad_enabled() or not self._log.selection.wants(site):
+        if (
+            not tensor.requires_grad
+            or not torch.is_grad_enabled()
+            or in_transform()
+            or not self._log.selection.wants(site)
+        ):
             return
         alive = self._hooks[0]
 

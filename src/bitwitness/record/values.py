@@ -12,6 +12,7 @@ from bitwitness.record.meter import Meter, to_host
 from bitwitness.site import Site
 from bitwitness.store.recording import RecordingWriter
 from bitwitness.store.rows import Measured
+from bitwitness.tap.compat import in_transform
 from bitwitness.tap.identity import Identities, in_memory_order, layout_of, plain, unseen
 
 _DTYPES: dict[torch.dtype, str] = {}
@@ -155,6 +156,8 @@ class Values:
 
     def name(self, tensor: torch.Tensor, name: str) -> None:
         """Give what lies in a tensor's memory a name: a parameter's, a buffer's, an input's."""
+        if in_transform():
+            return  # such tensors have no memory of their own
         self._names.setdefault(self._identities.storage(plain(tensor)), name)
 
     def lasts(self, tensor: torch.Tensor, noted: Noted) -> None:

@@ -131,7 +131,9 @@ class ForwardReplay:
             if around is nullcontext:
                 self._compare_surroundings(record)
             with quiet(self._root, since=record.began), scripts_modes_back():
-                result = copy_context().run(call, *args, **kwargs)  # what it sets in context variables is gone with the copy
+                result = copy_context().run(
+                    call, *args, **kwargs
+                )  # what it sets in context variables is gone with the copy
         if (
             around is nullcontext
             and record.drawn is not None
