@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -58,14 +59,25 @@ class AutoRecorder(ModelSearch[Recorder]):
     @property
     def incomplete(self) -> bool:
         """Whether something that was asked for was not recorded."""
-        return not self._folders or any(one.problem for one in self._recorders)
+        return not self._folders or any(one.problem for one in self._recorders) or bool(self._empty())
+
+    def _empty(self) -> list[str]:
+        """Return the folders in which no row is."""
+        return [folder for folder in self._folders if next(Path(folder).glob("rank*/stats-*"), None) is None]
 
     def say(self) -> None:
         """Print where the recordings are, or that there is none."""
         if self._folders and self._speaks:
             problems = [one.problem for one in self._recorders if one.problem]
             how = f", NOT ALL of it: {problems[0]}" if problems else ""
-            sys.stderr.write(f"bitwitness: recorded in {', '.join(self._folders)}{how}\n")
+            full = [folder for folder in self._folders if folder not in self._empty()]
+            if full:
+                sys.stderr.write(f"bitwitness: recorded in {', '.join(full)}{how}\n")
+            for folder in self._empty():
+                sys.stderr.write(
+                    f"bitwitness: {folder} holds no rows: no step that was asked for ended; evaluations beside a training are "
+                    f"part of none{how if not full else ''}\n"
+                )
         elif not self._folders:
             sys.stderr.write("bitwitness: nothing was recorded: no module with parameters was called\n")
 

@@ -19,8 +19,8 @@ class NonfiniteSensor:
 
     Under a gradient scaler an overflow is how the scale is found, and the scaler skips the step: that is said at level
     info and only becomes a suspicion after ``patience`` steps in a row, and, until the scaler has found its first scale, not
-    while there is a scale left to be lowered (it may begin as high as the user says). So is a gradient that is finite here and not after
-    the reduction: another rank's, or the reduction's own doing.
+    while there is a scale left to be lowered (it may begin as high as the user says). So is a gradient that is finite here
+    and not after the reduction: another rank's, or the reduction's own doing.
     """
 
     name = "nonfinite"
