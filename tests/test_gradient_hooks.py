@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import bitwitness as bw
@@ -192,3 +193,33 @@ def test_a_backward_for_another_models_parameters_is_not_this_models(capsys) -> 
 
     table, said = compared(run, capsys)
     assert table["dismissed"] == STEPS - 1, said
+
+
+class Counting(TorchDispatchMode):
+    """A user's mode that counts operators."""
+
+    seen = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        Counting.seen += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_hook_behind_an_accumulation_shows_a_mode_of_the_scripts_nothing_of_ours() -> None:
+    def train(watch):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3))
+        net[2].bias.register_post_accumulate_grad_hook(lambda _: None)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        counts = []
+        with watch(net, optimizer):
+            for _ in range(5):
+                Counting.seen = 0
+                with Counting():
+                    net(torch.ones(4, 8)).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                counts.append(Counting.seen)
+        return counts
+
+    assert train(bw.Guard) == train(lambda *_: contextlib.nullcontext())

@@ -196,3 +196,16 @@ def test_under_a_scaler_an_overflow_is_ordinary_until_it_lasts() -> None:
     loud = [sensor.look(light(s, spoil={0: float("inf")}, scaled=True))[0].severity for s in range(5)]
     assert loud == [Severity.INFO] * 3 + [Severity.ERROR] * 2
     assert not sensor.look(light(9, scaled=True))
+
+
+def test_a_scaler_that_begins_high_is_searching_as_long_as_there_is_a_scale_to_lower() -> None:
+    sensor = NonfiniteSensor(patience=4)
+    scales = [2.0**24 / 2**n for n in range(26)]
+    said = [
+        sensor.look(light(n, spoil={0: float("inf")}, scaled=True, scale=scale))[0].severity
+        for n, scale in enumerate(scales)
+    ]
+    assert said == [Severity.INFO] * 24 + [Severity.ERROR] * 2
+    lost = NonfiniteSensor(patience=4)
+    bad = [lost.look(light(n, losses=(float("nan"),), scaled=True, scale=2.0**24))[0].severity for n in range(5)]
+    assert bad == [Severity.INFO] * 3 + [Severity.ERROR] * 2

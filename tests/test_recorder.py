@@ -387,3 +387,23 @@ def test_a_compiled_model_is_recorded_eagerly(tmp_path: Path) -> None:
         )
     assert len(found[0]) > 100
     assert found[0] == found[1]
+
+
+def test_gradients_per_sample_are_recorded_around(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    net = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+
+    def loss(parameters: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(net, parameters, (x[None],)).square().sum()
+
+    with bw.Recorder(net, out=tmp_path / "run") as recorder:
+        for _ in range(2):
+            x = torch.randn(5, 4)
+            each = torch.func.vmap(torch.func.grad(loss), (None, 0))(dict(net.named_parameters()), x)
+            assert len(each["0.weight"]) == 5
+            net(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert recorder.problem is None
+    assert "ended" not in capsys.readouterr().err
+    assert bw.Run(tmp_path / "run").steps() == [0, 1]

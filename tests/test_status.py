@@ -18,6 +18,7 @@ from torch import nn
 
 import bitwitness as bw
 from bitwitness.cli import main
+from bitwitness.finding import Action, Cause, Verdict
 
 TRAIN = """
 import sys, time, torch
@@ -242,3 +243,71 @@ def test_a_disk_that_fills_up_under_a_recording_is_told_and_what_was_written_is_
     assert bw.Run(tmp_path / "run").steps()  # rows came with the tensors that they describe
     for row in bw.Run(tmp_path / "run").rows(step=0).to_pylist():
         assert row["tensor"] is None or bw.Run(tmp_path / "run").tensor(row) is not None
+
+
+BY_HAND = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+torch.manual_seed(1 + dist.get_rank())
+for step in range(3):
+    net(torch.randn(5, 4)).square().mean().backward()
+    for p in net.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= float(sys.argv[1])
+    optimizer.step()
+    optimizer.zero_grad()
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.ranks
+def test_ranks_whose_gradients_are_reduced_by_hand_share_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text(BY_HAND)
+    job = [str(tmp_path / "train.py")]
+    guarded = forked(2, ["-m", "bitwitness", "run", "--out", str(tmp_path / "run"), *job, "2"], tmp_path / "logs")
+    assert guarded.code == 0, [log.read_text() for log in guarded.logs]
+    assert sorted(path.name for path in tmp_path.glob("run*")) == ["run"]
+    assert sorted(path.name for path in (tmp_path / "run").glob("rank*")) == ["rank00000", "rank00001"]
+    assert status(tmp_path / "run", capsys)[1]["status"] == "fine"
+    for name, by in (("a", "2"), ("b", "1")):
+        recorded = forked(
+            2, ["-m", "bitwitness", "record", "--out", str(tmp_path / name), *job, by], tmp_path / f"logs-{name}"
+        )
+        assert recorded.code == 0, [log.read_text() for log in recorded.logs]
+    report = bw.compare(tmp_path / "a", tmp_path / "b")
+    assert "2 times as large in run B, from the reduction over ranks on" in report.conclusion
+    assert bw.compare(tmp_path / "a", tmp_path / "a").status == "fine"
+
+
+def test_a_processs_other_models_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = model(), model()
+    with bw.Guard(first, out=tmp_path / "run"), bw.Guard(second, out=tmp_path / "run"):
+        train(first)
+        train(second)
+    assert status(tmp_path / "run", capsys)[0] == 0
+    assert len(status(tmp_path / "run", capsys)[1]["beside"]) == 1
+    with bw.Guard(model(), out=tmp_path / "again"), bw.Guard(third := model(), out=tmp_path / "again") as guard:
+        train(third)
+        guard.reporter.verdict(
+            Verdict(Cause.PERSISTENT_HARDWARE, 2, (0,), (), Action.REPORTED, "computes step 2 wrongly"), speak=False
+        )
+    code, told = status(tmp_path / "again", capsys)
+    assert code == 3  # the first of the two was not trained
+    assert told["sentence"].startswith("again-2: NOT healthy: step 2")
+    assert "take the device out of use" in told["to_do"]
+
+
+def test_a_recording_without_rows_says_so(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import torch\nnet = torch.nn.Linear(4, 2)\noptimizer = torch.optim.SGD(net.parameters(), 0.1)\n"
+        "with torch.no_grad():\n    net.eval()(torch.randn(3, 4))\n"
+    )
+    done = script(["-m", "bitwitness", "record", "-o", "run", "train.py"], tmp_path)
+    assert done.returncode == 4
+    assert "holds no rows" in done.stderr

@@ -62,6 +62,32 @@ PLANTED: dict[str, tuple[Training, Training, tuple[str, ...]]] = {
         Training(make=lambda: Rewritten("gelu", other=True), autocast=True),
         ("computed by gelu_backward in run A and by threshold_backward in run B",),
     ),
+    "mean of means": (
+        Training(make=lambda: w.Returning(padded=True), steps=1),
+        Training(make=lambda: w.Returning(padded=True), steps=1, micros=2),
+        ("differ by no one factor", "a mean of means"),
+    ),
+    "frozen in the one step": (
+        GPT.but(steps=1),
+        GPT.but(steps=1, prepare=lambda m: m.b[1].f1.requires_grad_(False)),
+        ("frozen", "b.1.f1.weight, b.1.f1.bias"),
+    ),
+    "stepped twice in the one step": (
+        GPT.but(steps=1),
+        GPT.but(steps=1, again=True),
+        ("run B's optimizer", "2 times against 1"),
+    ),
+    "changed between steps": (
+        GPT,
+        GPT.but(between=w.parameter(WEIGHT, lambda p: p.mul_(1.01))),
+        (WEIGHT, "changed between these two steps"),
+    ),
+    "clipped by value": (
+        GPT.but(clip=0.01),
+        GPT.but(edit=lambda m: nn.utils.clip_grad_value_(m.parameters(), 1e-4)),
+        ("clips each value at 0.0001",),
+    ),
+    "images transposed": (CONV, CONV.but(data=lambda x: x.transpose(2, 3)), ("input", "read in another order")),
     "frozen": (GPT, GPT.but(prepare=lambda m: m.b[1].f1.weight.requires_grad_(False)), (WEIGHT, "frozen")),
 }  # fmt: skip
 EQUAL: dict[str, tuple[Training, Training]] = {
@@ -84,6 +110,10 @@ EQUAL: dict[str, tuple[Training, Training]] = {
         ),
     ),
     "accumulation": (GPT, GPT.but(micros=4)),
+    "accumulation of what the model returns": (Training(make=w.Returning), Training(make=w.Returning, micros=4)),
+    "a loss scale that is taken out": (GPT, GPT.but(scale=1024.0, unscale=True)),
+    "a sum that is divided": (GPT, GPT.but(reduction="sum", mean_of_sum=True)),
+    "an optimizer of one's own": (SGD, SGD.but(optimizer="HandSGD")),
     "other precision": (GPT, GPT.but(autocast=True)),
     "other precision, clipped": (GPT.but(clip=0.2), GPT.but(clip=0.2, autocast=True)),
     "accumulation in bfloat16": (GPT.but(autocast=True), GPT.but(autocast=True, micros=4)),
@@ -92,7 +122,7 @@ EQUAL: dict[str, tuple[Training, Training]] = {
             Training(make=lambda k=kind: Rewritten(k, other=False)),  # type: ignore[misc]
             Training(make=lambda k=kind: Rewritten(k, other=True)),  # type: ignore[misc]
         )
-        for kind in ("mean", "bmm", "experts", "attention")
+        for kind in ("mean", "bmm", "experts", "attention", "rms")
     },
 }
 FACES = [("mix", "stats"), ("mix", "tensors"), ("modules", "stats"), ("ops", "stats"), ("mix", "hash")]
@@ -116,7 +146,7 @@ def test_what_was_planted_is_said(tmp_path: Path, name: str, level: str, content
     a, b, words = PLANTED[name]
     report = compared(tmp_path, a, b, level, content)
     assert report.status == "findings", report.conclusion
-    if level == "ops" and name in ("statistics of micro-batches", "undivided, other precisions"):
+    if level == "ops" and name in ("statistics of micro-batches", "undivided, other precisions", "mean of means"):
         return  # whose operators were not put together
     if level == "modules" and name in ("positions rolled", "a hook", "untied", "another seed", "sum for mean"):
         return  # of which modules alone tell the place, or that it was not recorded, and no more

@@ -132,6 +132,10 @@ class Rewritten(nn.Module):
         scores = h @ self.w1[0] @ h.transpose(-1, -2) + torch.full((T, T), filling).triu(1)
         return scores.softmax(-1) @ h
 
+    def _rms(self, h: torch.Tensor) -> torch.Tensor:
+        square = h.pow(2).mean(-1, keepdim=True) + 1e-5
+        return h / square.sqrt() if self.other else h * torch.rsqrt(square)
+
     def _gelu(self, h: torch.Tensor) -> torch.Tensor:
         h = h @ self.w1[0] * 4
         return F.relu(h) if self.other else F.gelu(h)
@@ -147,6 +151,37 @@ class Grouped(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits."""
         return self.l(self.n(self.tok(x).transpose(1, 2)).transpose(1, 2))
+
+
+class Returning(nn.Module):
+    """A GPT that computes its loss by itself, as transformers' models do; ``padded``: samples end at other places."""
+
+    def __init__(self, *, padded: bool = False) -> None:
+        super().__init__()
+        self.gpt, self.padded = GPT(), padded
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return loss and logits."""
+        if self.padded:
+            y = y.masked_fill(torch.arange(T) > (x[:, :1] % T), -100)
+        logits = self.gpt(x)
+        return {"loss": F.cross_entropy(logits.flatten(0, -2), y.flatten()), "logits": logits}
+
+
+class HandSGD(torch.optim.Optimizer):
+    """SGD with momentum, written by a user."""
+
+    def __init__(self, parameters: Any, lr: float, weight_decay: float, momentum: float) -> None:
+        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                buffer.mul_(group["momentum"]).add_(p.grad)
+                p.add_(buffer, alpha=-group["lr"])
 
 
 Change = Callable[[Any], Any]
@@ -175,6 +210,10 @@ class Training:
     mkldnn: bool = True
     prepare: Change | None = None
     edit: Change | None = None
+    again: bool = False
+    mean_of_sum: bool = False
+    unscale: bool = False
+    between: Change | None = None
     data: Change | None = None
     saved: dict[str, Any] | None = None
     lost: bool = False
@@ -185,11 +224,11 @@ class Training:
         model = self.make()
         if self.prepare is not None:
             self.prepare(model)
-        optimizer = getattr(torch.optim, self.optimizer)(
-            model.parameters(),
+        optimizer = (HandSGD if self.optimizer == "HandSGD" else getattr(torch.optim, self.optimizer))(
+            [p for p in model.parameters() if p.requires_grad],
             lr=self.lr,
             weight_decay=self.decay,
-            **({"momentum": 0.9} if self.optimizer == "SGD" else {}),
+            **({"momentum": 0.9} if "SGD" in self.optimizer else {}),
         )
         if self.first and self.saved:
             model.load_state_dict(self.saved["model"])
@@ -202,6 +241,8 @@ class Training:
         with self._kernels(), bw.Recorder(model, out=out, **settings) as recorder:
             for x, y in self._batches()[self.first :]:
                 self._step(model, optimizer, x, y)
+                if self.between is not None:
+                    self.between(model)
                 rates.step()
         if self.saved is not None and not self.first:
             self.saved.update(model=copy.deepcopy(model.state_dict()), optimizer=copy.deepcopy(optimizer.state_dict()))
@@ -235,14 +276,22 @@ class Training:
     def _step(self, model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> None:
         for part, target in zip(x.chunk(self.micros), y.chunk(self.micros), strict=True):
             with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
-                out = model(part)
-                loss = F.cross_entropy(out.flatten(0, -2), target.flatten(), reduction=self.reduction)
+                if isinstance(model, Returning):
+                    loss = model(part, target)["loss"]
+                else:
+                    loss = F.cross_entropy(model(part).flatten(0, -2), target.flatten(), reduction=self.reduction)
+                    loss = loss / target.numel() if self.mean_of_sum else loss
             (loss * self.scale / (self.micros if self.divide else 1)).backward()
+        if self.unscale:
+            for p in model.parameters():
+                p.grad.div_(self.scale)
         if self.clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), self.clip)
         if self.edit is not None:
             self.edit(model)
         optimizer.step()
+        if self.again:
+            optimizer.step()
         if self.zero:
             optimizer.zero_grad()
 

@@ -36,16 +36,46 @@ def add_parser(verbs: Any) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Answer; return the exit code."""
+    from bitwitness.store.beside import runs_beside
     from bitwitness.store.folder import Run
 
-    run = Run(args.run)
-    run.check()
-    asked = _Asked(run)
+    first = _Asked(_checked(Run(args.run)))
+    others = [_Asked(_checked(Run(path))) for path in runs_beside(args.run, first.description)]
+    asked = sorted([first, *others], key=lambda one: _WORSE.index(one.health.status))
     if args.json is not None:
-        write_json(asked.to_dict(), args.json)
+        beside = [{"run": str(one.path), **one.to_dict()} for one in others]
+        worst = asked[0].health
+        answer = {
+            "status": _together(asked),
+            "sentence": _lines(asked[0], args, named=bool(others))[0],
+            "to_do": worst.advice,
+        }
+        write_json(first.to_dict() | answer | {"beside": beside}, args.json)
     elif not args.quiet:
-        print("\n".join(asked.story() if args.verbose else asked.health.lines(f"bitwitness status -v {args.run}")))
-    return _CODES[asked.health.status]
+        print("\n".join(line for one in asked for line in _lines(one, args, named=bool(others))))
+    return _CODES[_together(asked)]
+
+
+_WORSE = ("findings", "unread", "fine")
+
+
+def _checked(run: Run) -> Run:
+    run.check()
+    return run
+
+
+def _together(asked: list[_Asked]) -> str:
+    """Return the status of several runs: what could not be read counts beside findings, too."""
+    found = {one.health.status for one in asked}
+    return "unread" if "unread" in found else "findings" if "findings" in found else "fine"
+
+
+def _lines(one: _Asked, args: argparse.Namespace, *, named: bool) -> list[str]:
+    """Return what is printed of one run; where a process has several models, each has a folder, and is named by it."""
+    from bitwitness.files.shown import shown
+
+    lines = one.story() if args.verbose else one.health.lines(f"bitwitness status -v {args.run}")
+    return [f"{shown(one.path.name)}: {lines[0]}", *lines[1:]] if named else lines
 
 
 class _Asked:
@@ -59,7 +89,8 @@ class _Asked:
         self._notes = [note for note in run.notes() if note.message == "coverage"]
         self._verdicts = run.verdicts()
         self._recorded = _recorded(run)
-        description = _description(run)
+        self.path = Path(run.path)
+        self.description = description = _description(run)
         self.life: Life = life_of(description)
         tables = _latest(self._notes)
         missing = _missing(self._notes, self._verdicts, description, self.life)

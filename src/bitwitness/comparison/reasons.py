@@ -274,7 +274,14 @@ class Reasons:
         self._told.add(name)
         called = name if name.startswith("input ") else f"its {name}"
         words = in_words(self.a, self.b, row_a, row_b)
-        if known is not None and known <= limit and self._begun.get(name, 0.0) > limit and not self._written.get(name):
+        # A step before in which nothing differed leaves no names.
+        before = 0.0 if known is None and self._earlier.last is not None else known
+        if (
+            before is not None
+            and before <= limit
+            and self._begun.get(name, 0.0) > limit
+            and not self._written.get(name)
+        ):
             words += "; the runs agreed in it at the end of the step before, so it was changed between these two steps"
         return Reason("source", f"{called} differs: {words}", rows=(row_a, row_b))
 

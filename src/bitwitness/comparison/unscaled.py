@@ -20,16 +20,15 @@ def loss_scale(differences: Differences) -> float | None:
 
 
 def without_scale(differences: Differences, scale: float) -> StepFrame:
-    """Return run B's step with its loss scale taken out of the loss that its backward begins at and of what the backward made.
+    """Return run B's step with its loss scale taken out of what the backward made, and of single numbers before it.
 
-    A backward also reads what the forward left: of each value that both runs have, its size tells which it is.
+    A backward also reads what the forward left: of each value that both runs have, its size tells which it is. A gradient that
+    only run B recorded before its optimizer changed it is what the backward left.
     """
     a, b = differences.a, differences.b
-    kinds = b.texts["kind"]
-    loss = kinds.equals("saved") & b.texts["op"].equals("loss")
-    found = b.texts["phase"].equals("backward") | kinds.equals("gradient")
-    found |= np.isin(b.value, b.value[loss]) & (b.value >= 0)
-    factors: Floats = np.ones(b.size)
+    gradients = b.texts["kind"].equals("gradient")
+    found = b.texts["phase"].equals("backward") | gradients | (b.count == 1)
+    factors: Floats = np.where(gradients & b.texts["slot"].equals("local"), 1.0 / scale, 1.0)
     for pair in differences.alignment.pairs:
         for i, j in (*pair.inputs, *pair.outputs):
             if found[j] and _is_scaled(float(a.numbers["l2"][i]), float(b.numbers["l2"][j]), scale):

@@ -1,0 +1,32 @@
+"""The run folders of one process's other models, which lie beside the first one's: ``RUN-2`` and so on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bitwitness.errors import UsageError
+from bitwitness.store.reader import read_description
+
+_MOST = 1000
+"""Models of one process: a loop over names that exist needs an end that does not depend on them."""
+
+
+def runs_beside(path: str | os.PathLike[str], description: Mapping[str, Any]) -> list[Path]:
+    """Return the folders in which the process of a run recorded its other models; ``description``: the run's ``run.json``."""
+    process = description.get("process")
+    if not isinstance(process, dict):
+        return []
+    folder, found = Path(os.path.abspath(path)), []
+    for number in range(2, _MOST):
+        beside = folder.with_name(f"{folder.name}-{number}")
+        if not (beside / "run.json").is_file():
+            break
+        try:
+            mine = read_description(beside).get("process") == process
+        except UsageError:  # whose it is cannot be told: what is damaged is no all-clear
+            mine = True
+        found += [beside] if mine else []
+    return found
