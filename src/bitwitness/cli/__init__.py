@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 
 from bitwitness.cli import ascend, compare, demo, diff_env, doctor, record, run, status, trace
-from bitwitness.cli.ending import CODES, ended, say, shown_streams
+from bitwitness.cli.ending import CODES, ended, flushed, say, shown_streams
 from bitwitness.cli.script import torch_lacks, unusable
 from bitwitness.errors import UsageError
 from bitwitness.version import __version__
@@ -44,7 +44,12 @@ def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; return the exit code."""
     with shown_streams():
-        args = parse(argv)
+        try:
+            args = parse(argv)
+        except SystemExit as done:  # --help and --version print, too
+            if (code := flushed()) is not None:
+                return code
+            raise done from None
     if args.verb in _SCRIPTS:
         return _with_script(args)
     with shown_streams():

@@ -109,6 +109,10 @@ def _text(summary: Summary, shown: list[Overflow]) -> str:
     if not summary.overflows:
         if not summary.files:
             return "there are no files: nothing was looked at"
+        if not summary.known:
+            return (
+                f"none of the {summary.files} files is a dump or an overflow record by its name: is this a dump path?"
+            )
         if summary.damaged:
             return f"no overflow in {summary.files} files, but NOT ALL were read: {len(summary.damaged)} problems (named above)"
         return f"no overflow in {summary.files} files"

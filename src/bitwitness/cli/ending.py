@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from io import TextIOWrapper
+from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from bitwitness.errors import (
     EXIT_INTERNAL,
@@ -58,6 +60,22 @@ class _Shown:
         return getattr(self._stream, name)
 
 
+class _Closed:
+    """Stands for a standard output that was closed before the command began (``>&-``): an answer cannot be written there."""
+
+    encoding = "utf-8"
+
+    def write(self, _text: str) -> int:
+        raise OSError(errno.EBADF, "standard output is closed")
+
+    def flush(self) -> None:
+        """Do nothing: nothing waits."""
+
+    def isatty(self) -> bool:
+        """Return that it is none."""
+        return False
+
+
 @contextmanager
 def shown_streams() -> Iterator[None]:
     """Let nothing unprintable out while a command works that prints what it read."""
@@ -65,11 +83,25 @@ def shown_streams() -> Iterator[None]:
     for stream in before:
         if isinstance(stream, TextIOWrapper):  # a test's may be another, and there may be none at all
             stream.reconfigure(errors="backslashreplace")
-    sys.stdout, sys.stderr = (stream and _Shown(stream) for stream in before)
+    with ExitStack() as stack:
+        out, err = before
+        sys.stdout = cast("TextIO", _Shown(out) if out is not None else _Closed())
+        quiet = err if err is not None else stack.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
+        sys.stderr = cast("TextIO", _Shown(quiet))
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = before
+
+
+def flushed() -> int | None:
+    """Write what waits for the standard output; return the exit code where that is not possible, else None."""
     try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = before
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        return _unwritten(error)
+    return None
 
 
 def ended(work: Callable[[], int]) -> int:
@@ -77,8 +109,7 @@ def ended(work: Callable[[], int]) -> int:
     try:
         with _terminable():
             code = work()
-            if sys.stdout is not None:
-                sys.stdout.flush()
+            sys.stdout.flush()
     except UsageError as error:
         say(str(error))
         return error.exit_code

@@ -82,6 +82,7 @@ class _Asked:
     """What a run folder answers."""
 
     def __init__(self, run: Run) -> None:
+        from bitwitness.files.shown import shown
         from bitwitness.store.health import health_of
         from bitwitness.store.life import life_of
 
@@ -94,14 +95,23 @@ class _Asked:
         self.life: Life = life_of(description)
         tables = _latest(self._notes)
         missing = _missing(self._notes, self._verdicts, description, self.life)
+        nothing = not (
+            tables or self._verdicts or self._recorded or self.life.state == "running" or "config" in description
+        )
         problems = [*run.problems, *_missing_ranks(run), *missing, *_not_written(run, description)]
+        problems += ["there is nothing to tell of: no guard was on, and no rows were recorded"] if nothing else []
         self.health: Health = health_of(tables, self._verdicts, self.life, problems=list(dict.fromkeys(problems)))
         if self._recorded and not tables and not self._verdicts:
             _tell_recording(self.health, self._recorded)
-        elif self.life.state == "running" and not tables:
+        elif "config" in description and not tables:
             steps = description.get("steps", "some")
             self.health.sentence = self.health.sentence.replace("no guard was on", f"no verdict in {steps} steps")
         self._tables = tables
+        origin = next(
+            (one.message for one in run.findings() if one.evidence.get("kind") and one.severity == "error"), ""
+        )
+        if origin:
+            self.health.sentence = self.health.sentence.replace(", named above", f" ({shown(origin, None)})")
 
     def story(self) -> list[str]:
         """Return all that there is to tell."""

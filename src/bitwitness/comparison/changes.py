@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bitwitness.comparison.frame import UNKNOWN, Floats, Ints, StepFrame
+from bitwitness.store.rows import AT_LEAST_ONE
 
 ORDER_DIFFERS = 1.0
 """The change where the same bits lie in another order."""
@@ -119,7 +120,9 @@ def _counts_differ(a: StepFrame, b: StepFrame, rows_a: Ints, rows_b: Ints) -> np
     differ: npt.NDArray[np.bool_] = a.count[rows_a] != b.count[rows_b]
     for name in ("nan", "pos_inf", "neg_inf"):
         first, second = a.counts[name][rows_a], b.counts[name][rows_b]
-        differ |= (first != second) & (first != UNKNOWN) & (second != UNKNOWN)
+        some = (first == AT_LEAST_ONE) | (second == AT_LEAST_ONE)  # as many as in the other run, unless that has none
+        known = (first != UNKNOWN) & (second != UNKNOWN)
+        differ |= known & np.where(some, (first == 0) | (second == 0), first != second)
     return differ
 
 

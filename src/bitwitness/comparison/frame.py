@@ -126,7 +126,7 @@ class StepFrame:
     def stats(self, row: int) -> dict[str, Any]:
         """Return a row's statistics, None where they are not known."""
         found: dict[str, Any] = {"count": int(self.count[row])}
-        found |= {name: None if self.counts[name][row] == UNKNOWN else int(self.counts[name][row]) for name in _COUNTS}
+        found |= {name: None if self.counts[name][row] < 0 else int(self.counts[name][row]) for name in _COUNTS}
         for name in _NUMBERS:
             number = float(self.numbers[name][row])
             found[name] = None if np.isnan(number) else number

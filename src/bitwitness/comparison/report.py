@@ -67,6 +67,9 @@ class Report:
         The dtypes in which A and B compute, where they compute in different ones throughout.
     operators, kept
         Whether operators were compared, and the values themselves.
+    cleared
+        How many operators (of all steps) differ by more than rounding inside modules whose results agree: ways of writing, and
+        branches that lead nowhere.
     merged
         The runs are spread differently over ranks; all ranks were put together.
 
@@ -101,6 +104,7 @@ class Report:
     kept: bool = False
     matched: int = 0
     lone: int = 0
+    cleared: int = 0
 
     def note(self, text: str) -> None:
         """Note how runs were lined up, once."""
@@ -123,16 +127,7 @@ class Report:
     def conclusion(self) -> str:
         """One sentence for all."""
         if self.first is not None and not self._parted_unseen and self.first.step < self.unaligned_from:
-            where = f"{self.first.site} (rank {self.first.rank}, step {self.first.step})"
-            said = f"{self._elsewhere}the runs part at {where}: {self.first.text}"
-            more = []
-            if self.cause is not None and self.cause is not self.first and self.cause.step == self.first.step:
-                more.append(self.cause.text)
-            if self.unlike:
-                more.append(
-                    f"{self.lone} operators of {self.matched + self.lone} have no counterpart, which is too many to be sure"
-                )
-            return "; ".join([*([self.conditions] if self.conditions else []), said, *more])
+            return self._parts_at(self.first)
         if self.unaligned:
             return (
                 f"the runs were not given the same batch ({self.unaligned[0]}), so that no operator is accused: record both "
@@ -154,18 +149,30 @@ class Report:
                 f"the runs differ by more than rounding, first at {self.exceeding[0]}, and what made it was not recorded: "
                 f"{self._hint}{lone}{unread}"
             )
+        return f"{self._rounding_only}{lone}{unread}"
+
+    def _parts_at(self, first: Suspect) -> str:
+        """Say where the runs part, beside what explains all gradients and what comes before all operators."""
+        said = f"{self._elsewhere}the runs part at {first.site} (rank {first.rank}, step {first.step}): {first.text}"
+        more = []
+        if self.cause is not None and self.cause is not first and self.cause.step == first.step:
+            more.append(self.cause.text)
+        if self.unlike:
+            count = f"{self.lone} operators of {self.matched + self.lone}"
+            more.append(f"{count} have no counterpart, which is too many to be sure")
+        return "; ".join([*([self.conditions] if self.conditions else []), said, *more])
+
+    @property
+    def _rounding_only(self) -> str:
+        nearest = "" if self.nearest is None else f"; the nearest to that is {self.nearest}"
         if self.precisions is not None:
             coarse = max(self.precisions, key=roundoff)
-            nearest = "" if self.nearest is None else f"; the nearest to that is {self.nearest}"
-            return (
-                f"rounding of {coarse}: the runs compute in {' against '.join(self.precisions)}, and no operator differs by "
-                f"more than that explains{nearest}{lone}{unread}"
-            )
-        nearest = "" if self.nearest is None else f"; the nearest to that is {self.nearest}"
-        return (
-            "reordering-level differences only: no operator differs by more than rounding explains"
-            f"{nearest}{lone}{unread}"
-        )
+            how = f"the runs compute in {' against '.join(self.precisions)}"
+            return f"rounding of {coarse}: {how}, and no operator differs by more than that explains{nearest}"
+        said = "no operator differs by more than rounding explains"
+        if self.cleared:
+            said = f"what modules return differs by no more than rounding explains ({self.cleared} operators inside do)"
+        return f"reordering-level differences only: {said}{nearest}"
 
     @property
     def _elsewhere(self) -> str:

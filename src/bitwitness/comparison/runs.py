@@ -21,6 +21,7 @@ from bitwitness.comparison.report import Report
 from bitwitness.comparison.search import SuspectSearch
 from bitwitness.comparison.settled import SettledModules
 from bitwitness.comparison.suspect import EarlierSteps, Suspect, grouped
+from bitwitness.comparison.uncompared import absent_ranks, uncompared
 from bitwitness.comparison.unscaled import loss_scale, without_scale
 from bitwitness.comparison.values import KeptValues, Side
 from bitwitness.store.source import Source
@@ -64,6 +65,7 @@ def compare_sources(
     """
     settings = settings or Settings()
     name_a, name_b = (f"{source.path} ({source.kind})" for source in (a, b))
+    absent = [*absent_ranks(a), *absent_ranks(b)]
     lined = line_up(a, b, settings.ranks, settings.steps)
     a, b = lined.a, lined.b
     report = Report(
@@ -76,7 +78,7 @@ def compare_sources(
         _compare_step(report, a, b, place, earlier.setdefault(place.rank, EarlierSteps()), settings, sinks)
     progress(len(lined.places), len(lined.places))
     report.noise = max((known.noise for known in earlier.values()), default=0.0)
-    report.problems += [*a.problems, *b.problems]
+    report.problems += [*a.problems, *b.problems, *absent]
     _conclude(report)
     _name_lines(report.suspects, a, b)
     return report
@@ -119,6 +121,7 @@ def _compare_step(
             f"the loss is scaled {in_times(scale)} as much in run B, and gradients are as large when the optimizer reads them: "
             "compared as if it were not"
         )
+    report.problems += uncompared(frame_a, frame_b, alignment, place)
     values = _values(Side(a, frame_a, rank), Side(b, frame_b, rank), alignment)
     differences = Differences(frame_a, frame_b, alignment, known, None if values is None else values.changes)
     search = SuspectSearch(differences, rank, step)
@@ -133,6 +136,7 @@ def _compare_step(
     report.operators = differences.has_operators
     report.exceeding += search.exceeding[: _LISTED - len(report.exceeding)]
     report.unexplained = report.unexplained or search.unexplained
+    report.cleared += search.cleared
     report.nearest = max(filter(None, (report.nearest, search.nearest)), key=lambda one: one.ratio, default=None)
     report.problems += [] if values is None else values.problems
     _count(report, differences, search.settled)

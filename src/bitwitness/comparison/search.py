@@ -58,6 +58,8 @@ class SuspectSearch:
         self._updates = Updates(differences, self._reasons)
         self.exceeding: list[Exceeding] = []
         """What differs by more than is explained, and has no reason of its own, in order."""
+        self.cleared = 0
+        """How many operators differ by more than is explained inside modules whose results agree."""
         self.unexplained: Exceeding | None = None
         """The first that differs by more than is explained, whatever was found of it."""
         self.nearest: Exceeding | None = None
@@ -72,6 +74,7 @@ class SuspectSearch:
             suspect = self._look(pair)
             self._reasons.remember(pair)
             if suspect is not None and self._is_harmless(pair, suspect):
+                self.cleared += suspect.change > suspect.explained
                 continue
             if suspect is not None and not (pair.a.kind == "module" and self._is_named_inside(pair.a.module)):
                 self._earlier.parted = True

@@ -108,16 +108,21 @@ def read_json(path: str | os.PathLike[str], expected: str, most: int = MOST_BYTE
     return parsed_json(read_text(path, expected, most), path, expected)
 
 
-def read_object(path: str | os.PathLike[str], expected: str, most: int = MOST_BYTES) -> dict[str, Any]:
-    """Return the object that a JSON file holds; raises as `read_json`, and `UnreadError` where it holds something else."""
-    found = read_json(path, expected, most)
+def read_object(
+    path: str | os.PathLike[str], expected: str, most: int = MOST_BYTES, *, strict: bool = False
+) -> dict[str, Any]:
+    """Return the object that a JSON file holds; raises as `read_json`, and `UnreadError` where it holds something else.
+
+    ``strict``: NaN and Infinity, which are no JSON, are damage; other tools write them.
+    """
+    found = parsed_json(read_text(path, expected, most), path, expected, strict=strict)
     if not isinstance(found, dict):
         raise UnreadError(f"{shown(path)} holds no JSON object; expected {expected}")
     return found
 
 
-def parsed_json(text: str | bytes, where: str | os.PathLike[str], expected: str) -> Any:
-    """Return what a JSON text says.
+def parsed_json(text: str | bytes, where: str | os.PathLike[str], expected: str, *, strict: bool = False) -> Any:
+    """Return what a JSON text says; ``strict``: see `read_object`.
 
     Raises
     ------
@@ -126,11 +131,15 @@ def parsed_json(text: str | bytes, where: str | os.PathLike[str], expected: str)
 
     """
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_refused if strict else None)
     except RecursionError as error:
         raise UnreadError(f"{shown(where)} is damaged: nested too deeply; expected {expected}") from error
     except ValueError as error:
         raise UnreadError(f"{shown(where)} is damaged: {shown(error)}; expected {expected}") from error
+
+
+def _refused(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def listed(folder: str | os.PathLike[str], expected: str) -> list[os.DirEntry[str]]:

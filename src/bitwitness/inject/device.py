@@ -36,6 +36,7 @@ from bitwitness.tap.moments import BackwardCall, StepListener, StepMoments
 from bitwitness.tap.operators import OpCall, OperatorTap
 from bitwitness.tap.opwindow import run_eagerly
 from bitwitness.tap.ownwork import REFERENCE, own_work
+from bitwitness.tap.traffic import world_size
 
 ENVIRONMENT = "BITWITNESS_INJECT"
 _OPERATOR_PHASES = ("forward", "backward", "comm")
@@ -86,6 +87,7 @@ class FaultyDevice:
             for index, fault in enumerate(faults)
             if fault.rank is None or fault.rank == rank
         ]
+        self._ranks, self._ranks_of = 1, [(index, fault.rank) for index, fault in enumerate(faults)]
         self._on_operators = [t for t in self._triggers if _can_be_in(t.fault, _OPERATOR_PHASES)]
         self._on_state = [t for t in self._triggers if _can_be_in(t.fault, ("param", "optim"))]
         self._names_backward = any(_can_be_in(t.fault, ("backward",)) for t in self._on_operators)
@@ -128,8 +130,18 @@ class FaultyDevice:
         self._stack.close()
 
     def told(self) -> list[str]:
-        """Return a line for each fault of this device: how often it struck, and where first; or that it never did."""
-        return [told_of(trigger, self.fired, self._rank) for trigger in self._triggers]
+        """Return a line for each fault of this device: how often it struck, and where first; or that it never did.
+
+        The first rank also tells of those of ranks that the job does not have.
+        """
+        told = [told_of(trigger, self.fired, self._rank) for trigger in self._triggers]
+        if self._rank:
+            return told
+        return told + [
+            f"fault {index} never struck: it is for rank {rank}, and the job has {self._ranks} rank{'s' * (self._ranks > 1)}"
+            for index, rank in self._ranks_of
+            if rank is not None and rank >= self._ranks
+        ]
 
     # -- operators ---------------------------------------------------------------------------------------
 
@@ -138,6 +150,7 @@ class FaultyDevice:
 
         Modes are a thread's own: the device is that of the thread that entered it.
         """
+        self._ranks = max(self._ranks, world_size())  # when it is told of, the group may be gone
         if threading.get_ident() != self._thread or not self._on_operators:
             return
         if not self._eager and dynamo() is not None:

@@ -182,9 +182,14 @@ def load_faults(path: str | Path) -> tuple[Fault, ...]:
     except UsageError as error:
         raise ConfigError(f"cannot read the faults: {error}") from error
     try:
-        return from_mapping(table)
+        found = from_mapping(table)
     except ConfigError as error:
         raise ConfigError(f"{shown(path)}: {error}") from error
+    if not found:
+        raise ConfigError(
+            f"{shown(path)} declares no fault; expected [[fault]] tables (bitwitness demo --faults-template)"
+        )
+    return found
 
 
 def from_mapping(table: Mapping[str, Any]) -> tuple[Fault, ...]:

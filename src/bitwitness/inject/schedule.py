@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bitwitness.files.shown import shown
 from bitwitness.inject.faults import Fault
 from bitwitness.site import Site
 from bitwitness.tap.operators import OpCall
@@ -56,7 +57,7 @@ def is_again(call: OpCall) -> bool:
 
 def told_of(trigger: Trigger, fired: Sequence[Firing], rank: int) -> str:
     """Say how often a fault struck, and where first; or that it never did, which a misspelt site may be the reason of."""
-    what = f"fault {trigger.index} ({trigger.fault.kind} at {trigger.fault.site})"
+    what = f"fault {trigger.index} ({trigger.fault.kind} at {shown(trigger.fault.site)})"
     mine = [firing for firing in fired if firing.fault == trigger.index]
     if not mine:
         return (

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from bitwitness.errors import UsageError
+from bitwitness.files.shown import shown
 from bitwitness.finding import Event, Finding, Note, Verdict, event_of
 from bitwitness.store.reader import read_description, read_events
 from bitwitness.store.rows import SCHEMA
@@ -97,7 +98,12 @@ class Run:
         its notes and the suspicions that came to nothing. A folder that has no such file yields nothing.
         """
         file = self.path / (_SHARED if rank is None else f"rank{rank:05d}/{_SHARED}")
-        if not file.exists():
+        try:
+            file.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            self._note([f"cannot read {shown(file)}: {error.strerror}"])
             return
         lines, problems = read_events(file)
         self._note(problems)

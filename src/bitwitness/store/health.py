@@ -109,7 +109,9 @@ def health_of(
     found = bool(verdicts or nonfinite)
     remarks = (told for table in tables if (told := _of(table, "loss_scale").get("told")))
     status = "unread" if doubts or not _ended_well(life) else "findings" if found else "fine"
-    if not _ended_well(life):
+    if life.state == "unknown" and not found:
+        sentence = f"not known: {[*doubts, life.by or 'run.json does not tell how the run ended'][0]}; {seen}"
+    elif not _ended_well(life):
         sentence = f"{life.state}{f' ({life.by})' * bool(life.by)}: {'until then ' * (not found)}{sentence}"
     return Health(status, sentence, advice, gaps, doubts, next(remarks, ""))
 

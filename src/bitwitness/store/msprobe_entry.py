@@ -12,11 +12,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
-from bitwitness.store.rows import Measured
+from bitwitness.store.rows import AT_LEAST_ONE, Measured
 
 _MODULES = ("Module", "Cell")
 _COLLECTIVES = ("Distributed", "MintDistributed")
@@ -125,21 +125,34 @@ def _measured(found: Mapping[str, Any], count: int, dtype: str) -> Measured:
     if not count:
         return Measured(0, 0, 0, 0, 0, hash=code)
     if low is None or high is None:
-        return Measured(count, min=low, max=high, hash=code)
+        said = [_number(found.get(name)) for name in ("Max", "Min", "Mean", "Norm")]
+        nan, above, below = (any(test(n) for n in said if n is not None) for test in _NOT_FINITE)
+        counts = {"nan": nan, "pos_inf": above, "neg_inf": below}
+        some = {name: AT_LEAST_ONE for name, there in counts.items() if there}
+        return Measured(count, min=low, max=high, hash=code, **some)
     norm = _finite(found.get("Norm"))
     # The norm of a tensor without dimensions is its value there, sign and all.
     mean = _finite(found.get("Mean"))
     return Measured(count, 0, 0, 0, None, low, high, mean, None if norm is None else abs(norm), hash=code)
 
 
-def _finite(value: Any) -> float | None:
+_NOT_FINITE: tuple[Callable[[float], bool], ...] = (math.isnan, lambda n: n == math.inf, lambda n: n == -math.inf)
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, str) and value in ("nan", "inf", "-inf"):
+        return float(value)
     if not isinstance(value, int | float):
         return None
     try:
-        number = float(value)
+        return float(value)
     except OverflowError:
         return None
-    return number if math.isfinite(number) else None
+
+
+def _finite(value: Any) -> float | None:
+    number = _number(value)
+    return number if number is not None and math.isfinite(number) else None
 
 
 def measures_of(found: Mapping[str, Any]) -> frozenset[str]:

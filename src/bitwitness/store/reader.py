@@ -55,7 +55,7 @@ def read_description(path: Path) -> dict[str, Any]:
 
     """
     file = path if path.name == "run.json" else path / "run.json"
-    found = read_object(file, "the run.json of a run folder (what --out or out= names)")
+    found = read_object(file, "the run.json of a run folder (what --out or out= names)", strict=True)
     if not is_intact(found):
         raise UnreadError(f"{file} is damaged (its checksum differs); expected the run.json that bitwitness writes")
     del found[FIELD]

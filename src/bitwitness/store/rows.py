@@ -74,6 +74,10 @@ SCHEMA = pa.schema(
 STACKS = pa.schema([("stack", pa.int32()), ("text", pa.string())])
 
 
+AT_LEAST_ONE = -2
+"""A number of NaN or Inf of which only this is known, in what other tools have recorded."""
+
+
 class Row(NamedTuple):
     """A row without the statistics of its value."""
 

@@ -41,7 +41,10 @@ def read_torch_file(path: Path) -> FoundTensors:
     open_file(path, "a file of torch.save").close()  # of a device or a FIFO there is no end
     found, size = FoundTensors({}, []), path.stat().st_size
     for name, value in _flat(_load(path, size, shown(path), mmap=True), shown(path)):
-        if not isinstance(value, torch.Tensor):
+        number = _as_tensor(value)
+        if number is not None:
+            found.entries.setdefault(name, TensorEntry(number.dtype, (), lambda number=number: number))  # type: ignore[misc]
+        elif not isinstance(value, torch.Tensor):
             found.ignored += 1
         elif name in found.entries:
             found.problems.append(f"{shown(path)}: two entries are called {quoted(name)}; the second was left out")
@@ -51,6 +54,14 @@ def read_torch_file(path: Path) -> FoundTensors:
             tensor = value.detach()
             found.entries[name] = TensorEntry(tensor.dtype, tuple(tensor.shape), lambda tensor=tensor: tensor)  # type: ignore[misc]
     return found
+
+
+def _as_tensor(value: Any) -> torch.Tensor | None:
+    """Return a number that a state holds beside tensors, a step count or a learning rate, to be compared as they are."""
+    if isinstance(value, float):
+        return torch.tensor(value, dtype=torch.float64)
+    fits = isinstance(value, int) and abs(value) < 1 << 63
+    return torch.tensor(value, dtype=torch.int64) if fits else None
 
 
 def tensor_from(data: bytes, where: str) -> torch.Tensor:
@@ -103,6 +114,8 @@ def _check_archive(source: Path | BytesIO, size: int, where: str) -> None:
                 one for one in members if stored and one.filename.endswith(".pkl") and one.file_size <= _LARGEST_PICKLE
             ]
             deep = any(nests_tuples_deeply(archive.read(one)) for one in pickles)
+            # torch can be told to write no checksums, and writes zeros then.
+            damaged = archive.testzip() if stored and any(one.CRC for one in members) else None
     except Exception as error:  # a hostile archive makes zipfile raise what it likes
         raise UnreadError(
             f"{where} is no whole archive of torch.save ({_reason(error)}); it was cut short, or saved before torch 1.6: "
@@ -112,6 +125,8 @@ def _check_archive(source: Path | BytesIO, size: int, where: str) -> None:
         raise UnreadError(
             f"{where} unpacks to more than its {size} bytes; torch.save writes nothing like that: refused"
         )
+    if damaged is not None:
+        raise UnreadError(f"{where} is damaged: the checksum of its part {shown(damaged)} differs; get it again")
     if deep or any(one.filename.endswith(".pkl") and one.file_size > _LARGEST_PICKLE for one in members):
         raise UnreadError(
             f"{where} nests tuples deeper than {DEEPEST}, or describes more than a state can hold: refused"

@@ -16,6 +16,7 @@ from bitwitness.store.ascend.dtypes import numpy_dtype
 from bitwitness.store.ascend.dump import DumpTensor, read_dump
 from bitwitness.store.ascend.names import parse_name
 from bitwitness.store.ascend.opdebug import is_opdebug_name, read_opdebug
+from bitwitness.store.ascend.wire import AscendFileError
 
 Form = Literal["npy", "safetensors"]
 
@@ -66,6 +67,8 @@ def convert_file(path: Path, folder: Path, form: Form = "npy") -> list[tuple[Pat
         _write(target, lambda file: file.write(text.encode()))
         return [(target, "overflow record")]
     tensors = [tensor for tensor in read_dump(path).tensors if tensor.offset is not None]
+    if not tensors:
+        raise AscendFileError(str(path), 0, "a header without any payload", "a dump file that holds tensors")
     return _to_safetensors(path, tensors, folder) if form == "safetensors" else _to_npy(path, tensors, folder)
 
 

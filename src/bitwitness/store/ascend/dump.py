@@ -224,10 +224,13 @@ def _placed(dump: DumpFile, begin: int, size: int) -> DumpFile:
     nullable = {id(t) for t in (*dump.inputs, *dump.outputs) if not t.address}
     absent = nullable if whole > left else set()
     present = sum(t.size for t in tensors if id(t) not in absent)
-    if present > left:
-        raise AscendFileError(
-            str(dump.path), begin, f"{left} bytes after the header", f"{present} bytes, what the header promises"
+    if (
+        present != left
+    ):  # payloads follow one another without padding: more or fewer bytes are a cut file, or a wrong size
+        promised = f"{whole} bytes, what the header promises" + (
+            f", or {present} without those at no address" if absent else ""
         )
+        raise AscendFileError(str(dump.path), begin, f"{left} bytes after the header", promised)
     at = begin
     placed: dict[int, DumpTensor] = {}
     for tensor in tensors:

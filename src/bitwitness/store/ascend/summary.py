@@ -97,16 +97,17 @@ class Overflow:
 
 @dataclass(slots=True)
 class Summary:
-    """All that was found. ``damaged``: a message for each file or folder that could not be read."""
+    """All that was found. ``known``: files that are dumps by their names; ``damaged``: a message for each that is not read."""
 
     files: int = 0
+    known: int = 0
     overflows: list[Overflow] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
 
     @property
     def status(self) -> str:
         """Tell ``fine``, ``findings`` or ``unread``: not everything could be read, beside overflows or not, or nothing was."""
-        if self.damaged or not self.files:
+        if self.damaged or not self.known:
             return "unread"
         return "findings" if self.overflows else "fine"
 
@@ -143,6 +144,8 @@ def summarise(path: Path, tick: Callable[[int], None] = lambda _count: None) -> 
         if is_opdebug_name(folder.name):
             summary.damaged.append(f"{shown(folder)} is a folder; expected an overflow file of that name")
         summary.files += len(names)
+        summary.known += sum(is_opdebug_name(name) or parse_name(name) is not None for name in names)
+        summary.known += len(read_mapping(folder, lambda _: None))
         tick(summary.files)
         records = [name for name in names if is_opdebug_name(name) and not name.endswith(_TABLES)]
         if records:
