@@ -51,9 +51,15 @@ class _Shown:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self.failure: OSError | None = None
+        """Why something could not be written; argparse says nothing of it."""
 
     def write(self, text: str) -> int:
-        self._stream.write(shown_lines(text))
+        try:
+            self._stream.write(shown_lines(text))
+        except OSError as error:
+            self.failure = error
+            raise
         return len(text)
 
     def __getattr__(self, name: str) -> Any:
@@ -64,9 +70,11 @@ class _Closed:
     """Stands for a standard output that was closed before the command began (``>&-``): an answer cannot be written there."""
 
     encoding = "utf-8"
+    failure: OSError | None = None
 
     def write(self, _text: str) -> int:
-        raise OSError(errno.EBADF, "standard output is closed")
+        self.failure = OSError(errno.EBADF, "standard output is closed")
+        raise self.failure
 
     def flush(self) -> None:
         """Do nothing: nothing waits."""
@@ -97,11 +105,11 @@ def shown_streams() -> Iterator[None]:
 def flushed() -> int | None:
     """Write what waits for the standard output; return the exit code where that is not possible, else None."""
     try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
     except OSError as error:
         return _unwritten(error)
-    return None
+    failure: OSError | None = getattr(sys.stdout, "failure", None)
+    return None if failure is None else _unwritten(failure)
 
 
 def ended(work: Callable[[], int]) -> int:
