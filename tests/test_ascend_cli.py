@@ -38,7 +38,7 @@ def test_convert_names_what_is_damaged_and_goes_on(tmp_path: Path, capsys: pytes
     assert main(["ascend", "convert", "-d", str(source), "-o", str(tmp_path)]) == 3
     told = capsys.readouterr()
     assert "Add.Add_1.3.7.100, byte 0: 5 bytes; expected the header's length" in told.err
-    assert "1 files converted, 1 could not be read" in told.out
+    assert "1 file converted, 1 could not be read" in told.out
     assert main(["ascend", "convert", "-d", str(source / "Add.Add_1.3.7.100")]) == 3
     assert main(["ascend", "convert", "-d", str(tmp_path / "nothing")]) == 2
     assert "No such file or directory" in capsys.readouterr().err
@@ -49,7 +49,7 @@ def test_decode_takes_both_spellings(text: str, capsys: pytest.CaptureFixture) -
     assert main(["ascend", "decode", text, "--unit", "aicore"]) == 0
     assert "FP32-to-FP16 or 32-bit-integer-to-FP16 conversion overflow" in capsys.readouterr().out
     assert main(["ascend", "decode", text, "--json"]) == 0
-    assert [one["status"] for one in json.loads(capsys.readouterr().out)] == [272] * 3
+    assert [one["status"] for one in json.loads(capsys.readouterr().out)["decoded"]] == [272] * 3
 
 
 @pytest.mark.parametrize("text", ["", "x", "-1", "0x1ffffffffffffffff"])
@@ -168,7 +168,7 @@ def test_saturation_is_said_first(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("INF_NAN_MODE_ENABLE", "0")
-    (tmp_path / "some.file").touch()
+    writer.write(tmp_path / "Add.Add_1.3.7.100", writer.dump([], [], []))
     assert main(["ascend", "summary", str(tmp_path)]) == 0
     assert capsys.readouterr().out.startswith(
         "INF_NAN_MODE_ENABLE = 0 here: saturation. Inf became the dtype's largest"

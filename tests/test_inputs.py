@@ -66,7 +66,7 @@ def test_a_folder_that_may_not_be_listed_is_no_all_clear(tmp_path: Path) -> None
     fine, closed = tmp_path / "dump" / "a", tmp_path / "dump" / "b"
     for folder in (fine, closed):
         folder.mkdir(parents=True)
-        (folder / "notes.txt").write_text("x")
+        (folder / "Add.Add_1.3.7.100").write_text("x")
     (tmp_path / "dump").chmod(0o755)
     fine.chmod(0o755)
     assert as_nobody("ascend", "summary", str(tmp_path / "dump")).returncode == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bitwitness.cli import ascend_summary
-from bitwitness.cli.options import add_json, write_json
+from bitwitness.cli.options import add_json, add_quiet, answer
 from bitwitness.errors import EXIT_UNREAD, UnreadError, UsageError
 from bitwitness.files.shown import quoted, shown
 
@@ -30,13 +30,13 @@ def add_parser(verbs: Any) -> None:
         description="Converts a dump file, or all in a folder: tensors to <file>.{input|output}.<i>.npy, overflow records to "
         "<file>.output.0.json in the vendor's shape.",
     )
-    convert.add_argument(
-        "-d", dest="source", metavar="FILE|DIR", required=True, help="a dump file, or a folder of them"
-    )
+    convert.add_argument("path", metavar="FILE|DIR", nargs="?", help="a dump file, or a folder of them")
+    convert.add_argument("-d", dest="source", metavar="FILE|DIR", help="the same, as the vendor's tool has it")
     convert.add_argument(
         "-out", "-o", "--out", dest="out", metavar="DIR", default=".", help="where to write (here by default)"
     )
     convert.add_argument("--format", dest="form", choices=("npy", "safetensors"), default="npy", help="for tensors")
+    add_quiet(convert)
     convert.set_defaults(main=convert_main)
     decode = inner.add_parser(
         "decode",
@@ -46,6 +46,7 @@ def add_parser(verbs: Any) -> None:
     decode.add_argument("status", metavar="STATUS", help="decimal (272) or hexadecimal (0x110)")
     decode.add_argument("--unit", choices=tuple(_UNITS), help="only this unit's meaning")
     add_json(decode, "the same as JSON; '-', the default, prints it")
+    add_quiet(decode)
     decode.set_defaults(main=decode_main)
     ascend_summary.add_parser(inner)
 
@@ -54,14 +55,8 @@ def convert_main(args: argparse.Namespace) -> int:
     """Convert; return the exit code."""
     from bitwitness.store.ascend.convert import convert_file, dump_files
 
-    if not args.out:
-        raise UsageError("-o is empty; name a folder to write to")
-    out = Path(args.out)
-    if out.exists() and not out.is_dir():
-        raise UsageError(f"{shown(out)} is a file; expected a folder to write to (-o DIR)")
-    if not args.source:
-        raise UsageError("-d is empty; name a dump file, or a folder of them")
-    source, count = Path(args.source), 0
+    source, out = _places(args)
+    count = 0
     damaged: list[str] = []
     for path in dump_files(source, damaged.append):
         folder = out / path.parent.relative_to(source) if source.is_dir() else out
@@ -73,12 +68,28 @@ def convert_main(args: argparse.Namespace) -> int:
             damaged.append(str(error))
             continue
         count += 1
-        for target, what in written:
+        for target, what in written if not args.quiet else ():
             print(f"{os.path.relpath(target) if not out.is_absolute() else target}: {what}")
     for message in damaged:
         sys.stderr.write(f"bitwitness: {shown(message, None)}\n")
-    print(f"{count} files converted" + (f", {len(damaged)} could not be read (named above)" if damaged else ""))
+    if not args.quiet:
+        files = "1 file" if count == 1 else f"{count} files"
+        print(f"{files} converted" + (f", {len(damaged)} could not be read (named above)" if damaged else ""))
     return EXIT_UNREAD if damaged or not count else 0
+
+
+def _places(args: argparse.Namespace) -> tuple[Path, Path]:
+    """Return what to convert, and the folder to write to."""
+    if not args.out:
+        raise UsageError("-o is empty; name a folder to write to")
+    out = Path(args.out)
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{shown(out)} is a file; expected a folder to write to (-o DIR)")
+    if args.path is not None and args.source is not None:
+        raise UsageError("name one dump file, or one folder of them: either by itself or with -d")
+    if not (named := args.path or args.source):
+        raise UsageError("no path; name a dump file, or a folder of them")
+    return Path(named), out
 
 
 def decode_main(args: argparse.Namespace) -> int:
@@ -94,10 +105,7 @@ def decode_main(args: argparse.Namespace) -> int:
             f"not a status: {quoted(args.status)}; expected a number of at most 64 bits, decimal (272) or hexadecimal (0x110)"
         )
     decoded = [decode(status, unit) for unit in ([_UNITS[args.unit]] if args.unit else UNITS)]
-    if args.json is not None:
-        write_json([one.to_dict() for one in decoded], args.json)
-        return 0
-    print(f"status {status} = {status:#x} = {status:#b}")
-    for one in decoded:
-        print(f"  {one.unit + ':':<16}{one.text} (code {one.code:#x})")
+    told = {"status": "fine", "problems": [], "number": status, "decoded": [one.to_dict() for one in decoded]}
+    lines = [f"  {one.unit + ':':<16}{one.text} (code {one.code:#x})" for one in decoded]
+    answer(args, lambda: told, lambda: print("\n".join([f"status {status} = {status:#x} = {status:#b}", *lines])))
     return 0

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bitwitness.cli.options import add_json, add_quiet, write_json
+from bitwitness.cli.options import add_json, add_quiet, answer
 from bitwitness.errors import EXIT_FINDINGS, EXIT_UNREAD, UsageError
 
 if TYPE_CHECKING:
@@ -51,8 +51,7 @@ def main(args: argparse.Namespace) -> int:
         if value == "":
             raise UsageError(f"{what} is empty; name a folder")
     mode = os.environ.get("INF_NAN_MODE_ENABLE", "").strip()
-    spoken = args.json is None and not args.quiet
-    if spoken:
+    if args.json != "-" and not args.quiet:
         print(_mode(mode))
     with _progress() as tick:
         summary = summarise(Path(args.path), tick)
@@ -63,10 +62,7 @@ def main(args: argparse.Namespace) -> int:
     result = {"inf_nan_mode": mode or None, "path": str(args.path), **summary.to_dict()}
     shown = summary.overflows if args.all else summary.overflows[:_SHOWN]
     text = _text(summary, shown)
-    if args.json is not None:
-        write_json(result, args.json)
-    elif spoken:
-        print(text)
+    answer(args, lambda: result, lambda: print(text))
     if args.out is not None:
         _write(Path(args.out), result, text)
     return _CODES[summary.status]

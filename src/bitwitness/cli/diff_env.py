@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from bitwitness.cli.options import add_json, add_quiet, write_json
+from bitwitness.cli.options import add_json, add_quiet, answer
 from bitwitness.errors import EXIT_FINDINGS, EXIT_UNREAD
 
 _CODES = {"fine": 0, "findings": EXIT_FINDINGS, "unread": EXIT_UNREAD}
@@ -44,12 +44,9 @@ def main(args: argparse.Namespace) -> int:
     if not compared:
         one_sided.append("nothing was recorded by both runs: nothing could be compared")
     status = "unread" if one_sided else "findings" if found else "fine"
-    if args.json is not None:
-        told = {"status": status, "problems": one_sided, "compared": compared}
-        told |= {"differences": [one.to_dict() for one in found], "not_recorded": silent}
-        write_json(told, args.json)
-    elif not args.quiet:
-        _show(found, silent, one_sided)
+    told = {"status": status, "problems": one_sided, "compared": compared}
+    told |= {"differences": [one.to_dict() for one in found], "not_recorded": silent}
+    answer(args, lambda: told, lambda: _show(found, silent, one_sided))
     return _CODES[status]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from bitwitness.cli.options import add_json, add_quiet, write_json
+from bitwitness.cli.options import add_json, add_quiet, answer
 from bitwitness.errors import EXIT_FINDINGS
 
 
@@ -26,8 +26,7 @@ def main(args: argparse.Namespace) -> int:
     from bitwitness.guard.doctor import examine, is_healthy, show
 
     found = examine()
-    if args.json is not None:
-        write_json(found, args.json)
-    elif not args.quiet:
-        show(found)
-    return 0 if is_healthy(found) else EXIT_FINDINGS
+    healthy = is_healthy(found)
+    told: dict[str, Any] = {"status": "fine" if healthy else "findings", "problems": []}
+    answer(args, lambda: told | found, lambda: show(found))
+    return 0 if healthy else EXIT_FINDINGS

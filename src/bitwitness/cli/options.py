@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from typing import Any
 
 
@@ -15,6 +16,14 @@ def add_json(parser: argparse.ArgumentParser, what: str) -> None:
 def add_quiet(parser: argparse.ArgumentParser) -> None:
     """Add ``--quiet``."""
     parser.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors; the exit code tells")
+
+
+def answer(args: argparse.Namespace, found: Callable[[], Any], show: Callable[[], None]) -> None:
+    """Give an answer: JSON where it was asked for, and words on standard output unless that has the JSON, or is to be quiet."""
+    if args.json is not None:
+        write_json(found(), args.json)
+    if args.json != "-" and not args.quiet:
+        show()
 
 
 def write_json(found: Any, where: str) -> None:

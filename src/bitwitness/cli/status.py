@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bitwitness.cli.options import add_json, add_quiet, write_json
+from bitwitness.cli.options import add_json, add_quiet, answer
 from bitwitness.errors import EXIT_FINDINGS, EXIT_UNREAD
 
 if TYPE_CHECKING:
@@ -42,17 +42,20 @@ def main(args: argparse.Namespace) -> int:
     first = _Asked(_checked(Run(args.run)))
     others = [_Asked(_checked(Run(path))) for path in runs_beside(args.run, first.description)]
     asked = sorted([first, *others], key=lambda one: _WORSE.index(one.health.status))
-    if args.json is not None:
+    lines = [line for one in asked for line in _lines(one, args, named=bool(others))]
+
+    def told() -> dict[str, Any]:
         beside = [{"run": str(one.path), **one.to_dict()} for one in others]
         worst = asked[0].health
-        answer = {
+        first_line = _lines(asked[0], args, named=bool(others))[0]
+        return first.to_dict() | {
             "status": _together(asked),
-            "sentence": _lines(asked[0], args, named=bool(others))[0],
+            "sentence": first_line,
             "to_do": worst.advice,
+            "beside": beside,
         }
-        write_json(first.to_dict() | answer | {"beside": beside}, args.json)
-    elif not args.quiet:
-        print("\n".join(line for one in asked for line in _lines(one, args, named=bool(others))))
+
+    answer(args, told, lambda: print("\n".join(lines)))
     return _CODES[_together(asked)]
 
 

@@ -193,7 +193,7 @@ class MergedMicros(MergedSource):
 
 def _batch_size(micros: list[dict[tuple[Any, ...], Cells]]) -> int | None:
     """Return the first size of the model's first input that differs between micro-batches; None if none does."""
-    for key, row in micros[0].items():
+    for key, row in micros[0].items() if micros else ():
         is_input = row["kind"] == "module" and row["module"] == "." and (row["name"] or "").startswith("input ")
         if is_input and row["shape"] and any(key in other and not _same(row, other[key]) for other in micros[1:]):
             return int(row["shape"][0])

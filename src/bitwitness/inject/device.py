@@ -25,7 +25,7 @@ from torch.optim.optimizer import Optimizer
 from bitwitness.inject.faults import Fault, load_faults
 from bitwitness.inject.outputs import change_contribution, computed, computes, delivered, is_collective
 from bitwitness.inject.patterns import corrupt, count_changed, reaches
-from bitwitness.inject.schedule import Firing, Trigger, is_again, told_of
+from bitwitness.inject.schedule import Firing, Trigger, is_again, told_of, told_of_absent, triggers_of
 from bitwitness.session.steps import StepClock
 from bitwitness.site import Site, matches
 from bitwitness.tap.compat import OpOverload, dynamo, without_dispatch_modes
@@ -82,12 +82,8 @@ class FaultyDevice:
         self._counts_steps = clock is None
         self._rank = rank
         self._declared = f"{len(faults)} declared" + "".join(f", {fault.kind} at {fault.site}" for fault in faults[:3])
-        self._triggers = [
-            Trigger(fault, index, seed=seed, rank=rank)
-            for index, fault in enumerate(faults)
-            if fault.rank is None or fault.rank == rank
-        ]
-        self._ranks, self._ranks_of = 1, [(index, fault.rank) for index, fault in enumerate(faults)]
+        self._triggers = triggers_of(faults, seed=seed, rank=rank)
+        self._ranks, self._faults = 1, tuple(faults)
         self._on_operators = [t for t in self._triggers if _can_be_in(t.fault, _OPERATOR_PHASES)]
         self._on_state = [t for t in self._triggers if _can_be_in(t.fault, ("param", "optim"))]
         self._names_backward = any(_can_be_in(t.fault, ("backward",)) for t in self._on_operators)
@@ -130,18 +126,9 @@ class FaultyDevice:
         self._stack.close()
 
     def told(self) -> list[str]:
-        """Return a line for each fault of this device: how often it struck, and where first; or that it never did.
-
-        The first rank also tells of those of ranks that the job does not have.
-        """
+        """Return a line for each fault: how often it struck, and where first; rank 0 tells of those of absent ranks, too."""
         told = [told_of(trigger, self.fired, self._rank) for trigger in self._triggers]
-        if self._rank:
-            return told
-        return told + [
-            f"fault {index} never struck: it is for rank {rank}, and the job has {self._ranks} rank{'s' * (self._ranks > 1)}"
-            for index, rank in self._ranks_of
-            if rank is not None and rank >= self._ranks
-        ]
+        return told if self._rank else told + told_of_absent(self._faults, self._ranks)
 
     # -- operators ---------------------------------------------------------------------------------------
 

@@ -50,6 +50,12 @@ class Trigger:
         return self.fault.probability >= 1.0 or bool(rng.random() < self.fault.probability)
 
 
+def triggers_of(faults: Sequence[Fault], *, seed: int, rank: int) -> list[Trigger]:
+    """Return the triggers of the faults that a rank has, each with its number among all."""
+    mine = [(index, fault) for index, fault in enumerate(faults) if fault.rank is None or fault.rank == rank]
+    return [Trigger(fault, index, seed=seed, rank=rank) for index, fault in mine]
+
+
 def is_again(call: OpCall) -> bool:
     """Tell whether an operator is not the training's own: of a step that is run again, or of a check."""
     return call.own or in_replay()
@@ -66,3 +72,12 @@ def told_of(trigger: Trigger, fired: Sequence[Firing], rank: int) -> str:
         )
     times = "once," if len(mine) == 1 else f"{len(mine)} times, first"
     return f"{what} struck {times} in step {mine[0].step} at {mine[0].site.short} on rank {rank}"
+
+
+def told_of_absent(faults: Sequence[Fault], ranks: int) -> list[str]:
+    """Return a line for each fault of a rank that a job of so many ``ranks`` does not have."""
+    return [
+        f"fault {index} never struck: it is for rank {fault.rank}, and the job has {ranks} rank{'s' * (ranks > 1)}"
+        for index, fault in enumerate(faults)
+        if fault.rank is not None and fault.rank >= ranks
+    ]

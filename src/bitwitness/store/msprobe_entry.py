@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
@@ -125,18 +125,19 @@ def _measured(found: Mapping[str, Any], count: int, dtype: str) -> Measured:
     if not count:
         return Measured(0, 0, 0, 0, 0, hash=code)
     if low is None or high is None:
-        said = [_number(found.get(name)) for name in ("Max", "Min", "Mean", "Norm")]
-        nan, above, below = (any(test(n) for n in said if n is not None) for test in _NOT_FINITE)
-        counts = {"nan": nan, "pos_inf": above, "neg_inf": below}
-        some = {name: AT_LEAST_ONE for name, there in counts.items() if there}
+        least, most = _number(found.get("Min")), _number(found.get("Max"))
+        # Extremes pass a NaN on, and each infinity is one of them; a mean may be NaN without there being one.
+        there = {
+            "nan": any(n is not None and math.isnan(n) for n in (least, most)),
+            "pos_inf": most == math.inf,
+            "neg_inf": least == -math.inf,
+        }
+        some = {name: AT_LEAST_ONE for name, seen in there.items() if seen}
         return Measured(count, min=low, max=high, hash=code, **some)
     norm = _finite(found.get("Norm"))
     # The norm of a tensor without dimensions is its value there, sign and all.
     mean = _finite(found.get("Mean"))
     return Measured(count, 0, 0, 0, None, low, high, mean, None if norm is None else abs(norm), hash=code)
-
-
-_NOT_FINITE: tuple[Callable[[float], bool], ...] = (math.isnan, lambda n: n == math.inf, lambda n: n == -math.inf)
 
 
 def _number(value: Any) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -90,6 +91,8 @@ def _for_numpy(tensor: DumpTensor) -> tuple[Any, str]:
 
     values = tensor.array()
     label = f"{tensor.dtype} {list(values.shape)} {tensor.layout}"
+    if math.prod(tensor.shape) != values.size:
+        label += f", where its header says {list(tensor.shape)}"
     if numpy_dtype(tensor.dtype) is None and values.dtype == np.uint8 and tensor.dtype not in ("uint8", "uint1"):
         return values, f"{label}: raw bytes, since NumPy has no {tensor.dtype}"
     if values.dtype.type.__module__ != "numpy":  # .npy would hold them as nameless bytes

@@ -224,12 +224,10 @@ def _placed(dump: DumpFile, begin: int, size: int) -> DumpFile:
     nullable = {id(t) for t in (*dump.inputs, *dump.outputs) if not t.address}
     absent = nullable if whole > left else set()
     present = sum(t.size for t in tensors if id(t) not in absent)
-    if (
-        present != left
-    ):  # payloads follow one another without padding: more or fewer bytes are a cut file, or a wrong size
-        promised = f"{whole} bytes, what the header promises" + (
-            f", or {present} without those at no address" if absent else ""
-        )
+    # Without those at no address the rest must fit to the byte: else the file was cut, and its addresses are not filled in.
+    if present > left or (absent and present != left):
+        without = f", or {present} without those at no address" if absent else ""
+        promised = f"{whole} bytes, what the header promises{without}"
         raise AscendFileError(str(dump.path), begin, f"{left} bytes after the header", promised)
     at = begin
     placed: dict[int, DumpTensor] = {}
