@@ -190,7 +190,7 @@ class Report:
     def _hint(self) -> str:
         """What to record, for what made a difference to be seen."""
         if not self.operators:
-            return "record operators, too (--level mix)"
+            return "record operators, too (--level mix), of the module that the script calls"
         if not self.kept:
             return "record the values themselves (--content tensors)"
         return "save what lies before it (bw.save), or record more steps"
