@@ -11,7 +11,7 @@ from torch import nn
 
 import bitwitness as bw
 from bitwitness.inject.faults import Fault
-from bitwitness.session.steps import StepClock
+from bitwitness.session.clock import StepClock
 from bitwitness.tap.ownwork import own_work
 from bitwitness.testing import FaultyDevice
 

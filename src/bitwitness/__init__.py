@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from bitwitness.errors import BitwitnessError, ConfigError, TrainingStopped, UsageError
     from bitwitness.finding import Cause, Finding, Note, Verdict
     from bitwitness.guard.guard import Guard
-    from bitwitness.guard.nonfinite import NonfiniteTracer, trace_nonfinite
+    from bitwitness.guard.tracer import NonfiniteTracer, trace_nonfinite
     from bitwitness.record.recorder import Recorder
     from bitwitness.record.saved import save
     from bitwitness.session.instrument import Instrument
@@ -63,7 +63,7 @@ _HOMES = {
     "Finding": "finding",
     "Guard": "guard.guard",
     "Instrument": "session.instrument",
-    "NonfiniteTracer": "guard.nonfinite",
+    "NonfiniteTracer": "guard.tracer",
     "Note": "finding",
     "Recorder": "record.recorder",
     "Run": "store.folder",
@@ -74,7 +74,7 @@ _HOMES = {
     "Verdict": "finding",
     "compare": "comparison.recordings",
     "save": "record.saved",
-    "trace_nonfinite": "guard.nonfinite",
+    "trace_nonfinite": "guard.tracer",
 }
 
 

@@ -23,10 +23,10 @@ from torch import nn
 
 from bitwitness.capture.contents import Place, same
 from bitwitness.capture.lossgraph import version_of
-from bitwitness.capture.origin import imported_since
 from bitwitness.capture.reachable import FRAMEWORKS, HOOKS, TORCHS, Cell, Holder, Present, Search, Some, Theirs, Without
 from bitwitness.capture.structure import PLAIN
 from bitwitness.capture.usercode import Namespace
+from bitwitness.capture.whosecode import imported_since
 from bitwitness.stats.digest import bit_hashes
 
 _MOST = 20_000  # things that are looked at

@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 
 from bitwitness.capture.bare import values_of
-from bitwitness.capture.origin import imports_of, is_users, is_users_kind, looks_up, names_in, users_modules
 from bitwitness.capture.reachable import HOOKS
+from bitwitness.capture.whosecode import imports_of, is_users, is_users_kind, looks_up, names_in, users_modules
 from bitwitness.tap.compat import CustomOpDef
 
 Namespace = tuple[str, Any, frozenset[str] | None]

@@ -65,7 +65,7 @@ def watch(args: argparse.Namespace, overrides: dict[str, Any], *, traces: bool) 
     try:
         from bitwitness.guard.auto import AutoGuard
         from bitwitness.guard.guard import Guard
-        from bitwitness.guard.nonfinite import NonfiniteTracer
+        from bitwitness.guard.tracer import NonfiniteTracer
         from bitwitness.inject.device import FaultyDevice
         from bitwitness.respond.final import PROCESS
     except ImportError as error:

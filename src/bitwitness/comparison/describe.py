@@ -21,6 +21,8 @@ _UNIMPORTANT = (
     "memory_format",
 )
 _EXTREMES = frozenset(torch.finfo(dtype).max for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16))
+RECORD_OPERATORS = "record operators, too (--level mix), of the module that the script calls"
+"""What to do where nothing recorded tells who made a difference."""
 _NAMED = 4
 """Operators that are named in one sentence."""
 _PLACES = ("device", "layout", "pin_memory", "non_blocking")

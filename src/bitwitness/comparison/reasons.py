@@ -196,7 +196,11 @@ class Reasons:
 
     def of_value(self, row_a: int, row_b: int) -> Reason:
         """Return the reason of a gradient that no recorded operator made."""
-        hint = "" if self._differences.has_operators else ": record operators, too (--level mix), of the module that the script calls"
+        hint = (
+            ""
+            if self._differences.has_operators
+            else ": record operators, too (--level mix), of the module that the script calls"
+        )
         words = in_words(self.a, self.b, row_a, row_b)
         return Reason("unknown", f"it differs ({words}), and no recorded operator made it so{hint}")
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from bitwitness.comparison.allowance import roundoff
+from bitwitness.comparison.describe import RECORD_OPERATORS
 from bitwitness.comparison.suspect import Exceeding, Suspect
 from bitwitness.finding import to_jsonable
 
@@ -190,7 +191,7 @@ class Report:
     def _hint(self) -> str:
         """What to record, for what made a difference to be seen."""
         if not self.operators:
-            return "record operators, too (--level mix), of the module that the script calls"
+            return RECORD_OPERATORS
         if not self.kept:
             return "record the values themselves (--content tensors)"
         return "save what lies before it (bw.save), or record more steps"

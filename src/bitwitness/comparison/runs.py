@@ -18,9 +18,9 @@ from bitwitness.comparison.gradients import OF_ALL_GRADIENTS
 from bitwitness.comparison.lined import Place, line_up
 from bitwitness.comparison.relation import in_times
 from bitwitness.comparison.report import Report
-from bitwitness.comparison.search import SuspectSearch
 from bitwitness.comparison.settled import SettledModules
 from bitwitness.comparison.suspect import EarlierSteps, Suspect, grouped
+from bitwitness.comparison.suspects import SuspectSearch
 from bitwitness.comparison.uncompared import absent_ranks, uncompared
 from bitwitness.comparison.unscaled import loss_scale, without_scale
 from bitwitness.comparison.values import KeptValues, Side

@@ -13,7 +13,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from bitwitness.capture.origin import is_users_file
+from bitwitness.capture.whosecode import is_users_file
 from bitwitness.tap.patching import replaced
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?(\.exe)?")

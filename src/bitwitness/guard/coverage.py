@@ -7,8 +7,8 @@ from typing import Any
 
 from bitwitness.finding import Severity
 from bitwitness.guard.guardwatch import GuardWatch
-from bitwitness.guard.limits import UNSEEN
 from bitwitness.guard.tracerwatch import TracerWatch
+from bitwitness.guard.uncovered import UNSEEN
 from bitwitness.guard.watch import Watch
 from bitwitness.tap.compat import compiles_backward
 from bitwitness.tap.traffic import world_size

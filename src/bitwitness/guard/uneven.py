@@ -13,7 +13,7 @@ import torch
 
 from bitwitness.finding import Cause, Note
 from bitwitness.guard.deepsteps import DeepSteps
-from bitwitness.guard.limits import INSIDE_JOIN, PARTED_BY_JOIN
+from bitwitness.guard.uncovered import INSIDE_JOIN, PARTED_BY_JOIN
 from bitwitness.judge.verdict import Outcome
 from bitwitness.ranks import Ranks
 from bitwitness.session.reader import StepReader

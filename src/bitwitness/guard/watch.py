@@ -13,9 +13,9 @@ from bitwitness.config import Config
 from bitwitness.errors import EXIT_RANK_LOST, SideChannelError, TrainingStopped
 from bitwitness.guard.deepsteps import DeepSteps
 from bitwitness.guard.description import Description
-from bitwitness.guard.limits import UNSEEN
 from bitwitness.guard.operatorsensors import OperatorSensors
 from bitwitness.guard.tracing import Tracing
+from bitwitness.guard.uncovered import UNSEEN
 from bitwitness.ranks import Ranks
 from bitwitness.respond.final import PROCESS
 from bitwitness.session.instrument import Forward, Kind

@@ -26,7 +26,7 @@ from bitwitness.inject.faults import Fault, load_faults
 from bitwitness.inject.outputs import change_contribution, computed, computes, delivered, is_collective
 from bitwitness.inject.patterns import corrupt, count_changed, reaches
 from bitwitness.inject.schedule import Firing, Trigger, is_again, told_of, told_of_absent, triggers_of
-from bitwitness.session.steps import StepClock
+from bitwitness.session.clock import StepClock
 from bitwitness.site import Site, matches
 from bitwitness.tap.compat import OpOverload, dynamo, without_dispatch_modes
 from bitwitness.tap.emulated import injecting

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from bitwitness.record.values import Noted, Values
-from bitwitness.session.steps import StepClock
+from bitwitness.session.clock import StepClock
 from bitwitness.site import Site, matches
 from bitwitness.tap.compat import in_transform
 

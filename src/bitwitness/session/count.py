@@ -7,8 +7,8 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer
 
+from bitwitness.session.clock import StepClock, TrainingForwards
 from bitwitness.session.instrument import Kind
-from bitwitness.session.steps import StepClock, TrainingForwards
 from bitwitness.tap.compat import in_transform
 from bitwitness.tap.owners import Owners, optimizers_of
 

@@ -9,8 +9,8 @@ from weakref import WeakSet
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bitwitness.session.discover import ModuleCalls
 from bitwitness.session.entered import Entered
+from bitwitness.session.modulecalls import ModuleCalls
 from bitwitness.session.roots import is_entered
 from bitwitness.tap.modules import unwrap
 

@@ -13,10 +13,10 @@ from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer
 
 from bitwitness.errors import UsageError
+from bitwitness.session.clock import StepClock
 from bitwitness.session.count import StepCount
 from bitwitness.session.instrument import Forward, Kind
 from bitwitness.session.members import Members
-from bitwitness.session.steps import StepClock
 from bitwitness.tap.compiled import find_entry
 from bitwitness.tap.forwardhooks import ForwardHooks
 from bitwitness.tap.modules import unwrap
