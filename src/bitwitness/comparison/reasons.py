@@ -34,6 +34,7 @@ _ROUNDED = 4.0
 """Unit roundoffs by which what the runs begin with may differ, kept in another dtype."""
 _OTHER_CLASS = 4e-6
 """Relative change of a parameter up to which two optimizers' formulas are the same one: some dozen roundings in float32."""
+_RANDOM = "it draws random numbers, and drew others: another seed or another number of draws before"
 _COMPUTED = "its inputs agree and its result does not"
 _COMPUTED_UPDATE = (
     "parameter, gradient and settings agree and the update does not: the optimizer's state does (moments, step counts), "
@@ -132,17 +133,13 @@ class Reasons:
         if not differences.has_values and any(differences.is_real(pair.a, row) for row, _ in pair.inputs):
             return None  # statistics say too little of how far apart differing inputs are
         if is_random(pair.a.op) or (pair.a.kind == "module" and "drop" in pair.a.op.lower()):
-            return Reason(
-                "random", "it draws random numbers, and drew others: another seed or another number of draws before"
-            )
+            return Reason("random", _RANDOM)
         if worst == BITS_DIFFER:
             return None  # by how much is not known
         if pair.a.kind == "module" and pair.a.op != pair.b.op:
             return Reason("argument", f"another module: {pair.a.op} in run A, {pair.b.op} in run B")
-        stateless = pair.a.kind == "optimizer" and {self.a.text("slot", row) for row, _ in pair.inputs} <= {
-            "param",
-            "grad",
-        }
+        slots = {self.a.text("slot", row) for row, _ in pair.inputs}
+        stateless = pair.a.kind == "optimizer" and slots <= {"param", "grad"}
         return Reason("computed", _COMPUTED_UPDATE if stateless else _COMPUTED)
 
     # -- where an input's difference comes from --------------------------------------------------------------------
