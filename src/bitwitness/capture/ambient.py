@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from bitwitness.tap.compat import (
     saving_hooks,
 )
 from bitwitness.tap.modes import scripts_modes
+from bitwitness.tap.ownwork import in_replay
+from bitwitness.tap.patching import replaced
 
 _Switch = tuple[Callable[[], Any], Callable[[Any], Any]]
 
@@ -37,16 +39,43 @@ def _attribute(owner: Any, name: str) -> _Switch:
 
 def _environment() -> dict[bytes, bytes]:
     """Return the environment's variables as the process has them, without a decoding of each."""
-    return dict(vars(os.environ)["_data"])
+    held = getattr(os.environ, "_data", None)
+    if isinstance(held, dict):
+        return dict(held)
+    return {os.fsencode(key): os.fsencode(value) for key, value in os.environ.items()}  # a script's own mapping
 
 
-def _set_environment(wanted: dict[bytes, bytes]) -> None:
+def _set_variables(keys: Iterable[bytes], wanted: dict[bytes, bytes]) -> None:
+    """Set some variables to what they are in an environment; others stay, which another thread may be setting."""
     there = _environment()
-    for key in there.keys() - wanted.keys():
-        del os.environ[os.fsdecode(key)]
-    for key, value in wanted.items():
-        if there.get(key) != value:
-            os.environ[os.fsdecode(key)] = os.fsdecode(value)
+    for key in keys:
+        name, value = os.fsdecode(key), wanted.get(key)
+        if value is None:
+            os.environ.pop(name, None)
+        elif there.get(key) != value:
+            os.environ[name] = os.fsdecode(value)
+
+
+@contextmanager
+def _environment_of(wanted: dict[bytes, bytes]) -> Iterator[None]:
+    """Have the environment be as a forward found it; what this thread's re-execution sets of it is undone."""
+    now, touched = _environment(), set[bytes]()
+    touched |= {key for key in now.keys() | wanted.keys() if now.get(key) != wanted.get(key)}
+
+    def noting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def note(key: bytes, *args: Any) -> Any:
+            if in_replay():
+                touched.add(key)
+            return original(key, *args)
+
+        return note
+
+    _set_variables(touched, wanted)
+    with replaced(os, "putenv", noting), replaced(os, "unsetenv", noting):
+        try:
+            yield
+        finally:
+            _set_variables(touched, now)
 
 
 _OF_DECIMALS = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
@@ -57,20 +86,18 @@ def _decimals() -> tuple[Any, ...]:
     if "decimal" not in sys.modules:
         return ()
     context = sys.modules["decimal"].getcontext()
-    return (*(getattr(context, name) for name in _OF_DECIMALS), dict(context.flags), dict(context.traps))
+    return tuple(getattr(context, name) for name in _OF_DECIMALS)
 
 
 def _set_decimals(wanted: tuple[Any, ...]) -> None:
     if not wanted:
         return
     context = sys.modules["decimal"].getcontext()
-    for name, value in zip(_OF_DECIMALS, wanted, strict=False):
+    for name, value in zip(_OF_DECIMALS, wanted, strict=True):
         setattr(context, name, value)
-    context.flags, context.traps = wanted[-2:]
 
 
 _SWITCHES: tuple[_Switch, ...] = (
-    (_environment, _set_environment),
     (_decimals, _set_decimals),
     (sys.getrecursionlimit, sys.setrecursionlimit),
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -94,12 +121,13 @@ class Ambient:
     modes: tuple[Any, ...]
     saving: Any = None
     dispatch: tuple[Any, ...] = ()
+    environment: dict[bytes, bytes] = field(default_factory=dict)
 
     @classmethod
     def read(cls) -> Ambient:
         """Read what holds now; the modes of bitwitness's own are left out."""
         modes, dispatch = scripts_modes()
-        return cls(tuple(read() for read, _ in _SWITCHES), tuple(modes), _saving(), tuple(dispatch))
+        return cls(tuple(read() for read, _ in _SWITCHES), tuple(modes), _saving(), tuple(dispatch), _environment())
 
     def dispatching(self) -> str | None:
         """Return the name of a dispatch mode of the script's that was on, or is on now; None if there is none."""
@@ -116,7 +144,8 @@ class Ambient:
         if self.saving is not None:
             push_saving_hooks(*self.saving)
         try:
-            yield
+            with _environment_of(self.environment):
+                yield
         finally:
             if self.saving is not None:
                 pop_saving_hooks()

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from bitwitness.capture.bare import values_of
+from bitwitness.capture.bare import is_a, items_of, values_of
 
 _DATA: tuple[type, ...] = (SimpleNamespace, argparse.Namespace, UserDict, UserList, ChainMap, threading.local)
 """Classes of Python's own library whose objects hold what a script puts there."""
@@ -35,15 +35,15 @@ def read(thing: Any, keys: frozenset[str] | None = None) -> Any:
         return {key: value for key, value in vars(thing).items() if key not in _OWN and (keys is None or key in keys)}
     if isinstance(thing, type):
         return {key: vars(thing)[key] for key in keys or () if key in vars(thing)}
-    if isinstance(thing, dict):
+    if is_a(thing, dict):
         if keys is None:
-            return dict(dict.items(thing))
+            return items_of(thing)
         return {key: dict.__getitem__(thing, key) for key in keys if dict.__contains__(thing, key)}
     if isinstance(thing, _WEAK):
         return dict(thing)
-    if isinstance(thing, list | deque):
+    if is_a(thing, list, deque):
         return values_of(thing)
-    if isinstance(thing, set):
+    if is_a(thing, set):
         return set(values_of(thing))
     return _attributes(thing, keys)
 
@@ -95,9 +95,9 @@ def _set_attributes(thing: Any, held: dict[str, Any], keys: frozenset[str] | Non
 
 def inside(value: Any, *, foreign: bool) -> Any:
     """Return what a container or an object holds; None for anything else, and, unless ``foreign``, for the frameworks' own."""
-    if isinstance(value, dict | list | set | deque) or type(value) in _SHOWN:
+    if is_a(value, dict, list, set, deque) or type(value) in _SHOWN:
         return read(value)
-    if isinstance(value, tuple | frozenset):
+    if is_a(value, tuple, frozenset):
         return values_of(value)
     if isinstance(value, nn.Module | ModuleType | FunctionType) or (callable(value) and not hasattr(value, "__dict__")):
         return None

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bitwitness.capture.bare import CONTAINERS, Items, size_of, values_of
+from bitwitness.capture.bare import CONTAINERS, Items, Keys, is_a, size_of, values_of
 from bitwitness.capture.contents import Place
 from bitwitness.capture.structure import PLAIN
 from bitwitness.tap.modes import is_ours
@@ -210,14 +210,15 @@ class Search:
             self._tensor(place, name, value)
         elif isinstance(value, nn.Module):
             self._module(place, name, value, depth)
-        elif isinstance(value, CONTAINERS) and size_of(value) > _LONG:
+        elif is_a(value, *CONTAINERS) and size_of(value) > _LONG:
             self._hold(place, name, Size(value), [], depth, thing=value)
-        elif isinstance(value, dict):
-            self._hold(place, name, dict.values(value), values_of(value), depth, keys=dict.keys(value), thing=value)
-        elif isinstance(value, list | deque | set):
+        elif is_a(value, dict):
+            bare, keys = (value.values(), value.keys()) if type(value) is dict else (Items(value), Keys(value))
+            self._hold(place, name, bare, values_of(value), depth, keys=keys, thing=value)
+        elif is_a(value, list, deque, set):
             bare = value if type(value) in CONTAINERS else Items(value)
             self._hold(place, name, bare, values_of(value), depth, thing=value)
-        elif isinstance(value, tuple | frozenset):
+        elif is_a(value, tuple, frozenset):
             for item in values_of(value):
                 self.enter(place, name, item, depth + 1)
         else:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from bitwitness.capture.bare import values_of
+from bitwitness.capture.bare import is_a, values_of
 from bitwitness.capture.reachable import HOOKS
 from bitwitness.capture.whosecode import imports_of, is_users, is_users_kind, looks_up, names_in, users_modules
 from bitwitness.tap.compat import CustomOpDef
@@ -150,7 +150,7 @@ class _CodeSearch:
 
     def used(self, item: Any, depth: int = 0) -> None:
         """Take what a name stands for, and what a table of functions holds."""
-        if isinstance(item, dict | list | tuple):
+        if is_a(item, dict, list, tuple):
             for value in values_of(item)[:_TABLE] if depth < _NESTED else ():
                 self.used(value, depth + 1)
             return

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bitwitness.cli.options import add_json, add_quiet, answer
-from bitwitness.errors import EXIT_FINDINGS, EXIT_UNREAD
+from bitwitness.errors import EXIT_FINDINGS, EXIT_UNREAD, UsageError
 
 if TYPE_CHECKING:
     from bitwitness.store.folder import Run
@@ -40,7 +40,13 @@ def main(args: argparse.Namespace) -> int:
     from bitwitness.store.folder import Run
 
     first = _Asked(_checked(Run(args.run)))
-    others = [_Asked(_checked(Run(path))) for path in runs_beside(args.run, first.description)]
+    others, unread = [], []
+    for path in runs_beside(args.run, first.description):
+        try:
+            others.append(_Asked(_checked(Run(path))))
+        except (UsageError, OSError) as error:
+            unread.append(str(error))
+    first.doubt(unread)
     asked = sorted([first, *others], key=lambda one: _WORSE.index(one.health.status))
     lines = [line for one in asked for line in _lines(one, args, named=bool(others))]
 
@@ -97,7 +103,7 @@ class _Asked:
         self.description = description = _description(run)
         self.life: Life = life_of(description)
         tables = _latest(self._notes)
-        missing = _missing(self._notes, self._verdicts, description, self.life)
+        missing = _missing(self._notes, self._verdicts, description, self.life, run.ranks())
         nothing = not (
             tables or self._verdicts or self._recorded or self.life.state == "running" or "config" in description
         )
@@ -115,6 +121,13 @@ class _Asked:
         )
         if origin:
             self.health.sentence = self.health.sentence.replace(", named above", f" ({shown(origin, None)})")
+
+    def doubt(self, problems: list[str]) -> None:
+        """Add what could not be read beside this run."""
+        if problems:
+            self.health.doubts += problems
+            self.health.status = "unread"
+            self.health.sentence += f"; not read: {problems[0]}"
 
     def story(self) -> list[str]:
         """Return all that there is to tell."""
@@ -163,13 +176,17 @@ def _latest(notes: list[Any]) -> list[dict[str, Any]]:
     return [latest[key] for key in sorted(latest, key=lambda key: (key[0] or 0, not key[1]))]
 
 
-def _missing(notes: list[Any], verdicts: list[Any], description: dict[str, Any], life: Life) -> list[str]:
+def _missing(
+    notes: list[Any], verdicts: list[Any], description: dict[str, Any], life: Life, there: list[int]
+) -> list[str]:
     """Return what a run that ended must have left and has not: each watched rank's coverage, and every verdict in it."""
     if "config" not in description or life.state in ("running", "killed", "lost"):
         return []
     size = description.get("world_size")
     covered = {note.rank for note in notes}
-    gone = [rank for rank in range(min(size, 10_000)) if rank not in covered] if isinstance(size, int) else []
+    # Ranks that train each by themselves are known by what they left.
+    expected = range(min(size, 10_000)) if isinstance(size, int) else there
+    gone = [rank for rank in expected if rank not in covered]
     lines = [f"what rank {rank} looked at is not in its events.jsonl, which lacks its end" for rank in gone[:8]]
     told = max((len(note.evidence.get("verdicts") or ()) for note in notes), default=0)
     if told > len(verdicts):

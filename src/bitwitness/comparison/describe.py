@@ -60,6 +60,17 @@ def argument_differences(a: dict[str, Any], b: dict[str, Any], precisions: tuple
     return found
 
 
+def is_another_class_alone(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Tell whether two optimizers differ by their class, and not by a setting that both have or that decays weights."""
+    names = str(a.get("f", "")), str(b.get("f", ""))
+    if names[0] == names[1] or any("." in name for name in names):
+        return False
+    first, second = _named(a), _named(b)
+    decays = [settings.get("weight_decay", 0) or 0 for settings in (first, second)]
+    shared = (first.keys() & second.keys()) - {*_UNIMPORTANT, *_PLACES, "group"}
+    return decays[0] == decays[1] and all(first[name] == second[name] for name in shared)
+
+
 def _named(call: dict[str, Any]) -> dict[str, Any]:
     names, defaults = _schema(str(call.get("f", "")))
     values = call.get("a")

@@ -77,16 +77,15 @@ class GradientChains:
         return self._weighed() if self._is_one(y / x) else self._between(2, y / x)
 
     def scaled_back(self) -> float | None:
-        """Return how many times as large gradients are in run B from the loss on, and not when the optimizer reads them.
-
-        That is a loss scale: None where there is none, or the same in both runs.
-        """
+        """Return how many times run B's loss scale is A's, which optimizers do not see; None where it is the same."""
         if len(self._weighty) < 2 or self._differences.parted_before:
             return None
         first, last = (self._common([(c.a[stage], c.b[stage]) for c in self._weighty]) for stage in (0, 2))
         if first is None or last is None or first <= 0 or self._is_one(first) or not self._is_one(last):
             return None
-        return first
+        # Of gradients that are clipped in both runs the size says nothing of what was done to the loss.
+        own = self._usual
+        return first if self._is_one(own[0]) and self._is_one(own[1] * first) else None
 
     def edited(self, chain: Chain) -> tuple[float | None, float | None] | None:
         """Return by what a gradient was multiplied between backward and optimizer in each run, where that differs."""
@@ -170,7 +169,7 @@ class GradientChains:
         ):
             said = f"{self._every(ratio)}, from the reduction over ranks on"
             why = f"as many times as ranks ({ranks[0]} against {ranks[1]}): their gradients are added up, and not averaged"
-        elif loss is not None and abs(loss / ratio - 1.0) <= self._limit():
+        elif loss is not None and abs(loss - ratio) <= self._limit() * abs(ratio):
             why = "so is the loss that the backward starts from: a loss scale, an accumulation divisor, or a sum for a mean"
         elif self._is_one(-ratio):
             why = "the loss is to be lowered in one run, and raised in the other"

@@ -202,7 +202,12 @@ def _batch_size(micros: list[dict[tuple[Any, ...], Cells]]) -> int | None:
 
 def _total_loss(parts: list[Cells], over: int) -> Cells:
     """Return the sum of losses over a number: 1 for micro-batches, that of ranks for ranks."""
-    total = math.fsum(part["mean"] for part in parts if part["mean"] is not None) / over
+    counts = {name: [part[name] for part in parts] for name in ("nan", "pos_inf", "neg_inf")}
+    counted = {name: None if None in found else sum(found) for name, found in counts.items()}
+    if any(part["mean"] is None for part in parts):  # one is not finite, and so is the sum
+        unknown = dict.fromkeys(("min", "max", "mean", "l2", "sketch", "hash", "tensor"))
+        return parts[0] | counted | unknown | {"producer": -1}
+    total = math.fsum(part["mean"] for part in parts) / over
     same = {"min": total, "max": total, "mean": total, "l2": abs(total), "sketch": None, "hash": None, "tensor": None}
     return parts[0] | same | {"producer": -1}
 

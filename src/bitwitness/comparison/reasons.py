@@ -18,7 +18,7 @@ from bitwitness.comparison.align import Pair
 from bitwitness.comparison.allowance import roundoff
 from bitwitness.comparison.casts import CASTS, other_dtype
 from bitwitness.comparison.changes import BITS_DIFFER, moved
-from bitwitness.comparison.describe import argument_differences, in_chain
+from bitwitness.comparison.describe import RECORD_OPERATORS, argument_differences, in_chain, is_another_class_alone
 from bitwitness.comparison.differences import NEGLIGIBLE, Differences
 from bitwitness.comparison.frame import Node
 from bitwitness.comparison.operands import Operands
@@ -124,7 +124,7 @@ class Reasons:
         first, second = self.a.text("args", pair.a.rows[0]), self.b.text("args", pair.b.rows[0])
         if first != second and worst > max(NEGLIGIBLE * _SURE, _FOLLOWED * carried * (carried < NEGLIGIBLE)):
             differing = argument_differences(arguments(first), arguments(second), differences.precisions)
-            same_formula = pair.a.kind == "optimizer" and pair.a.op != pair.b.op and worst <= _OTHER_CLASS
+            same_formula = worst <= _OTHER_CLASS and is_another_class_alone(arguments(first), arguments(second))
             matters = over or carried == 0.0 or worst > differences.roundoff(*pair.outputs[0])
             if differing and matters and not same_formula:
                 return Reason("argument", f"called with other arguments: {'; '.join(differing)}")
@@ -193,11 +193,7 @@ class Reasons:
 
     def of_value(self, row_a: int, row_b: int) -> Reason:
         """Return the reason of a gradient that no recorded operator made."""
-        hint = (
-            ""
-            if self._differences.has_operators
-            else ": record operators, too (--level mix), of the module that the script calls"
-        )
+        hint = "" if self._differences.has_operators else f": {RECORD_OPERATORS}"
         words = in_words(self.a, self.b, row_a, row_b)
         return Reason("unknown", f"it differs ({words}), and no recorded operator made it so{hint}")
 

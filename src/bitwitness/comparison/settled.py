@@ -15,7 +15,7 @@ _AGREE = 200.0
 _NOISE = 4.0
 """Times the noise that rounding was seen to make, where that is more."""
 _LATER = 5.0
-"""Times that, in steps after the first: an optimizer that looks at signs has turned rounding into steps of its own size."""
+"""Times that, where rounding was seen before: an optimizer that looks at signs turns it into steps of its own size."""
 _ENOUGH = 16
 """Numbers that a module has to return for their agreement to clear what is inside: a loss may agree by chance."""
 _MOST = 0.02
@@ -89,7 +89,7 @@ class SettledModules:
     def _agree(self, row_a: int, row_b: int) -> bool:
         differences = self._differences
         limit = max(_AGREE * differences.roundoff(row_a, row_b), _NOISE * differences.earlier.noise)
-        limit = min(limit * (1.0 if differences.earlier.last is None else _LATER), _MOST)
+        limit = min(limit * (_LATER if differences.earlier.noise else 1.0), _MOST)
         return self._differences.change_of[row_a] <= limit
 
     def _gradients_agree(self, path: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from bitwitness.comparison.align import Alignment
-from bitwitness.comparison.frame import UNKNOWN, Ints, StepFrame
+from bitwitness.comparison.frame import UNKNOWN, StepFrame
 from bitwitness.comparison.lined import Place
 from bitwitness.store.source import Source
 
@@ -47,9 +47,9 @@ def uncompared(a: StepFrame, b: StepFrame, alignment: Alignment, place: Place) -
 
 def _known(frame: StepFrame) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     """Return of which rows anything is known that two values could differ in; of nothing, where a tensor is empty."""
-    counts: Ints = np.maximum.reduce([frame.counts[name] for name in ("nan", "pos_inf", "neg_inf")])
+    counted = np.stack([frame.counts[name] != UNKNOWN for name in ("nan", "pos_inf", "neg_inf")]).any(0)
     numbers = np.isfinite(np.stack([frame.numbers[name] for name in ("min", "max", "l2", "mean")])).any(0)
-    known = (counts != UNKNOWN) | numbers | frame.hashed | (frame.texts["tensor"].codes >= 0) | (frame.count == 0)
+    known = counted | numbers | frame.hashed | (frame.texts["tensor"].codes >= 0) | (frame.count == 0)
     return np.asarray(known, dtype=np.bool_)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from bitwitness.comparison.differences import Differences
@@ -27,7 +28,7 @@ def without_scale(differences: Differences, scale: float) -> StepFrame:
     """
     a, b = differences.a, differences.b
     gradients = b.texts["kind"].equals("gradient")
-    found = b.texts["phase"].equals("backward") | gradients | (b.count == 1)
+    found = b.texts["phase"].equals("backward") | gradients | _on_the_way_to_the_loss(b)
     factors: Floats = np.where(gradients & b.texts["slot"].equals("local"), 1.0 / scale, 1.0)
     for pair in differences.alignment.pairs:
         for i, j in (*pair.inputs, *pair.outputs):
@@ -41,6 +42,23 @@ def without_scale(differences: Differences, scale: float) -> StepFrame:
     hashes = table.schema.get_field_index("hash")
     kept = pa.array(b.hash, pa.int64(), mask=~b.hashed | (factors != 1.0))
     return StepFrame(table.set_column(hashes, table.schema.field(hashes), kept), factors)
+
+
+def _on_the_way_to_the_loss(frame: StepFrame) -> npt.NDArray[np.bool_]:
+    """Return the rows of single numbers without a name of which the loss is made by operators on single numbers alone."""
+    made = {int(frame.value[row]): node for node in frame.nodes if node.kind == "op" for row in node.outputs}
+    loss = frame.texts["kind"].equals("saved") & frame.texts["op"].equals("loss")
+    waiting, values = [int(value) for value in frame.value[loss]], set[int]()
+    while waiting:
+        value = waiting.pop()
+        node = made.get(value)
+        values.add(value)
+        if node is not None and all(frame.count[row] == 1 for row in node.rows):
+            waiting += [int(frame.value[row]) for row in node.inputs if int(frame.value[row]) not in values]
+    found: npt.NDArray[np.bool_] = (
+        np.isin(frame.value, list(values)) & (frame.count == 1) & (frame.texts["name"].codes < 0)
+    )
+    return found
 
 
 def _is_scaled(size_a: float, size_b: float, scale: float) -> bool:

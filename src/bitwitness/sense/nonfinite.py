@@ -29,6 +29,7 @@ class NonfiniteSensor:
         self._patience = patience
         self._in_a_row = 0
         self._found_scale = False
+        self._scale = np.inf  # at the last step that was not finite
 
     def look(self, light: LightStep) -> list[Finding]:
         """Return what is not finite in this step."""
@@ -46,7 +47,9 @@ class NonfiniteSensor:
             return []
         self._in_a_row += 1
         scaled_only = not bad_losses and not light.buffers
-        searching = not self._found_scale and scaled_only and light.scale > _UNSCALED
+        lowered = light.scale < self._scale and bool(np.isinf(light.absmax[bad]).any())
+        searching = not self._found_scale and scaled_only and lowered and light.scale > _UNSCALED
+        self._scale = light.scale
         quiet = not own or (light.scaled and (searching or self._in_a_row < self._patience))
         severity = Severity.INFO if quiet else Severity.ERROR
         message = f"not finite: {', '.join(what)}{more}" + (" (under a gradient scaler)" if light.scaled else "")

@@ -22,11 +22,11 @@ def runs_beside(path: str | os.PathLike[str], description: Mapping[str, Any]) ->
     folder, found = Path(os.path.abspath(path)), []
     for number in range(2, _MOST):
         beside = folder.with_name(f"{folder.name}-{number}")
-        if not (beside / "run.json").is_file():
-            break
         try:
+            if not (beside / "run.json").is_file():
+                break
             mine = read_description(beside).get("process") == process
-        except UsageError:  # whose it is cannot be told: what is damaged is no all-clear
-            mine = True
+        except (UsageError, OSError):  # whose it is cannot be told: damage to a run of ours is no all-clear
+            mine = next(beside.glob("rank[0-9]*"), None) is not None
         found += [beside] if mine else []
     return found

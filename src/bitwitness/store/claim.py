@@ -78,7 +78,7 @@ def release_folder(path: str | os.PathLike[str], rank: int, *, first: bool) -> N
     with suppress(OSError):
         (folder / f"rank{rank:05d}" / "events.jsonl").unlink(missing_ok=True)
         (folder / f"rank{rank:05d}").rmdir()
-        if first:
+        if first and not any(folder.glob("rank[0-9]*")):  # ranks that train each by themselves share it
             (folder / "run.json").unlink(missing_ok=True)
         if folder.stat().st_mode & 0o777 == _OURS:
             folder.rmdir()
