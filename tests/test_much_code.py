@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import sys
 import time
 import types
+import weakref
 
 import pytest
 import torch
@@ -102,3 +104,56 @@ def test_a_script_of_thousands_of_functions_is_looked_through_in_seconds(library
             net(torch.randn(16, 8)).square().mean().backward()
             optimizer.step()
     assert time.process_time() - began < 30  # quadratic in the functions it was minutes
+
+
+class Recent(collections.OrderedDict):
+    """A cache that moves what was used to its end."""
+
+
+@pytest.mark.parametrize("kind", [collections.OrderedDict, Recent])
+def test_an_order_that_a_forward_changes_is_put_back(kind):
+    class Caching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.order = nn.Linear(8, 3), kind(a=1.0, b=2.0, c=3.0)
+
+        def forward(self, x):
+            first = next(iter(self.order))
+            self.order.move_to_end(first)
+            return self.a(x) * self.order[first]
+
+    def run(watch):
+        torch.manual_seed(0)
+        net = Caching()
+        optimizer = torch.optim.SGD(net.parameters(), 0.01)
+        with watch(net, optimizer) as watching:
+            for _ in range(12):
+                loss = net(torch.randn(16, 8)).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        return list(net.order), net.a.weight.detach().clone(), watching
+
+    wanted, plain, _ = run(lambda *_: contextlib.nullcontext())
+    order, found, guard = run(lambda *given: bw.Guard(*given, act="protect", **EVERY_STEP))
+    assert order == wanted
+    assert torch.equal(found, plain)
+    assert guard.coverage()["verdicts"] == []
+
+
+class Held(dict):
+    """A dictionary that can be referred to weakly."""
+
+
+class Disguised:
+    """An object that says it is a dictionary."""
+
+    @property
+    def __class__(self):
+        return dict
+
+
+def test_what_only_says_that_it_is_a_container_is_an_object_as_any_other():
+    held = Held(a=1)
+    for thing in (weakref.proxy(held), Disguised()):
+        assert train(thing).coverage()["failures"] == {}

@@ -275,6 +275,11 @@ def test_ranks_whose_gradients_are_reduced_by_hand_share_a_folder(
     assert sorted(path.name for path in tmp_path.glob("run*")) == ["run"]
     assert sorted(path.name for path in (tmp_path / "run").glob("rank*")) == ["rank00000", "rank00001"]
     assert status(tmp_path / "run", capsys)[1]["status"] == "fine"
+    shutil.copytree(tmp_path / "run", tmp_path / "killed")
+    (tmp_path / "killed" / "rank00001" / "events.jsonl").unlink()
+    code, told = status(tmp_path / "killed", capsys)
+    assert code == 3
+    assert "what rank 1 looked at" in told["problems"][0]
     for name, by in (("a", "2"), ("b", "1")):
         recorded = forked(
             2, ["-m", "bitwitness", "record", "--out", str(tmp_path / name), *job, by], tmp_path / f"logs-{name}"
@@ -292,6 +297,12 @@ def test_a_processs_other_models_count(tmp_path: Path, capsys: pytest.CaptureFix
         train(second)
     assert status(tmp_path / "run", capsys)[0] == 0
     assert len(status(tmp_path / "run", capsys)[1]["beside"]) == 1
+    (tmp_path / "run-2" / "run.json").write_text("{}")
+    code, told = status(tmp_path / "run", capsys)
+    assert code == 3
+    assert told["sentence"].startswith("run-2: not known")
+    main(["status", str(tmp_path / "run")])
+    assert "run: healthy" in capsys.readouterr().out  # the run that was asked for is told all the same
     with bw.Guard(model(), out=tmp_path / "again"), bw.Guard(third := model(), out=tmp_path / "again") as guard:
         train(third)
         guard.reporter.verdict(

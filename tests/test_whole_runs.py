@@ -87,6 +87,17 @@ PLANTED: dict[str, tuple[Training, Training, tuple[str, ...]]] = {
         GPT.but(edit=lambda m: nn.utils.clip_grad_value_(m.parameters(), 1e-4)),
         ("clips each value at 0.0001",),
     ),
+    "a sum for a mean that clipping hides": (
+        GPT.but(clip=0.01),
+        GPT.but(clip=0.01, scale=8.0),
+        ("every gradient", "8 times"),
+    ),
+    "a loss of zero": (GPT.but(steps=1), GPT.but(steps=1, scale=0.0), ("0 times",)),
+    "Adam for AdamW at a small rate": (
+        GPT.but(lr=1e-5, decay=0.01),
+        GPT.but(lr=1e-5, optimizer="Adam"),
+        ("AdamW against Adam",),
+    ),
     "images transposed": (CONV, CONV.but(data=lambda x: x.transpose(2, 3)), ("input", "read in another order")),
     "frozen": (GPT, GPT.but(prepare=lambda m: m.b[1].f1.weight.requires_grad_(False)), (WEIGHT, "frozen")),
 }  # fmt: skip
