@@ -122,7 +122,7 @@ class TrainingRun:
                 writer.ended(self.ending.state, self.ending.by, self._steps())
                 writer.close()
                 if not one.used:
-                    release_folder(writer.path, writer.rank, first=writer.keeps_run)
+                    release_folder(writer.path, writer.rank)
 
     def close(self) -> None:
         """Close what is open."""

@@ -69,16 +69,16 @@ def claim_folder(path: str | os.PathLike[str]) -> Path:
         return folder
 
 
-def release_folder(path: str | os.PathLike[str], rank: int, *, first: bool) -> None:
+def release_folder(path: str | os.PathLike[str], rank: int) -> None:
     """Give back a folder that was claimed for a training that did not begin; what others put into it stays.
 
-    ``first``: this rank keeps its ``run.json``.
+    The last of its ranks to leave takes its ``run.json`` away: ranks that train each by themselves share it.
     """
     folder = Path(path)
     with suppress(OSError):
         (folder / f"rank{rank:05d}" / "events.jsonl").unlink(missing_ok=True)
         (folder / f"rank{rank:05d}").rmdir()
-        if first and not any(folder.glob("rank[0-9]*")):  # ranks that train each by themselves share it
+        if not any(folder.glob("rank[0-9]*")):
             (folder / "run.json").unlink(missing_ok=True)
         if folder.stat().st_mode & 0o777 == _OURS:
             folder.rmdir()
