@@ -53,10 +53,9 @@ def main(args: argparse.Namespace) -> int:
     def told() -> dict[str, Any]:
         beside = [{"run": str(one.path), **one.to_dict()} for one in others]
         worst = asked[0].health
-        first_line = _lines(asked[0], args, named=bool(others))[0]
         return first.to_dict() | {
             "status": _together(asked),
-            "sentence": first_line,
+            "sentence": lines[0],
             "to_do": worst.advice,
             "beside": beside,
         }
@@ -94,6 +93,7 @@ class _Asked:
         from bitwitness.files.shown import shown
         from bitwitness.store.health import health_of
         from bitwitness.store.life import life_of
+        from bitwitness.store.reader import absent_ranks, ranks_there
 
         self._run = run
         self._notes = [note for note in run.notes() if note.message == "coverage"]
@@ -107,7 +107,12 @@ class _Asked:
         nothing = not (
             tables or self._verdicts or self._recorded or self.life.state == "running" or "config" in description
         )
-        problems = [*run.problems, *_missing_ranks(run), *missing, *_not_written(run, description)]
+        problems = [
+            *run.problems,
+            *absent_ranks(description, ranks_there(run.path)),
+            *missing,
+            *_not_written(run, description),
+        ]
         problems += ["there is nothing to tell of: no guard was on, and no rows were recorded"] if nothing else []
         self.health: Health = health_of(tables, self._verdicts, self.life, problems=list(dict.fromkeys(problems)))
         if self._recorded and not tables and not self._verdicts:
@@ -199,18 +204,6 @@ def _not_written(run: Run, description: dict[str, Any]) -> list[str]:
     lines = [note.message for note in run.notes() if note.sensor == "record" and note.severity != "info"]
     lost = description.get("not_recorded")
     return [*lines, f"{lost} events were not recorded"] if isinstance(lost, int) and lost else lines
-
-
-def _missing_ranks(run: Run) -> list[str]:
-    """Return what is told of ranks that took part and left nothing."""
-    description = _description(run)
-    size, there = description.get("world_size"), {int(path.name[4:]) for path in Path(run.path).glob("rank[0-9]*")}
-    recording = description.get("recording")
-    chosen = isinstance(recording, dict) and recording.get("ranks")
-    if not isinstance(size, int) or chosen or len(there) >= size:
-        return []
-    gone = [str(rank) for rank in range(min(size, 10_000)) if rank not in there]
-    return [f"{len(gone)} of {size} ranks left nothing: {', '.join(gone[:8])}{', …' * (len(gone) > 8)}"]
 
 
 def _recorded(run: Run) -> str:

@@ -21,9 +21,10 @@ from bitwitness.comparison.report import Report
 from bitwitness.comparison.settled import SettledModules
 from bitwitness.comparison.suspect import EarlierSteps, Suspect, grouped
 from bitwitness.comparison.suspects import SuspectSearch
-from bitwitness.comparison.uncompared import absent_ranks, uncompared
+from bitwitness.comparison.uncompared import uncompared
 from bitwitness.comparison.unscaled import loss_scale, without_scale
 from bitwitness.comparison.values import KeptValues, Side
+from bitwitness.store.reader import absent_ranks
 from bitwitness.store.source import Source
 
 _LISTED = 200  # insertions and suspects that are kept
@@ -65,7 +66,7 @@ def compare_sources(
     """
     settings = settings or Settings()
     name_a, name_b = (f"{source.path} ({source.kind})" for source in (a, b))
-    absent = [*absent_ranks(a), *absent_ranks(b)]
+    absent = [f"{one.path}: {told}" for one in (a, b) for told in absent_ranks(one.info, one.ranks())]
     lined = line_up(a, b, settings.ranks, settings.steps)
     a, b = lined.a, lined.b
     report = Report(
@@ -115,15 +116,16 @@ def _compare_step(
     alignment = row_by_row(frame_a, frame_b) if same else align(frame_a, frame_b, settings.modules)
     first_look = Differences(frame_a, frame_b, alignment, known)
     if (scale := loss_scale(first_look)) is not None:
-        frame_b = without_scale(first_look, scale)
-        alignment = align(frame_a, frame_b, settings.modules)
+        frame_b = without_scale(first_look, scale)  # the same rows, with other numbers
         report.note(
             f"the loss is scaled {in_times(scale)} as much in run B, and gradients are as large when the optimizer reads them: "
             "compared as if it were not"
         )
     report.problems += uncompared(frame_a, frame_b, alignment, place)
     values = _values(Side(a, frame_a, rank), Side(b, frame_b, rank), alignment)
-    differences = Differences(frame_a, frame_b, alignment, known, None if values is None else values.changes)
+    differences = first_look
+    if scale is not None or values is not None:
+        differences = Differences(frame_a, frame_b, alignment, known, None if values is None else values.changes)
     search = SuspectSearch(differences, rank, step)
     for suspect in search.suspects():
         kept = suspect if values is None else values.refine(suspect)

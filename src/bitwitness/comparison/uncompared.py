@@ -1,4 +1,4 @@
-"""What of two recordings cannot be compared though it was asked for: absent ranks, values of which nothing is known."""
+"""What of two recordings cannot be compared though it was asked for: values of which nothing is known, missing results."""
 
 from __future__ import annotations
 
@@ -9,20 +9,8 @@ import numpy as np
 from bitwitness.comparison.align import Alignment
 from bitwitness.comparison.frame import UNKNOWN, StepFrame
 from bitwitness.comparison.lined import Place
-from bitwitness.store.source import Source
 
 _NAMED = 3  # sites that a sentence names
-
-
-def absent_ranks(source: Source) -> list[str]:
-    """Return what is told of a run whose ranks did not all leave something, though all recorded."""
-    size, recording = source.info.get("world_size"), source.info.get("recording")
-    chosen = isinstance(recording, dict) and recording.get("ranks")
-    there = source.ranks()
-    if not isinstance(size, int) or chosen or len(there) >= size:
-        return []
-    gone = [str(rank) for rank in range(min(size, 10_000)) if rank not in there]
-    return [f"{source.path}: {len(gone)} of {size} ranks left nothing: {', '.join(gone[:8])}{', …' * (len(gone) > 8)}"]
 
 
 def uncompared(a: StepFrame, b: StepFrame, alignment: Alignment, place: Place) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +61,18 @@ def read_description(path: Path) -> dict[str, Any]:
         raise UnreadError(f"{file} is damaged (its checksum differs); expected the run.json that bitwitness writes")
     del found[FIELD]
     return found
+
+
+def ranks_there(path: str | os.PathLike[str]) -> list[int]:
+    """Return the ranks that have a folder in a run's."""
+    return sorted(int(folder.name[4:]) for folder in Path(path).glob("rank[0-9]*") if folder.name[4:].isdecimal())
+
+
+def absent_ranks(description: Mapping[str, Any], there: Collection[int]) -> list[str]:
+    """Return what is told of ranks that took part and left nothing; ``description``: the ``run.json``."""
+    size, recording = description.get("world_size"), description.get("recording")
+    chosen = isinstance(recording, dict) and recording.get("ranks")
+    if not isinstance(size, int) or chosen or len(there) >= size:
+        return []
+    gone = [str(rank) for rank in range(min(size, 10_000)) if rank not in there]
+    return [f"{len(gone)} of {size} ranks left nothing: {', '.join(gone[:8])}{', …' * (len(gone) > 8)}"]
