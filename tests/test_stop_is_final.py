@@ -75,6 +75,7 @@ def test_the_main_thread_may_clean_up_for_long(tmp_path: Path) -> None:
         ("thread", ""),
         ("thread_and_main_waits_elsewhere", "cleaned up"),
         ("thread_and_main_catches", "interrupted"),
+        ("thread_saves_and_main_catches", "the thread saved"),
     ],
 )
 @pytest.mark.parametrize("how", ["guard", "auto"])

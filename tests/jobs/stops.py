@@ -149,6 +149,22 @@ def thread_and_main_catches() -> None:
         print("interrupted", flush=True)
 
 
+def thread_saves_and_main_catches() -> None:
+    def work() -> None:
+        try:
+            train()
+        finally:
+            for _ in range(100):
+                time.sleep(0.01)
+                torch.randn(2000, 200).square().sum()
+            print("the thread saved", flush=True)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    with suppress(KeyboardInterrupt):
+        worker.join()
+
+
 def thread_and_main_stays() -> None:
     ending.GRACE_S = 1.0
     threading.Thread(target=train).start()

@@ -17,8 +17,10 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn
 
@@ -113,6 +115,23 @@ def end_from_elsewhere(code: int, reason: str, where: str, close: Callable[[], N
         later(patience, _interrupt, code, reason, where)
     why = f"the training was stopped {GRACE_S:g} s ago, and the main thread goes on"
     later(GRACE_S, end_now, code, why, close)
+
+
+def let_end(thread: threading.Thread) -> None:
+    """Have Python wait at the exit until ``thread``, in which the training was stopped, has cleaned up and is gone.
+
+    ``join`` does not do: before Python 3.13, a join that an interrupt ends takes the thread for ended, and so does the exit
+    after it. Python then kills the thread at its next step, and with it the process (``std::terminate``) if that step is in C++.
+    """
+    atexit.register(_await, thread, GRACE_S if not thread.daemon else _CLOSING_S)
+
+
+def _await(thread: threading.Thread, at_most: float) -> None:
+    """Wait for a thread: for its frames, and where the system tells (Linux) for what C++ clears after them."""
+    until = time.monotonic() + at_most
+    task = Path(f"/proc/self/task/{thread.native_id}")
+    while time.monotonic() < until and (thread.ident in sys._current_frames() or task.exists()):
+        time.sleep(0.005)
 
 
 def _interrupt(code: int, reason: str, where: str) -> None:

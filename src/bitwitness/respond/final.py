@@ -21,7 +21,7 @@ from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer
 
 from bitwitness.errors import EXIT_CONVICTED, TrainingStopped
-from bitwitness.respond.ending import end_from_elsewhere, end_now, interactive, seal
+from bitwitness.respond.ending import end_from_elsewhere, end_now, interactive, let_end, seal
 from bitwitness.tap.compiled import EntryPoint, HookedCall
 from bitwitness.tap.hooks import ModuleHook
 from bitwitness.tap.moments import BackwardCall, StepListener, StepMoments
@@ -86,6 +86,7 @@ class Finality:
         stop = Stop(error.code if isinstance(error.code, int) else EXIT_CONVICTED, error.reason)
         thread = threading.current_thread()
         if self._settle(stop) and thread is not threading.main_thread():
+            let_end(thread)
             end_from_elsewhere(stop.code, stop.reason, f"thread {thread.name!r}", self._close_all)
 
     def declare_for(self, stop: Stop, where: str, patience: float) -> None:
