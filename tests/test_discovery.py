@@ -418,7 +418,7 @@ def test_who_guards_a_model_that_is_wrapped_later_knows_it(tmp_path: Path) -> No
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    from bitwitness.tap.process_groups import wrapped_later
+    from bitwitness.ranks.process_groups import wrapped_later
 
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(str(tmp_path / "store"), 1))
     try:

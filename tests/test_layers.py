@@ -114,6 +114,16 @@ def test_no_file_imports_itself_over_others() -> None:
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle
 
 
+def test_no_two_parts_need_each_other() -> None:
+    graph: dict[str, set[str]] = {part: set() for part in FLOOR}
+    for path in FILES:
+        for name in imports(ast.walk(TREES[path])):  # those inside functions, too
+            package, other, *_ = [*name.split("."), ""]
+            if package == "bitwitness" and other != part_of(path) and part_of(path) in FLOOR:
+                graph[part_of(path)].add(other)
+    TopologicalSorter(graph).prepare()
+
+
 def test_the_vocabulary_imports_no_torch() -> None:
     for path in FILES:
         if part_of(path) in LAYERS["vocabulary"]:

@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel as Wrapped
 
 from bitwitness.config import load_config
 from bitwitness.guard.auto import AutoGuard
+from bitwitness.ranks.process_groups import wrapped_later
 from bitwitness.stats import bit_hash
 from bitwitness.tap.modules import unwrap
-from bitwitness.tap.process_groups import wrapped_later
 
 
 class Net(nn.Module):

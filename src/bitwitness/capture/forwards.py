@@ -23,11 +23,11 @@ from bitwitness.capture.step import ForwardRecord, StepRecord
 from bitwitness.capture.trainable import Trainable
 from bitwitness.capture.training import Training, Wants
 from bitwitness.capture.window import Dropped, LossWindow
+from bitwitness.ranks.process_groups import wrapped_later
 from bitwitness.stats import marks_of
 from bitwitness.tap.compiled import CompiledRegions, broadcasts, distributed
 from bitwitness.tap.moments import BackwardCall
 from bitwitness.tap.ownwork import own_work
-from bitwitness.tap.process_groups import wrapped_later
 from bitwitness.tap.sharded import reduces, sharding_of
 from bitwitness.tap.timer import Timer, stopwatch
 from bitwitness.tap.traffic import read_traffic

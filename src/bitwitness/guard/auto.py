@@ -23,6 +23,7 @@ from bitwitness.guard.guard import Guard
 from bitwitness.guard.roots import watched_roots
 from bitwitness.guard.steppers import Steppers
 from bitwitness.guard.unguarded import Unguarded
+from bitwitness.ranks.process_groups import is_alone, wrappers_noticed
 from bitwitness.session.forked import inert_in_children
 from bitwitness.session.reporter import Reporter
 from bitwitness.session.roots import Blocks, contents, root_of, trainable
@@ -31,7 +32,6 @@ from bitwitness.tap.compat import outside_transforms
 from bitwitness.tap.compiled import is_compiled
 from bitwitness.tap.modes import scripts_modes_off
 from bitwitness.tap.modules import in_backward, keywords_of_call, unwrap
-from bitwitness.tap.process_groups import is_alone, wrappers_noticed
 
 _MANY = 2  # models met between two steps (a GAN's); where there are more, each optimizer's are guarded as one
 

@@ -17,6 +17,7 @@ from bitwitness.finding import Event, Note, Severity
 from bitwitness.guard.watch import Watch
 from bitwitness.nonfinite.saturation import overflow_mode
 from bitwitness.ranks import Ranks
+from bitwitness.ranks.process_groups import wrappers_noticed
 from bitwitness.respond.final import PROCESS
 from bitwitness.session.entered import Entered
 from bitwitness.session.reporter import Reporter
@@ -25,7 +26,6 @@ from bitwitness.store import RunWriter
 from bitwitness.store.health import health_of
 from bitwitness.store.life import Life
 from bitwitness.tap.modules import unwrap
-from bitwitness.tap.process_groups import wrappers_noticed
 
 
 class Face(Entered):

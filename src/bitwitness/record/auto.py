@@ -12,6 +12,7 @@ from torch import nn
 
 from bitwitness.config.recording import RecordConfig
 from bitwitness.errors import BitwitnessError
+from bitwitness.ranks.process_groups import wrappers_noticed
 from bitwitness.record.recorder import Recorder
 from bitwitness.record.recording import ModelRecording
 from bitwitness.session.reporter import Reporter
@@ -19,7 +20,6 @@ from bitwitness.session.roots import root_of
 from bitwitness.session.search import ModelSearch
 from bitwitness.session.session import sessions
 from bitwitness.tap.modules import in_backward, keywords_of_call, unwrap
-from bitwitness.tap.process_groups import wrappers_noticed
 
 
 class AutoRecorder(ModelSearch[Recorder]):

@@ -121,7 +121,7 @@ def let_end(thread: threading.Thread) -> None:
     """Have Python wait at the exit until ``thread``, in which the training was stopped, has cleaned up and is gone.
 
     ``join`` does not do: before Python 3.13, a join that an interrupt ends takes the thread for ended, and so does the exit
-    after it. Python then kills the thread at its next step, and with it the process (``std::terminate``) if that step is in C++.
+    after it. Python then kills the thread at its next step, and with it the process (``std::terminate``) if it is in C++.
     """
     atexit.register(_await, thread, GRACE_S if not thread.daemon else _CLOSING_S)
 

@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 from torch.nn.parameter import is_lazy
 
+from bitwitness.ranks.process_groups import wrapped_by, wrappers_inside
 from bitwitness.tap.compiled import distributed, is_compiled
 from bitwitness.tap.modules import unwrap
-from bitwitness.tap.process_groups import wrapped_by, wrappers_inside
 
 
 class Blocks(nn.ModuleList):

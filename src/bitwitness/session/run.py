@@ -14,11 +14,11 @@ from torch import nn
 from bitwitness.errors import TrainingStopped, UsageError
 from bitwitness.files.shown import shown
 from bitwitness.ranks import Ranks
+from bitwitness.ranks.process_groups import join_ranks
 from bitwitness.session.jobfolder import in_job, job_folder
 from bitwitness.store import RunWriter, claim_folder, release_folder
 from bitwitness.store.life import this_process
 from bitwitness.store.reader import read_description
-from bitwitness.tap.process_groups import join_ranks
 
 
 @dataclass(frozen=True)
