@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from bitwitness.guard import childstops
-from bitwitness.respond import ending
+from bitwitness.respond import process_exit
 
 BAD = 3
-childstops.PATIENCE_S, ending.GRACE_S = 1.0, 4.0
+childstops.PATIENCE_S, process_exit.GRACE_S = 1.0, 4.0
 
 
 def train(bad: int = BAD) -> None:

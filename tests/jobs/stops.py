@@ -20,7 +20,7 @@ import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
 import bitwitness as bw  # noqa: E402
-from bitwitness.respond import ending  # noqa: E402
+from bitwitness.respond import process_exit  # noqa: E402
 
 HOW = sys.argv[2] if len(sys.argv) > 2 else "guard"
 BAD = 3
@@ -117,7 +117,7 @@ def another_error() -> None:
 
 
 def saves_for_long() -> None:
-    ending.GRACE_S = 0.5
+    process_exit.GRACE_S = 0.5
     try:
         train()
     finally:
@@ -166,7 +166,7 @@ def thread_saves_and_main_catches() -> None:
 
 
 def thread_and_main_stays() -> None:
-    ending.GRACE_S = 1.0
+    process_exit.GRACE_S = 1.0
     threading.Thread(target=train).start()
     while True:
         with suppress(BaseException):

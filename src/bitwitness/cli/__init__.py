@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 
 from bitwitness.cli import ascend, compare, completion, demo, diff_env, doctor, record, run, status, trace
-from bitwitness.cli.ending import CODES, ended, flushed, say, shown_streams
+from bitwitness.cli.exitcode import CODES, ended, flushed, say, shown_streams
 from bitwitness.cli.script import torch_lacks, unusable
 from bitwitness.errors import UsageError
 from bitwitness.version import __version__

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from bitwitness.respond import ending
+from bitwitness.respond import process_exit
 from bitwitness.respond.final import PROCESS, Stop
 from bitwitness.session.forked import still_while_forking
 
@@ -123,7 +123,7 @@ class ChildStops:
         if not self._lines or os.getpid() != self._owner:
             return
         atexit.register(self._end_all, PATIENCE_S)  # runs before multiprocessing waits for them without limit
-        ending.later(ending.GRACE_S, self._end_all)
+        process_exit.later(process_exit.GRACE_S, self._end_all)
 
     def _end_all(self, patience: float = 0.0) -> None:
         """End the children that go on; one that was stopped itself cleans up for as long as it likes."""

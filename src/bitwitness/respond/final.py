@@ -21,7 +21,7 @@ from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer
 
 from bitwitness.errors import EXIT_CONVICTED, TrainingStopped
-from bitwitness.respond.ending import end_from_elsewhere, end_now, interactive, let_end, seal
+from bitwitness.respond.process_exit import end_from_elsewhere, end_now, interactive, let_end, seal
 from bitwitness.tap.compiled import EntryPoint, HookedCall
 from bitwitness.tap.hooks import ModuleHook
 from bitwitness.tap.moments import BackwardCall, StepListener, StepMoments

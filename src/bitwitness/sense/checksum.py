@@ -20,11 +20,11 @@ from bitwitness.finding import Finding, Severity
 from bitwitness.oracle.product import READERS, Product, product_of
 from bitwitness.oracle.row import compare_row_with_float64
 from bitwitness.oracle.worst import WorstElement
-from bitwitness.sense import attention
+from bitwitness.sense import checksum_attention
+from bitwitness.sense.checksum_product import check_product
+from bitwitness.sense.checksum_reference import check_reference
 from bitwitness.sense.flops import carries_flops, flops_of
 from bitwitness.sense.invariant import FIGURES, Invariant, Signs
-from bitwitness.sense.matmul import check_product
-from bitwitness.sense.reference_checksum import check_reference
 from bitwitness.site import Site
 from bitwitness.tap.compat import OpOverload
 from bitwitness.tap.operators import OpCall
@@ -113,10 +113,10 @@ class ChecksumSensor:
     def _attention(self, call: OpCall) -> list[Invariant] | None:
         if self._scheme != "signs" or not all(t.layout is torch.strided for t in call.outputs):
             return None
-        if call.op in attention.FORWARD:
-            return attention.check_forward(call)
-        if call.op in attention.BACKWARD:
-            return attention.check_backward(call, self._signs)
+        if call.op in checksum_attention.FORWARD:
+            return checksum_attention.check_forward(call)
+        if call.op in checksum_attention.BACKWARD:
+            return checksum_attention.check_backward(call, self._signs)
         return None
 
     def _note(self, call: OpCall, product: Product | None, invariant: Invariant) -> None:

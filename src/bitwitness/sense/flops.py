@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torch.utils.flop_counter import flop_registry
 
 from bitwitness.oracle.product import READERS
-from bitwitness.sense import attention
+from bitwitness.sense import checksum_attention
 from bitwitness.tap.compat import OpOverload
 from bitwitness.tap.operators import OpCall, tensors_in
 
@@ -42,7 +42,7 @@ def _counter(func: OpOverload) -> Callable[[OpCall], int] | None:
     name = func.overloadpacket.__name__
     if name in READERS or name in _UNREAD_PRODUCTS:
         return _product
-    if name in attention.FORWARD or name in attention.BACKWARD:
+    if name in checksum_attention.FORWARD or name in checksum_attention.BACKWARD:
         return _attention
     if name.removesuffix("_backward") in _RECURRENT:
         return _recurrent
@@ -56,11 +56,11 @@ def _product(call: OpCall) -> int:
 
 
 def _attention(call: OpCall) -> int:
-    named = attention.bound(call)
+    named = checksum_attention.bound(call)
     query, key, value = named["query"], named["key"], named["value"]
     pairs = query.shape[:-1].numel() * int(key.shape[-2])
     forward: int = 2 * pairs * (int(query.shape[-1]) + int(value.shape[-1]))
-    return round(forward * _BACKWARD_ATTENTION) if call.op in attention.BACKWARD else forward
+    return round(forward * _BACKWARD_ATTENTION) if call.op in checksum_attention.BACKWARD else forward
 
 
 def _recurrent(call: OpCall) -> int:

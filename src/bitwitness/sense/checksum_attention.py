@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from bitwitness.numerics import unit_roundoff
+from bitwitness.sense.checksum_product import row_norms
 from bitwitness.sense.invariant import Invariant, Signs, largest
-from bitwitness.sense.matmul import row_norms
 from bitwitness.tap.operators import OpCall
 
 FORWARD = frozenset(
