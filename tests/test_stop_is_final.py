@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -158,3 +159,14 @@ def test_a_conviction_is_final(tmp_path: Path) -> None:
     done = script(arguments, tmp_path, environment={"BITWITNESS_INJECT": str(faults)})
     assert done.returncode == 17, done.stderr
     assert "caught" in done.stdout
+
+
+def test_a_run_that_was_stopped_without_proof_is_not_healthy(tmp_path: Path) -> None:
+    done = script(["-m", "bitwitness", "run", "--act", "stop", "--out", "r", JOB, "caught_and_over", "auto"], tmp_path)
+    assert "NOT healthy: step 3: stopped at an anomaly, unproven (act = stop): not finite" in done.stderr
+    assert " healthy:" not in done.stderr.replace("NOT healthy:", "")
+    told = script(["-m", "bitwitness", "status", "r", "--json"], tmp_path)
+    assert told.returncode == 1, told.stdout + told.stderr
+    answer = json.loads(told.stdout)
+    assert (answer["status"], answer["state"]) == ("findings", "stopped")
+    assert "proves a suspicion before it stops" in answer["to_do"]

@@ -28,6 +28,7 @@ def coverage_table(watch: GuardWatch) -> dict[str, Any]:
         "suspicions": investigation.suspicions,
         "dismissed": investigation.dismissed,
         "left_open": investigation.left_open,
+        "stopped_at": investigation.stopped_at,
         "verdicts": [f"step {v.step}: {v.cause} {list(v.ranks)} {v.action}" for v in investigation.verdicts],
         "replay": {
             "calibrations": investigation.experiments.calibrated,

@@ -116,6 +116,8 @@ class Investigation:
         self.dismissed = 0
         self.left_open = 0
         """Suspicions that nothing confirmed, and that could not be dismissed."""
+        self.stopped_at = ""
+        """The anomaly at which the training was stopped without proof; empty where it was not."""
         self._said: set[tuple[str, bool]] = set()
 
     def renewed(self, gradients: LocalGradients) -> Investigation:
@@ -260,6 +262,7 @@ class Investigation:
         if not told:
             return
         message = f"step {step}: stopped at an anomaly, unproven (act = stop): {told[0]}"
+        self.stopped_at = message
         note = Note(message, step, self._ranks.rank, "judge", Severity.ERROR, evidence={"alert": alert_fields()})
         self._reporter.note(note, speak=bool(loud))
         self._end(EXIT_ELSEWHERE, message, step)

@@ -192,7 +192,7 @@ class Watch(StepJudge):
 
         """
         self._ordinary = False
-        with PROCESS.declared():
+        with self._stop_declared():
             try:
                 if step.light is None:
                     self.reporter.once(
@@ -207,6 +207,17 @@ class Watch(StepJudge):
                 raise TrainingStopped(EXIT_RANK_LOST, missing) from error
             except Exception as error:
                 self.reader.fail("judgement of a step", error)
+
+    @contextmanager
+    def _stop_declared(self) -> Iterator[None]:
+        """Make a stop that is raised inside final, for the process and for what the run folder says."""
+        try:
+            with PROCESS.declared():
+                yield
+        except TrainingStopped as stop:
+            if PROCESS.stop is not None:
+                self.session.run.ended_by(stop)
+            raise
 
     def _count(self) -> None:
         """Count gradients that are judged; an optimizer's closure may be asked for some several times in a step."""

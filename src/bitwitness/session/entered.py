@@ -90,7 +90,7 @@ class Entered:
         """Have the run folder say how the training ended."""
         atexit.unregister(self._at_exit)
         if self._session is not None:
-            self._session.run.ending = Ending.of(error)
+            self._session.run.ended_by(error)
 
     def start(self) -> Self:
         """Enter it without a ``with``, as in a notebook; `close` leaves it, or the end of the process does."""

@@ -106,6 +106,11 @@ class TrainingRun:
         for one in self._claimed:
             one.writer.beat(self._steps())
 
+    def ended_by(self, error: BaseException | None) -> None:
+        """Note what ended the training: None is its own end. A stop stays one, whatever the script makes of it."""
+        if self.ending.state != "stopped":
+            self.ending = Ending.of(error)
+
     def ended(self, ending: Ending) -> None:
         """Say in each folder how the training ended, where the process ends with it: nobody will leave."""
         self.ending = ending

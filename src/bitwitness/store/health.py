@@ -88,6 +88,7 @@ def health_of(
 
     """
     nonfinite = sum(int(_of(table, "nonfinite").get("bad", 0)) for table in tables)
+    unproven = next((str(told) for table in tables if (told := table.get("stopped_at"))), "")
     seen = _seen(tables)
     gaps = list(dict.fromkeys(gap for table in tables for gap in table.get("not_covered", ())))
     doubts = [*_doubts(tables), *(shown(problem) for problem in problems)]
@@ -99,6 +100,9 @@ def health_of(
             f"NOT healthy: step {worst.step}: {worst.cause.replace('_', ' ')}, {worst.action}: {worst.message}{more}"
         )
         advice = _ADVICE.get(worst.cause, "")
+    elif unproven:
+        sentence = f"NOT healthy: {unproven}"
+        advice = "look at the step and the site that are named; act = protect proves a suspicion before it stops"
     elif nonfinite:
         sentence = f"NOT healthy: {nonfinite} origin{'s' * (nonfinite > 1)} of NaN or Inf, named above; {seen}"
         advice = "look at the operator and the line that are named"
@@ -106,7 +110,7 @@ def health_of(
         sentence = f"not known: {doubts[0]}; {seen}"
     else:
         sentence = f"healthy{_until(life)}: {seen}"
-    found = bool(verdicts or nonfinite)
+    found = bool(verdicts or unproven or nonfinite)
     remarks = (told for table in tables if (told := _of(table, "loss_scale").get("told")))
     status = "unread" if doubts or not _ended_well(life) else "findings" if found else "fine"
     if life.state == "unknown" and not found:
