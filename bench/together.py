@@ -80,7 +80,12 @@ def main() -> None:
         added[training.name] = middle - 1
         print(f"{training.name:9s} {middle:.3f} of a plain step ({low:.3f} to {high:.3f})")
     total = sum(added[name] for name in APART)
+    # Round by round, so that what slows a round down slows both sides: (all + plain + plain) over (guard + tracer + recorder).
+    extra = [together.seconds[i] + 2 * plain.seconds[i] for i in range(args.rounds)]
+    apart = [sum(training.seconds[i] for training in trainings[1:-1]) for i in range(args.rounds)]
+    middle, low, high = (3 * (figure - 1) for figure in ratio(extra, apart))  # three trainings on either side
     print(f"all at once add {added['all']:.1%}; the sum of what each adds alone is {total:.1%}")
+    print(f"more than the sum, round by round: {middle:+.1%} of a step ({low:+.1%} to {high:+.1%})")
     pairs = zip(plain.model.parameters(), together.model.parameters(), strict=True)
     print(f"weights equal, bit by bit: {all(torch.equal(a, b) for a, b in pairs)}; numbers of the last step: {numbers}")
 

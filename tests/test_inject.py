@@ -259,6 +259,18 @@ def test_the_guards_own_operators_run_on_the_same_device():
     assert {firing.site.module for firing in device.fired} == {"(bitwitness)"}
 
 
+def test_what_is_told_of_a_fault_names_the_models_own_site_and_a_glob_without_an_operator():
+    x = torch.ones(4)
+    with FaultyDevice([Fault(kind="nullify"), Fault(kind="nullify", site="*mm:forward")]) as device:
+        with own_work():
+            x + 1
+        x.neg()
+    first, second = device.told()
+    assert first.startswith("fault 0 (nullify at *) struck 2 times, first in step 0 at ")
+    assert "/neg#0:forward.out0 on rank 0" in first
+    assert "never struck on rank 0: nothing of that site, which names modules and no operator (that is MODULE/" in second
+
+
 def test_from_environment(tmp_path, monkeypatch):
     monkeypatch.delenv("BITWITNESS_INJECT", raising=False)
     assert FaultyDevice.from_environment() is None

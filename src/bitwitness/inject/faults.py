@@ -44,6 +44,14 @@ DEFAULT_PATTERN = {
 }
 """Each kind of fault with the elements that it strikes where no pattern is given."""
 
+OF_KIND = {
+    "bitflip": ("bit",),
+    "stuck_at": ("bit", "value"),
+    "carry": ("ulps",),
+    "multiply": ("factor",),
+}
+"""The keys that say what a kind does; no other kind reads them."""
+
 ALIASES = {"bitflip_designed": "exponent_msb"}
 
 
@@ -214,6 +222,11 @@ def _fault(number: int, row: Mapping[str, Any]) -> Fault:
             raise ConfigError(f"fault {number}: unknown key {key!r}{_nearest(key, known)}")
     if "kind" not in row:
         raise ConfigError(f"fault {number}: no kind; expected one of {', '.join(DEFAULT_PATTERN)}")
+    kind = ALIASES.get(row["kind"], row["kind"]) if isinstance(row["kind"], str) else ""
+    for key in (key for keys in OF_KIND.values() for key in keys):
+        if key in row and kind in DEFAULT_PATTERN and key not in OF_KIND.get(kind, ()):
+            readers = " and ".join(name for name, keys in OF_KIND.items() if key in keys)
+            raise ConfigError(f"fault {number}: {key} says nothing of kind {kind!r}; it is read by {readers}. Leave it out")
     try:
         return Fault(**row)
     except ConfigError as error:
@@ -252,7 +265,7 @@ def _or_none(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 def _are_steps(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(_is_int(step, 0) for step in value)
+    return isinstance(value, list | tuple) and len(value) > 0 and all(_is_int(step, 0) for step in value)
 
 
 _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -262,7 +275,7 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a glob of sites, for example '*/addmm:forward'",
     ),
     "rank": (_or_none(lambda value: _is_int(value, 0)), "a rank, 0 or more"),
-    "steps": (_or_none(_are_steps), "a list of steps, each 0 or more"),
+    "steps": (_or_none(_are_steps), "a list of steps, one or more, each 0 or more"),
     "from_step": (_or_none(lambda value: _is_int(value, 0)), "a step, 0 or more"),
     "cycle": (_or_none(lambda value: _is_int(value, 1)), "a number of steps, 1 or more"),
     "start": (_is_int, "a step"),

@@ -11,7 +11,7 @@ from bitwitness.files.shown import shown
 from bitwitness.inject.faults import Fault
 from bitwitness.site import Site
 from bitwitness.tap.operators import OpCall
-from bitwitness.tap.ownwork import in_replay
+from bitwitness.tap.ownwork import OWN, in_replay
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +66,15 @@ def told_of(trigger: Trigger, fired: Sequence[Firing], rank: int) -> str:
     what = f"fault {trigger.index} ({trigger.fault.kind} at {shown(trigger.fault.site)})"
     mine = [firing for firing in fired if firing.fault == trigger.index]
     if not mine:
+        named = "" if "/" in trigger.fault.site else ", which names modules and no operator (that is MODULE/OPERATOR),"
         return (
-            f"{what} never struck on rank {rank}: nothing of that site was computed in a step in which it is due; bitwitness "
-            "record shows what sites there are"
+            f"{what} never struck on rank {rank}: nothing of that site{named} was computed in a step in which it is due; "
+            "bitwitness record shows what sites there are"
         )
     times = "once," if len(mine) == 1 else f"{len(mine)} times, first"
-    return f"{what} struck {times} in step {mine[0].step} at {mine[0].site.short} on rank {rank}"
+    # A device that strikes everything strikes the guard's own operators first: the user looks for the model's.
+    first = next((firing for firing in mine if firing.site.module != OWN), mine[0])
+    return f"{what} struck {times} in step {first.step} at {first.site.short} on rank {rank}"
 
 
 def told_of_absent(faults: Sequence[Fault], ranks: int) -> list[str]:

@@ -96,7 +96,8 @@ class Recorder(Entered):
         return False
 
     def _last_words(self) -> None:
-        self.flush()
+        if self._recording is not None:
+            self._recording.finish()  # no more is taken: the training goes on until the process ends
         super()._last_words()
 
     def flush(self) -> None:

@@ -100,6 +100,10 @@ class ModelRecording(Instrument):
         """Write what was recorded of whole steps; return when it is on disk."""
         self._writing.flush()
 
+    def finish(self) -> None:
+        """Write what was recorded of whole steps, and take nothing more, while the training may still go on."""
+        self._writing.close()
+
     def removed(self) -> None:
         """Write what there is, and end."""
         self.paused()

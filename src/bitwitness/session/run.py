@@ -114,8 +114,8 @@ class TrainingRun:
     def ended(self, ending: Ending) -> None:
         """Say in each folder how the training ended, where the process ends with it: nobody will leave."""
         self.ending = ending
-        for one in self._claimed:
-            one.writer.ended(ending.state, ending.by, self._steps())
+        for one in list(self._claimed):
+            one.writer.ended(ending.state, ending.by, self._steps(), final=True)
 
     def leave(self, writer: RunWriter, what: str, *, unused: bool = False) -> None:
         """Close a folder with the last that goes into it; remove it where nothing was recorded there."""

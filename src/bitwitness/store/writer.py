@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import sys
+import threading
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -70,6 +71,8 @@ class RunWriter:
             "versions": {"python": platform.python_version(), **_versions()},
         }
         self._kept = 0
+        self._one_at_a_time = threading.Lock()  # SIGTERM's last words come from a thread of their own
+        self._final = False
         self._beaten = time.monotonic()
         self.problem: str | None = None
         self._torn: set[str] = set()
@@ -115,9 +118,12 @@ class RunWriter:
 
     def describe(self, **fields: Any) -> None:
         """Set fields of ``run.json`` and rewrite it, whole or not at all; by the rank that keeps it."""
-        if not self.keeps_run:
-            return
-        self._fields |= to_jsonable(fields)
+        with self._one_at_a_time:
+            if self.keeps_run and not self._final:
+                self._fields |= to_jsonable(fields)
+                self._rewrite()
+
+    def _rewrite(self) -> None:
         temporary = self.path / "run.json.part"
         try:
             with open_private(temporary, "w") as file:
@@ -134,9 +140,10 @@ class RunWriter:
             self._beaten = time.monotonic()
             self.describe(steps=steps, seen=now())
 
-    def ended(self, state: str, by: str, steps: int) -> None:
-        """Say how the run ended; see `bitwitness.store.life`."""
+    def ended(self, state: str, by: str, steps: int, *, final: bool = False) -> None:
+        """Say how the run ended; see `bitwitness.store.life`. After what is ``final``, ``run.json`` is left alone."""
         self.describe(state=state, ended_by=by, steps=steps, ended=now(), seen=now(), not_recorded=self.dropped)
+        self._final = final
 
     def close(self) -> None:
         """Say what was not recorded."""
