@@ -40,6 +40,9 @@ def test_convert_names_what_is_damaged_and_goes_on(tmp_path: Path, capsys: pytes
     assert "Add.Add_1.3.7.100, byte 0: 5 bytes; expected the header's length" in told.err
     assert "1 file converted, 1 could not be read" in told.out
     assert main(["ascend", "convert", "-d", str(source / "Add.Add_1.3.7.100")]) == 3
+    long = writer.write(source / f"Add.{'A' * 235}.3.7.100", writer.dump(inputs=[writer.Tensor(2, (1,), bytes(2))]))
+    assert main(["ascend", "convert", "-d", str(long), "-o", str(tmp_path)]) == 4
+    assert "File name too long" in capsys.readouterr().err
     assert main(["ascend", "convert", "-d", str(tmp_path / "nothing")]) == 2
     assert "No such file or directory" in capsys.readouterr().err
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from extent import chosen
 from ranks import script
 
 from bitwitness.cli import main
+from bitwitness.comparison.table import XlsxTable
 from bitwitness.files.shown import shown
 
 INPUTS = Path(__file__).parents[1] / "bench" / "inputs.py"
@@ -114,3 +117,22 @@ def test_what_a_terminal_would_obey_is_shown() -> None:
     assert shown("a\x1b[31mb\u202ec\ud800\n") == r"a\x1b[31mb\u202ec\ud800\n"
     assert shown("x" * 100_000).endswith("… (100,000 characters)")
     assert len(shown("x" * 100_000)) < 400
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a device that is always full")
+def test_a_spreadsheet_on_a_full_disk_fails_once_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    afterwards: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda told: afterwards.append(told.exc_value))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with Path("/dev/full").open("w+b", buffering=0) as full:
+        table = XlsxTable(full)
+        for _ in range(3):
+            table.add({})
+        with pytest.raises(OSError, match="No space left on device"):
+            table.finish({})
+        del table
+        gc.collect()
+    assert [error for error in afterwards if not isinstance(error, Warning)] == []
+    assert not list(tmp_path.iterdir())

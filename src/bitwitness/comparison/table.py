@@ -8,7 +8,7 @@ import math
 import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
-from tempfile import TemporaryFile
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO, Any
 
 from bitwitness.comparison.align import Pair
@@ -153,8 +153,9 @@ class XlsxTable:
         check_xlsx()
         import xlsxwriter
 
+        self._parts = TemporaryDirectory(prefix="bitwitness-")  # xlsxwriter leaves its own where it fails
         options = {"constant_memory": True, "strings_to_formulas": False, "strings_to_urls": False}
-        self._book = xlsxwriter.Workbook(file, options)
+        self._book = xlsxwriter.Workbook(_FailsOnce(file), {**options, "tmpdir": self._parts.name})
         self._bold, self._wrapped = (self._book.add_format(how) for how in ({"bold": True}, {"text_wrap": True}))
         self._red = self._book.add_format({"bg_color": "#F4CCCC"})
         self._found = self._book.add_worksheet("result")
@@ -198,7 +199,35 @@ class XlsxTable:
         for row, (name, value) in enumerate(_summary(fields)):
             self._found.write_string(row, 0, name, self._bold)
             self._found.write_string(row, 1, harmless(value), self._wrapped)
-        self._book.close()
+        try:
+            self._book.close()
+        except Exception as error:
+            if isinstance(cause := error.__context__, OSError):  # in which XlsxWriter's own error hides it
+                raise cause from None
+            raise
+        finally:
+            self._parts.cleanup()
+
+
+class _FailsOnce:
+    """A file that raises a failed write once: a ZipFile that is given up writes again, where nobody can catch it."""
+
+    def __init__(self, file: IO[Any]) -> None:
+        self._file = file
+        self._failed = False
+
+    def write(self, data: Any) -> int:
+        if self._failed:
+            return len(data)
+        try:
+            written: int = self._file.write(data)
+        except OSError:
+            self._failed = True
+            raise
+        return written
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 def _summary(fields: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from bitwitness.errors import UnwrittenError
+from bitwitness.errors import UnwrittenError, UsageError
 from bitwitness.files.reading import files_below, open_file
 from bitwitness.files.shown import shown
 from bitwitness.files.writing import new_file, target_of
@@ -147,5 +147,9 @@ def _write(target: Path, write: Callable[[IO[Any]], Any]) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UnwrittenError(f"cannot write {shown(target)}: {error.strerror}; give another folder with -o") from error
-    with new_file(target_of(target), binary=True) as file:
+    try:
+        target = target_of(target)
+    except UsageError as error:  # nobody asked for that name: it is made from the dump's, and may be too long
+        raise UnwrittenError(str(error)) from error
+    with new_file(target, binary=True) as file:
         write(file)
