@@ -206,7 +206,10 @@ def test_a_file_of_faults(tmp_path):
         ({"kind": "multiply", "factor": 10**5000}, "factor = a number of more than .* digits, expected a number"),
         ({"kind": "bitflip", "element": 1 << 70}, "element = .*, expected a flat index"),
         ({"kind": "bitflip", "steps": []}, r"steps = \[\], expected a list of steps, one or more"),
-        ({"kind": "multiply", "bit": 3}, "bit says nothing of kind 'multiply'; it is read by bitflip and stuck_at. Leave it"),
+        (
+            {"kind": "multiply", "bit": 3},
+            "bit says nothing of kind 'multiply'; it is read by bitflip and stuck_at. Leave it",
+        ),
         ({"kind": "permute", "factor": 2.0}, "factor says nothing of kind 'permute'; it is read by multiply"),
         ({"kind": "exponent_msb", "ulps": 2}, "ulps says nothing of kind 'exponent_msb'; it is read by carry"),
     ],

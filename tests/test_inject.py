@@ -268,7 +268,9 @@ def test_what_is_told_of_a_fault_names_the_models_own_site_and_a_glob_without_an
     first, second = device.told()
     assert first.startswith("fault 0 (nullify at *) struck 2 times, first in step 0 at ")
     assert "/neg#0:forward.out0 on rank 0" in first
-    assert "never struck on rank 0: nothing of that site, which names modules and no operator (that is MODULE/" in second
+    assert (
+        "never struck on rank 0: nothing of that site, which names modules and no operator (that is MODULE/" in second
+    )
 
 
 def test_from_environment(tmp_path, monkeypatch):

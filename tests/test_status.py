@@ -19,6 +19,7 @@ from torch import nn
 import bitwitness as bw
 from bitwitness.cli import main
 from bitwitness.finding import Action, Cause, Verdict
+from bitwitness.store.seal import sealed
 
 TRAIN = """
 import sys, time, torch
@@ -190,6 +191,32 @@ def test_damage_is_never_better_than_the_truth(
             capsys.readouterr()
 
 
+def test_what_has_another_shape_than_ours_is_named_though_its_checksum_is_right(
+    healthy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = Path(shutil.copytree(healthy, tmp_path / "copy"))
+    forged = 0
+    for name in ("run.json", "rank00000/events.jsonl", "rank00000/seal.jsonl"):
+        whole = (copy / name).read_text()
+        lines = [whole] if name == "run.json" else whole.splitlines()
+        for number in {0, len(lines) - 1}:
+            fields = json.loads(lines[number])
+            within = fields.get("evidence") or {}
+            for owner, key in [(fields, key) for key in fields if key != "crc"] + [(within, key) for key in within]:
+                for value in (None, "../x", [{"a": 1}], 10**30):
+                    kept, owner[key] = owner[key], value
+                    forged_line = json.dumps(sealed({name: field for name, field in fields.items() if name != "crc"}))
+                    (copy / name).write_text("\n".join([*lines[:number], forged_line, *lines[number + 1 :]]) + "\n")
+                    owner[key] = kept
+                    forged += 1
+                    for command in (["status", "-v", str(copy)], ["diff-env", str(copy), str(copy)]):
+                        code = main(command)
+                        said = capsys.readouterr()
+                        assert code in (0, 1, 2, 3), (command, name, key, value, said)
+        (copy / name).write_text(whole)
+    assert forged > 150
+
+
 def test_what_is_no_file_is_not_waited_for(healthy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in [path.relative_to(healthy) for path in healthy.rglob("*") if path.is_file()]:
         copy = Path(shutil.copytree(healthy, tmp_path / "copy"))
@@ -322,3 +349,18 @@ def test_a_recording_without_rows_says_so(tmp_path: Path) -> None:
     done = script(["-m", "bitwitness", "record", "-o", "run", "train.py"], tmp_path)
     assert done.returncode == 4
     assert "holds no rows" in done.stderr
+
+
+def test_names_of_any_length_and_kind_are_fit_for_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    net = nn.Sequential()
+    net.add_module("n" * 100_000 + "\x1b[31m", nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with bw.NonfiniteTracer(net, optimizer, out=tmp_path / "run"):
+        net(torch.full((2, 4), torch.inf)).sum().backward()
+        optimizer.step()
+    said = capsys.readouterr().err
+    assert "characters)" in said
+    assert max(map(len, said.splitlines())) < 5000
+    assert "\x1b" not in said

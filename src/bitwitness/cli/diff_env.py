@@ -33,14 +33,16 @@ def add_parser(verbs: Any) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Compare; return the exit code."""
-    from bitwitness.comparison.environment import PARTS, differences, unknown
+    from bitwitness.comparison.environment import PARTS, differences, masked, unknown
     from bitwitness.store.reader import read_description
 
     a, b = read_description(Path(args.a)), read_description(Path(args.b))
     found = differences(a, b)
     silent = sorted({*unknown(a), *unknown(b)})
+    if "command" not in silent and masked(a, b):
+        silent.append("arguments of the command that are masked as possible secrets (***)")
     one_sided = [f"{part} was recorded by one run only" for part in sorted(set(unknown(a)) ^ set(unknown(b)))]
-    compared = len(PARTS) - len(silent)
+    compared = len(PARTS) - len({*unknown(a), *unknown(b)})
     if not compared:
         one_sided.append("nothing was recorded by both runs: nothing could be compared")
     status = "unread" if one_sided else "findings" if found else "fine"

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bitwitness.cli.options import add_json, add_quiet, answer
-from bitwitness.errors import EXIT_FINDINGS, EXIT_UNREAD, UsageError
+from bitwitness.errors import EXIT_FINDINGS, EXIT_UNREAD, UnreadError, UsageError
+from bitwitness.version import __version__
 
 if TYPE_CHECKING:
     from bitwitness.store.folder import Run
@@ -39,11 +43,11 @@ def main(args: argparse.Namespace) -> int:
     from bitwitness.store.beside import runs_beside
     from bitwitness.store.folder import Run
 
-    first = _Asked(_checked(Run(args.run)))
+    first = _asked(Run(args.run))
     others, unread = [], []
     for path in runs_beside(args.run, first.description):
         try:
-            others.append(_Asked(_checked(Run(path))))
+            others.append(_asked(Run(path)))
         except (UsageError, OSError) as error:
             unread.append(str(error))
     first.doubt(unread)
@@ -67,9 +71,24 @@ def main(args: argparse.Namespace) -> int:
 _WORSE = ("findings", "unread", "fine")
 
 
-def _checked(run: Run) -> Run:
+def _asked(run: Run) -> _Asked:
     run.check()
-    return run
+    with _understood(run.path):
+        return _Asked(run)
+
+
+@contextmanager
+def _understood(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Name what has another shape than what is written here: its checksums may still be right."""
+    from bitwitness.files.shown import shown
+
+    try:
+        yield
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
+        raise UnreadError(
+            f"{shown(path)}: something that run.json or an events.jsonl tells has another shape than what bitwitness "
+            f"{__version__} writes ({type(error).__name__}: {shown(error)}); ask with the version that wrote it"
+        ) from error
 
 
 def _together(asked: list[_Asked]) -> str:
@@ -82,7 +101,8 @@ def _lines(one: _Asked, args: argparse.Namespace, *, named: bool) -> list[str]:
     """Return what is printed of one run; where a process has several models, each has a folder, and is named by it."""
     from bitwitness.files.shown import shown
 
-    lines = one.story() if args.verbose else one.health.lines(f"bitwitness status -v {args.run}")
+    with _understood(one.path):
+        lines = one.story() if args.verbose else one.health.lines(f"bitwitness status -v {args.run}")
     return [f"{shown(one.path.name)}: {lines[0]}", *lines[1:]] if named else lines
 
 

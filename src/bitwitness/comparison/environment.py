@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from bitwitness.store.redact import HIDDEN
+
 _EXPLAINED = {
     "weights": "the runs begin with different weights; every number after that may differ",
     "data": "the first batches are not the same; compare runs on the same data in the same order",
@@ -57,12 +59,20 @@ def unknown(run: Mapping[str, Any]) -> list[str]:
     return [part for part in PARTS if not _part(run, part)]
 
 
+def masked(*runs: Mapping[str, Any]) -> bool:
+    """Tell whether arguments of the runs' commands were left out, so that they may differ where the commands look alike."""
+    return any(
+        HIDDEN in argument for run in runs for argument in _part(run, "command").values() if isinstance(argument, list)
+    )
+
+
 def _part(run: Mapping[str, Any], part: str) -> dict[str, Any]:
     """Return one part, flat: names by dots."""
     environment = run.get("environment")
     within = environment if isinstance(environment, dict) else {}
     if part == "devices":
-        kinds = [str(device).partition(":")[0] for device in run.get("devices") or []]
+        devices = run.get("devices")
+        kinds = [str(device).partition(":")[0] for device in devices] if isinstance(devices, list) else []
         return {"kinds": sorted(set(kinds))} if kinds else {}
     value = within.get(part, run.get(part))
     return {} if value is None else _flat(value, "")

@@ -226,7 +226,9 @@ def _fault(number: int, row: Mapping[str, Any]) -> Fault:
     for key in (key for keys in OF_KIND.values() for key in keys):
         if key in row and kind in DEFAULT_PATTERN and key not in OF_KIND.get(kind, ()):
             readers = " and ".join(name for name, keys in OF_KIND.items() if key in keys)
-            raise ConfigError(f"fault {number}: {key} says nothing of kind {kind!r}; it is read by {readers}. Leave it out")
+            raise ConfigError(
+                f"fault {number}: {key} says nothing of kind {kind!r}; it is read by {readers}. Leave it out"
+            )
     try:
         return Fault(**row)
     except ConfigError as error:

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 
 from bitwitness.errors import SideChannelError
+from bitwitness.files.shown import shown_lines
 from bitwitness.finding import Event, Finding, Note, Severity, Verdict
 from bitwitness.ranks import Ranks
 from bitwitness.store import RunWriter
 from bitwitness.tap.emulated import injected
 
 _SPEAKS_FREELY = 8  # lines of one kind, then only the 8th, 16th, 32nd …: a terminal is read by people
+_LONGEST_LINE = 4000  # characters: fifty lines of a terminal; a parameter's name may be of any length
 _FINDINGS_KEPT = 10_000  # a kilobyte each
 
 
@@ -66,7 +68,8 @@ class Reporter:
         """Print a line on stderr."""
         try:
             model = f", {self.model}" if self.model else ""
-            sys.stderr.write(f"bitwitness [rank {self._rank}{model}] {text}\n")
+            cut = text if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE]}… ({len(text):,} characters)"
+            sys.stderr.write(f"bitwitness [rank {self._rank}{model}] {shown_lines(cut)}\n")
             sys.stderr.flush()
         except (OSError, ValueError):
             pass  # a closed stderr must not end a training

@@ -119,9 +119,12 @@ class SealedFolder:
             fields = json.loads(line)
             if not is_intact(fields):
                 return False
-            known = SealedFile(fields["length"], fields["covered"], int(fields["crc32"], 16))
-            self._files[fields["file"]] = known
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            known = SealedFile(int(fields["length"]), int(fields["covered"]), int(fields["crc32"], 16))
+            name = Path(str(fields["file"]))
+            if name.is_absolute() or ".." in name.parts:
+                return False
+            self._files[name.as_posix()] = known
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
             return False
         return True
 
