@@ -15,6 +15,7 @@ from whole_runs import Conv, Recurrent, Rewritten, Training
 
 import bitwitness as bw
 from bitwitness.cli import main
+from bitwitness.store.seal import FIELD, sealed
 
 GPT = Training()
 CONV, LSTM = Training(make=Conv), Training(make=Recurrent)
@@ -194,6 +195,18 @@ def test_a_resumed_run_is_known_by_its_weights(tmp_path: Path, optimizer: str) -
     assert lost.status == "findings"
     assert "state" in lost.conclusion
     assert "against none" in lost.conclusion
+
+
+def test_steps_that_only_one_run_has_are_named(tmp_path: Path) -> None:
+    a, b = GPT.but(steps=4).record(tmp_path / "a"), GPT.but(steps=2).record(tmp_path / "b")
+    report = bw.compare(a, b)
+    assert (report.status, report.steps) == ("fine", 2)
+    assert "steps 2, 3 are in run A only, and not compared" in report.notes
+    description = json.loads((b / "run.json").read_text())
+    del description[FIELD]
+    (b / "run.json").write_text(json.dumps(sealed({**description, "state": "terminated", "ended_by": "SIGTERM"})))
+    assert "steps 2, 3 are in run A only, and not compared; run B was terminated" in bw.compare(a, b).notes
+    assert not any("only" in note for note in bw.compare(a, b, steps="0").notes)
 
 
 def test_another_batch_accuses_nobody(tmp_path: Path) -> None:

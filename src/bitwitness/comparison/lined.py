@@ -13,10 +13,12 @@ from bitwitness.comparison.evaluations import FirstMicros
 from bitwitness.comparison.frame import StepFrame
 from bitwitness.comparison.merged import MergedMicros, MergedSource, spread_differently
 from bitwitness.errors import UsageError
+from bitwitness.store.life import life_of
 from bitwitness.store.source import Source
 
 _MOST = 4096
 """Steps of A that are searched for the weights that B begins with."""
+_CUT_SHORT = ("failed", "interrupted", "killed", "lost", "running", "stopped", "terminated")
 
 
 Fingerprint = tuple[tuple[str, float, float], ...]
@@ -86,8 +88,25 @@ def line_up(a: Source, b: Source, ranks: Sequence[int] | None, steps: Sequence[i
             f"{a.path} has steps {_shortened(a.steps(a.ranks()[0]))}, {b.path} has steps "
             f"{_shortened(b.steps(b.ranks()[0]))}; expected one in common (and among those asked for)"
         )
+    if steps is None and not found.shifted:
+        _note_left_out(found, chosen[0])
     _join_micros(found)
     return found
+
+
+def _note_left_out(found: Lined, rank: int) -> None:
+    """Say which steps only one run has: that one may have ended early, or recorded others."""
+    here, there = found.a.steps(rank), found.b.steps(rank)
+    for run, source, mine, theirs in (("A", found.a, here, there), ("B", found.b, there, here)):
+        if not (alone := sorted(set(mine) - set(theirs))):
+            continue
+        other = found.b if source is found.a else found.a
+        life = life_of(other.info) if other.info.get("state") else None
+        ended = f"; run {'AB'[run == 'A']} was {life.state}" if life and life.state in _CUT_SHORT else ""
+        found.notes.append(
+            f"step{'s' * (len(alone) > 1)} {_shortened(alone)} {'are' if len(alone) > 1 else 'is'} in run {run} only, and not "
+            f"compared{ended}"
+        )
 
 
 def _shift(found: Lined, rank: int) -> int:

@@ -96,9 +96,7 @@ def health_of(
     if verdicts:
         worst = _worst(verdicts)
         more = f" (and {len(verdicts) - 1} more verdicts)" if len(verdicts) > 1 else ""
-        sentence = (
-            f"NOT healthy: step {worst.step}: {worst.cause.replace('_', ' ')}, {worst.action}: {worst.message}{more}"
-        )
+        sentence = f"NOT healthy: step {worst.step}: {worst.cause.replace('_', ' ')}, {worst.action}: {worst.message}{more}; {seen}"
         advice = _ADVICE.get(worst.cause, "")
     elif unproven:
         sentence = f"NOT healthy: {unproven}"
@@ -165,7 +163,8 @@ def _seen(tables: Sequence[Table]) -> str:
         if isinstance(share, float) and _of(first, "operators").get("flops_seen"):
             parts[-1] += f" ({share:.1%} of the FLOPs checked)"
         dismissed, suspicions = (sum(table.get(name, 0) for table in guards) for name in ("dismissed", "suspicions"))
-        parts.append(f"{suspicions} suspicions, {dismissed} dismissed" if suspicions else "no suspicion")
+        told = f"{suspicions} suspicion{'s' * (suspicions > 1)}, {dismissed} dismissed"
+        parts.append(told if suspicions else "no suspicion")
     else:
         counts = [_of(table, "steps") for table in tables]
         held, judged = (max((step.get(name, 0) for step in counts), default=0) for name in ("held", "judged"))
@@ -181,7 +180,8 @@ def _doubts(tables: Sequence[Table]) -> Iterator[str]:
         if not _of(table, "steps").get("held", 0):
             yield "nothing was looked at: no step's gradients were judged"
         if table.get("left_open"):
-            yield f"{table['left_open']} suspicions could neither be proven nor dismissed"
+            count = table["left_open"]
+            yield f"{count} suspicion{'s' * (count > 1)} could neither be proven nor dismissed"
         for part, why in _of(table, "failures").items():
             yield f"the guard failed in its {part} and did without it: {why}"
         for name, why in _of(_of(table, "sensors"), "off").items():
