@@ -177,6 +177,32 @@ def test_run_under_torchrun(script: Path, tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "run").glob("rank*")} == {"rank00000", "rank00001"}
 
 
+def test_run_trace_and_record_give_status_answer_at_the_end_and_are_quiet(script: Path, tmp_path: Path) -> None:
+    for verb in ("run", "trace", "record"):
+        done = quick(tmp_path, verb, "-q", "--out", verb, "--json", f"{verb}.json", "train.py", "5")
+        assert (done.returncode, "bitwitness" in done.stderr) == (0, False), (verb, done.stderr)
+        assert done.stdout.startswith("done ['5'] __main__")
+        found = json.loads((tmp_path / f"{verb}.json").read_text())
+        assert (found["status"], found["state"]) == ("fine", "finished"), found
+        asked = quick(tmp_path, "status", verb, "--json")
+        assert json.loads(asked.stdout) == found
+    printed = quick(tmp_path, "trace", "--out", "again", "--json", "-", "train.py", "5")
+    assert json.loads(printed.stdout.partition("\n")[2])["sentence"] == "healthy: NaN and Inf: 5 steps looked at"
+    (tmp_path / "bad.py").write_text(script.read_text().replace("torch.randn(16, 8)", "torch.full((16, 8), torch.inf)"))
+    done = quick(tmp_path, "trace", "-q", "--out", "bad", "--json", "bad.json", "bad.py", "2")
+    assert "not finite" in done.stderr or "inf" in done.stderr.lower()
+    assert json.loads((tmp_path / "bad.json").read_text())["status"] == "findings"
+
+
+def test_an_answer_that_cannot_be_given_is_said_before_the_script_runs(script: Path, tmp_path: Path) -> None:
+    done = quick(tmp_path, "run", "--json", "x.json", "train.py", "5")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--json tells what the run folder holds at the end; give --out DIR, too" in done.stderr
+    done = quick(tmp_path, "record", "--json", "/dev/null", "train.py", "5")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "is a device" in done.stderr
+
+
 def test_a_fault_declared_in_the_environment_is_found(script: Path, tmp_path: Path) -> None:
     faults = tmp_path / "faults.toml"
     faults.write_text(

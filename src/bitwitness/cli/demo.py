@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
+from contextlib import nullcontext, redirect_stdout
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
+from bitwitness.cli.ending import add_ending, check_ending, write_answer
 from bitwitness.errors import UsageError
 
 _MOST_STEPS = 10_000
@@ -27,6 +31,7 @@ def add_parser(verbs: Any) -> None:
         "--faults-template", action="store_true", help="print a file of faults to begin with, for your own training"
     )
     parser.add_argument("--steps", type=int, default=45, help="steps of the fault-free run (default 45)")
+    add_ending(parser)
     parser.set_defaults(main=main)
 
 
@@ -37,6 +42,10 @@ def main(args: argparse.Namespace) -> int:
         return 0
     if not 1 <= args.steps <= _MOST_STEPS:
         raise UsageError(f"--steps {args.steps}: expected 1 to {_MOST_STEPS}; the second fault strikes from step 40 on")
+    check_ending(args, args.out)
     from bitwitness.demo.main import main as demo
 
-    return demo(args)
+    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere) if args.quiet else nullcontext():
+        code: int = demo(args)
+    runs = sorted(str(path.parent) for path in Path(args.out).rglob("run.json")) if args.out else []
+    return code or write_answer(args, runs)

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+from bitwitness.cli.ending import add_ending, check_ending, write_answer
 from bitwitness.cli.folders import add_out, check_out
 from bitwitness.cli.script import Script, ScriptError, add_script_arguments
 from bitwitness.config.recording import CONTENTS, LEVELS, RecordConfig, read_msprobe
@@ -44,6 +45,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--config", metavar="FILE", help="msprobe's config.json, read as it is; options here come before it"
     )
+    add_ending(parser)
     add_script_arguments(parser)
     parser.set_defaults(main=main)
 
@@ -52,6 +54,7 @@ def main(args: argparse.Namespace) -> int:
     """Check what was asked for before torch is imported, then run; return the exit code."""
     script = Script.of(args)
     config, out = settings(args)
+    check_ending(args, out)
     check_out(out, args)
     from bitwitness.record.auto import AutoRecorder
 
@@ -62,8 +65,9 @@ def main(args: argparse.Namespace) -> int:
     except ScriptError as error:
         code = error.show()
     finally:
-        recorder.say()
-    return code or (EXIT_UNWRITTEN if recorder.incomplete else 0)
+        recorder.say(quiet=args.quiet)
+        unwritten = write_answer(args, recorder.folders)
+    return code or (EXIT_UNWRITTEN if recorder.incomplete else unwritten)
 
 
 def settings(args: argparse.Namespace) -> tuple[RecordConfig, str]:

@@ -6,6 +6,7 @@ import argparse
 import sys
 from typing import Any
 
+from bitwitness.cli.ending import add_ending, check_ending, write_answer
 from bitwitness.cli.folders import add_out, check_out, rank_here
 from bitwitness.cli.script import Script, ScriptError, add_script_arguments, torch_lacks, unusable
 from bitwitness.errors import UsageError
@@ -33,6 +34,7 @@ def add_parser(verbs: Any) -> None:
         help="look for NaN and Inf only, and name the operator that made the first (the same as: bitwitness trace)",
     )
     add_tracing_options(parser, "with --nonfinite: ")
+    add_ending(parser)
     add_script_arguments(parser)
     parser.set_defaults(main=main)
 
@@ -57,8 +59,9 @@ def watch(args: argparse.Namespace, overrides: dict[str, Any], *, traces: bool) 
     from bitwitness.config import load_config
 
     script = Script.of(args)
-    overrides = {**overrides, "out": args.out}
+    overrides = {**overrides, "out": args.out, "quiet": args.quiet or None}
     loaded = load_config(args.config, {key: value for key, value in overrides.items() if value is not None})
+    check_ending(args, loaded.config.out)
     check_out(loaded.config.out, args)
     from contextlib import ExitStack
 
@@ -81,14 +84,15 @@ def watch(args: argparse.Namespace, overrides: dict[str, Any], *, traces: bool) 
             if faulty is not None:
                 stack.enter_context(faulty)
             make = NonfiniteTracer if traces else Guard
-            stack.enter_context(AutoGuard(loaded.config, loaded.warnings, make=make))
+            guards = stack.enter_context(AutoGuard(loaded.config, loaded.warnings, make=make))
             script.run()
     except ScriptError as error:  # shown last, after what the guard has to say
         return PROCESS.exit_code(error.show())
     finally:
         for line in faulty.told() if faulty is not None else ():
             sys.stderr.write(f"bitwitness: {line}\n")
-    return PROCESS.exit_code(0)
+        unwritten = write_answer(args, guards.folders)
+    return PROCESS.exit_code(unwritten)
 
 
 def unguarded(script: Script) -> int:

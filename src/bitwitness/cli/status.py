@@ -40,32 +40,43 @@ def add_parser(verbs: Any) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Answer; return the exit code."""
+    asked = _ask(args.run)
+    lines = [line for one in asked for line in _lines(one, args.run, whole=args.verbose, named=len(asked) > 1)]
+    answer(args, lambda: _told(asked, args.run), lambda: print("\n".join(lines)))
+    return _CODES[_together(asked)]
+
+
+def answer_of(run: str) -> dict[str, Any]:
+    """Return what is told of a run folder as JSON; raises `UsageError` where it cannot be read."""
+    return _told(_ask(run), run)
+
+
+def _ask(path: str) -> list[_Asked]:
+    """Ask a run folder, and those of other models that its process trained; the worst comes first."""
     from bitwitness.store.beside import runs_beside
     from bitwitness.store.folder import Run
 
-    first = _asked(Run(args.run))
+    first = _asked(Run(path))
     others, unread = [], []
-    for path in runs_beside(args.run, first.description):
+    for beside in runs_beside(path, first.description):
         try:
-            others.append(_asked(Run(path)))
+            others.append(_asked(Run(beside)))
         except (UsageError, OSError) as error:
             unread.append(str(error))
     first.doubt(unread)
-    asked = sorted([first, *others], key=lambda one: _WORSE.index(one.health.status))
-    lines = [line for one in asked for line in _lines(one, args, named=bool(others))]
+    return sorted([first, *others], key=lambda one: _WORSE.index(one.health.status))
 
-    def told() -> dict[str, Any]:
-        beside = [{"run": str(one.path), **one.to_dict()} for one in others]
-        worst = asked[0].health
-        return first.to_dict() | {
-            "status": _together(asked),
-            "sentence": lines[0],
-            "to_do": worst.advice,
-            "beside": beside,
-        }
 
-    answer(args, told, lambda: print("\n".join(lines)))
-    return _CODES[_together(asked)]
+def _told(asked: list[_Asked], run: str) -> dict[str, Any]:
+    first = next(one for one in asked if one.path == Path(run))
+    beside = [{"run": str(one.path), **one.to_dict()} for one in asked if one is not first]
+    worst = asked[0]
+    return first.to_dict() | {
+        "status": _together(asked),
+        "sentence": _lines(worst, run, whole=False, named=bool(beside))[0],
+        "to_do": worst.health.advice,
+        "beside": beside,
+    }
 
 
 _WORSE = ("findings", "unread", "fine")
@@ -97,12 +108,12 @@ def _together(asked: list[_Asked]) -> str:
     return "unread" if "unread" in found else "findings" if "findings" in found else "fine"
 
 
-def _lines(one: _Asked, args: argparse.Namespace, *, named: bool) -> list[str]:
+def _lines(one: _Asked, run: str, *, whole: bool, named: bool) -> list[str]:
     """Return what is printed of one run; where a process has several models, each has a folder, and is named by it."""
     from bitwitness.files.shown import shown
 
     with _understood(one.path):
-        lines = one.story() if args.verbose else one.health.lines(f"bitwitness status -v {args.run}")
+        lines = one.story() if whole else one.health.lines(f"bitwitness status -v {run}")
     return [f"{shown(one.path.name)}: {lines[0]}", *lines[1:]] if named else lines
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from bitwitness.cli.ending import add_ending
 from bitwitness.cli.folders import add_out
 from bitwitness.cli.run import add_tracing_options, tracing_settings, watch
 from bitwitness.cli.script import add_script_arguments
@@ -22,6 +23,7 @@ def add_parser(verbs: Any) -> None:
     add_out(parser, "folder for what is recorded (nothing by default)")
     parser.add_argument("--config", metavar="FILE", help="settings in TOML")
     add_tracing_options(parser)
+    add_ending(parser)
     add_script_arguments(parser)
     parser.set_defaults(main=main)
 

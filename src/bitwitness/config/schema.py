@@ -193,6 +193,8 @@ class Config(_Validated):
         the budget.
     self_test
         Let each sensor prove at the start that it sees.
+    quiet
+        Print verdicts, warnings and errors only.
 
     """
 
@@ -201,6 +203,7 @@ class Config(_Validated):
     budget: float = _number(0.01, minimum=0, above=True)
     deep_every: int | None = _number(None, minimum=0)
     self_test: bool = True
+    quiet: bool = False
     ranks: RanksConfig = field(default_factory=RanksConfig)
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     trend: TrendConfig = field(default_factory=TrendConfig)

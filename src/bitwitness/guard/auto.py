@@ -117,6 +117,11 @@ class AutoGuard(ModelSearch[Face]):
         for line in lines:
             self._reporter.say(line)
 
+    @property
+    def folders(self) -> list[str]:
+        """The run folders, in the order in which the models were met."""
+        return [one.folder for one in self.entered if isinstance(one, Face) and one.folder is not None]
+
     def after_fork(self, *, worker: bool) -> None:
         """Let the parent's models be the parent's; search anew in a process that the script forks by itself."""
         self._calls.end()

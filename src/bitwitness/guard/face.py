@@ -83,7 +83,9 @@ class Face(Entered):
         if self.config.out is not None:
             self._writer = session.run.folder(self.config.out, self.what, self.config.ranks.deadline_s)
             self._stack.callback(session.run.leave, self._writer, self.what)
-        self.reporter = reporter = Reporter(self._writer, ranks.in_job, on_event=self._on_event)
+        self.reporter = reporter = Reporter(
+            self._writer, ranks.in_job, quiet=self.config.quiet, on_event=self._on_event
+        )
         for warning in self._warnings:
             reporter.once(warning)
         self._say_overflow_mode(reporter)
@@ -144,6 +146,11 @@ class Face(Entered):
         return False
 
     @property
+    def folder(self) -> str | None:
+        """The run folder; None where nothing is recorded."""
+        return None if self._writer is None else str(self._writer.path)
+
+    @property
     def own_seconds(self) -> float:
         """Seconds that it attributes to itself so far (on a CPU: of process time)."""
         return 0.0 if self.watch is None else self.watch.own_seconds
@@ -158,7 +165,10 @@ class Face(Entered):
             ending = self.session.run.ending
             health = health_of([table], reporter.verdicts, Life(ending.state, ending.by))
             folder = None if self._writer is None else shlex.quote(str(self._writer.path))
-            for line in health.lines(f"bitwitness status -v {folder}" if folder else "--out DIR keeps them"):
+            silent = self.config.quiet and health.status == "fine"
+            for line in (
+                () if silent else health.lines(f"bitwitness status -v {folder}" if folder else "--out DIR keeps them")
+            ):
                 reporter.say(line)
         if watch.reader.root.forwards_seen and not watch.reader.optimizer_steps and not watch.steps_judged:
             reporter.note(

@@ -65,13 +65,18 @@ class AutoRecorder(ModelSearch[Recorder]):
         """Return the folders in which no row is."""
         return [folder for folder in self._folders if next(Path(folder).glob("rank*/stats-*"), None) is None]
 
-    def say(self) -> None:
-        """Print where the recordings are, or that there is none."""
+    @property
+    def folders(self) -> list[str]:
+        """Where it was recorded."""
+        return list(self._folders)
+
+    def say(self, *, quiet: bool = False) -> None:
+        """Print where the recordings are, or that there is none; if ``quiet``, only what is wrong."""
         if self._folders and self._speaks:
             problems = [one.problem for one in self._recorders if one.problem]
             how = f", NOT ALL of it: {problems[0]}" if problems else ""
             full = [folder for folder in self._folders if folder not in self._empty()]
-            if full:
+            if full and not (quiet and not problems):
                 sys.stderr.write(f"bitwitness: recorded in {', '.join(full)}{how}\n")
             for folder in self._empty():
                 sys.stderr.write(

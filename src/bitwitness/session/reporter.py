@@ -33,7 +33,7 @@ class Reporter:
     rank
         Whose lines these are.
     quiet
-        Print warnings and errors only.
+        Print verdicts, warnings and errors only.
     on_event
         Called with each event, as it is recorded; an error in it is told once, and ends it.
 
@@ -113,7 +113,7 @@ class Reporter:
     def finding(self, finding: Finding) -> None:
         """Record a suspicion, and print it unless it is only informative."""
         self.event(finding)
-        if finding.severity is Severity.INFO:
+        if finding.severity is Severity.INFO or self._quiet:
             return
         self._spoken[finding.sensor] += 1
         times = self._spoken[finding.sensor]
@@ -132,9 +132,9 @@ class Reporter:
             self.say(f"VERDICT step {verdict.step}: {verdict.cause}, action {verdict.action}: {verdict.message}")
 
     def note(self, note: Note, *, speak: bool = False) -> None:
-        """Record a remark; print it where ``speak`` or not quiet."""
+        """Record a remark; print it where it is a warning, or to ``speak`` and not quiet."""
         self.event(note)
-        if speak or (note.severity is not Severity.INFO and not self._quiet):
+        if note.severity is not Severity.INFO or (speak and not self._quiet):
             self.say(note.message)
 
     def once(self, message: str, *, severity: Severity = Severity.WARNING) -> None:

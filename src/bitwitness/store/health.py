@@ -96,7 +96,8 @@ def health_of(
     if verdicts:
         worst = _worst(verdicts)
         more = f" (and {len(verdicts) - 1} more verdicts)" if len(verdicts) > 1 else ""
-        sentence = f"NOT healthy: step {worst.step}: {worst.cause.replace('_', ' ')}, {worst.action}: {worst.message}{more}; {seen}"
+        what = f"{worst.cause.replace('_', ' ')}, {worst.action}: {worst.message}"
+        sentence = f"NOT healthy: step {worst.step}: {what}{more}; {seen}"
         advice = _ADVICE.get(worst.cause, "")
     elif unproven:
         sentence = f"NOT healthy: {unproven}"

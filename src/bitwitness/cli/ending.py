@@ -1,0 +1,47 @@
+"""What the verbs that run a script tell at its end: status's answer as JSON, and how much they say until then."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from bitwitness.cli.folders import rank_here
+from bitwitness.cli.options import write_json
+from bitwitness.errors import UsageError
+from bitwitness.files.writing import target_of
+
+
+def add_ending(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json FILE`` (whose file cannot be left out: the script comes next) and ``--quiet``."""
+    parser.add_argument(
+        "--json", metavar="FILE", help="at the end write what 'bitwitness status' says of the run ('-': print it)"
+    )
+    parser.add_argument(
+        "-q", "--quiet", action="store_true", help="print verdicts and warnings only; nothing if all is well"
+    )
+
+
+def check_ending(args: argparse.Namespace, out: str | None) -> None:
+    """Make sure before the script runs that the answer can be given; raises `UsageError`."""
+    if args.json is None:
+        return
+    if out is None:
+        raise UsageError("--json tells what the run folder holds at the end; give --out DIR, too")
+    if args.json != "-":
+        target_of(args.json, "--json")
+
+
+def write_answer(args: argparse.Namespace, folders: Sequence[str]) -> int:
+    """Write the answer, on the first rank; return the exit code of what prevented it, else 0."""
+    from bitwitness.cli.status import answer_of
+
+    if args.json is None or rank_here():
+        return 0
+    try:
+        nothing = {"status": "unread", "sentence": "nothing was looked at", "problems": ["no model was watched"]}
+        write_json(answer_of(folders[0]) if folders else nothing, args.json)
+    except UsageError as error:
+        sys.stderr.write(f"bitwitness: --json: {error}\n")
+        return error.exit_code
+    return 0
