@@ -37,6 +37,7 @@ def test_two_trainings_in_two_threads(settings: str, tmp_path: Path) -> None:
         assert "not recorded" not in guarded.stderr, guarded.stderr
         covered = re.findall(r"(?:healthy|known.*|NOT.*): (\d+) of (\d+) parameters, (\d+) steps", guarded.stderr)
         assert covered == [("8", "8", "60")] * 2, guarded.stderr
+        assert len(re.findall(r", model 2\] (?:healthy|not known)", guarded.stderr)) == 1, guarded.stderr
 
 
 def test_tensors_that_another_thread_frees_while_a_backward_begins() -> None:

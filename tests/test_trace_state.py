@@ -216,3 +216,23 @@ def test_a_loss_times_infinity_is_traced_on_an_emulated_device_too() -> None:
         optimizer.step()
     assert [finding.site.op for finding in trace.findings] == ["mul"]
     assert trace.coverage()["failures"] == {}
+
+
+def test_what_a_bad_step_that_cannot_be_run_again_leaves_behind_is_no_finding_of_its_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    net = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    with bw.Guard(net, optimizer, self_test=False) as guard:
+        for step in range(6):
+            optimizer.zero_grad()
+            x = torch.randn(6, 8)
+            F.cross_entropy(net(x * INF if step == STRUCK else x), LABELS).backward()
+            if step == STRUCK:
+                net.weight.grad.mul_(2.0)  # whose reason no re-execution knows
+            optimizer.step()
+    assert guard.verdicts == []
+    assert guard.coverage()["left_open"] == 1
+    said = capsys.readouterr().err
+    assert f"step {STRUCK} is suspicious, but nothing is proven: the step cannot be run again" in said
+    assert f"parameters are not finite since the optimizer applied the gradients of step {STRUCK}" in said

@@ -35,6 +35,16 @@ class LightStep:
     buffers: tuple[str, ...] = ()
     reduced: tuple[str, ...] = ()
 
+    @property
+    def finite_here(self) -> bool:
+        """Whether this rank's own losses, gradients and buffers are finite."""
+        return not self.buffers and bool(np.isfinite(self.losses).all() and np.isfinite(self.absmax).all())
+
+    @property
+    def finite(self) -> bool:
+        """Whether the gradients are, too, that the ranks share."""
+        return self.finite_here and not self.reduced
+
     def site(self, index: int) -> Site:
         """Return the site of a parameter's gradient."""
         return Site.of_parameter(self.names[index], "grad").at(rank=self.rank, step=self.step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -70,6 +71,7 @@ class AutoGuard(ModelSearch[Face]):
         self._child = child
         self._resting = False
         self._inert = False
+        self._counting, self._beginning = threading.Lock(), 0
         self._reporter = Reporter(None, int(os.environ.get("RANK", "0")))
         super().__init__()
 
@@ -200,19 +202,15 @@ class AutoGuard(ModelSearch[Face]):
         if any(map(is_compiled, root.modules())):
             self._ended = True
             self._calls.end()
-        number = self._trained + len(self.entered)
-        config = self._config
-        if number and config.out is not None:
-            config = replace(config, out=f"{config.out}-{number + 1}")
+        with self._counting:  # two threads may begin at once
+            number = self._trained + len(self.entered) + self._beginning
+            self._beginning += 1
         try:
-            with outside_transforms(), scripts_modes_off():
-                guard = self._make(root, config=config).start()
-        except BitwitnessError as error:
-            self._reporter.say(f"{type(unwrap(root)).__name__} trains unguarded: {error}")
+            guard = self._begin_guard(root, number)
+        finally:
+            self._beginning -= 1
+        if guard is None:
             return
-        self.entered.append(guard)
-        if number and guard.reporter is not None:
-            guard.reporter.model = f"{type(unwrap(root)).__name__}, model {number + 1}"
         if is_alone(root):
             self._fresh.append(guard)
         self._contents[guard] = contents(root)
@@ -221,6 +219,22 @@ class AutoGuard(ModelSearch[Face]):
         kwargs = keywords_of_call()
         if module is not None and kwargs is not None:
             guard.session.join_call(module, args, kwargs)
+
+    def _begin_guard(self, root: nn.Module, number: int) -> Face | None:
+        """Enter a guard; ``number``: how many models came before. Return None where that cannot be, which is said."""
+        config = self._config
+        if number and config.out is not None:
+            config = replace(config, out=f"{config.out}-{number + 1}")
+        try:
+            with outside_transforms(), scripts_modes_off():
+                guard: Face = self._make(root, config=config).start()
+        except BitwitnessError as error:
+            self._reporter.say(f"{type(unwrap(root)).__name__} trains unguarded: {error}")
+            return None
+        self.entered.append(guard)
+        if number and guard.reporter is not None:
+            guard.reporter.model = f"{type(unwrap(root)).__name__}, model {number + 1}"
+        return guard
 
     def _outgrown(self, guard: Face) -> bool:
         """Tell whether a model was rebuilt, sharded or compiled since it was guarded, as long as it is guarded alone."""

@@ -22,7 +22,7 @@ _EXPLAINED = {
 }
 _NOT_COVERED = (
     "convolutions and fused recurrent layers have no checksum; their share of FLOPs is shown at the end of each run",
-    "a loss computed outside the model is sensed but not replayed",
+    "loss code in which ranks exchange something or compiled functions run is sensed but not replayed",
     "compiled kernels have no checksum on deep steps; their matrix products are checked in an eager re-execution",
     "tensor parallel and FSDP1 training is watched, but its steps cannot be replayed",
 )

@@ -164,6 +164,7 @@ class Investigation:
             outcome = self._judge.question(
                 record, original, loud, partial(self.tracing.follow, record, light), light.l2
             )
+        self.tracing.applied(light)
         self._rechecks = _RECHECKS if outcome.came_out_otherwise else 0
         earlier = next((v for v in self.verdicts if v.cause not in _NO_FAULT and v.action is Action.REPORTED), None)
         if earlier is not None:

@@ -10,7 +10,6 @@ import json
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch.optim.optimizer import Optimizer
 
@@ -77,6 +76,13 @@ class Tracing:
         """Note who changes parameters, and with which settings: a schedule may change them before the damage is seen."""
         self._since.stepped(optimizer)
 
+    def applied(self, light: LightStep) -> None:
+        """Note that a step was questioned, whatever came of it: if it is not finite, what follows is its aftermath."""
+        before, clean = self._hit_at, self._since.last_clean
+        known = before is not None and (clean is None or clean < before)
+        if not known and not light.finite:
+            self._hit_at = light.step
+
     def hit(self, record: StepRecord, light: LightStep) -> None:
         """Take a step that is not finite on some rank; trace it unless too many were. Collective: all ranks count alike."""
         self.hits += 1
@@ -107,8 +113,7 @@ class Tracing:
         if aftermath:
             return aftermath
         self._hit_at = light.step
-        here = bool(light.losses and not np.isfinite(light.losses).all()) or bool(light.buffers)
-        here |= not bool(np.isfinite(light.absmax).all())
+        here = not light.finite_here
         kept_from = self._kept_from(record)
         if kept_from is not None:
             trace = Trace(problem=kept_from)
