@@ -5,13 +5,17 @@ from __future__ import annotations
 import re
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from ranks import script
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import _get_current_function_mode_stack
 
+import bitwitness as bw
 from bitwitness.capture.lossgraph import Result
 from bitwitness.capture.losstape import LossTape
 from bitwitness.capture.tapedcalls import Tape
@@ -38,6 +42,60 @@ def test_two_trainings_in_two_threads(settings: str, tmp_path: Path) -> None:
         covered = re.findall(r"(?:healthy|known.*|NOT.*): (\d+) of (\d+) parameters, (\d+) steps", guarded.stderr)
         assert covered == [("8", "8", "60")] * 2, guarded.stderr
         assert len(re.findall(r", model 2\] (?:healthy|not known)", guarded.stderr)) == 1, guarded.stderr
+
+
+def test_guards_that_come_and_go_leave_another_threads_hooks_alone() -> None:
+    """Torch goes through its hooks while the guard of another thread comes, and while it goes."""
+    inside, go_on = threading.Event(), threading.Event()
+    failed: list[BaseException] = []
+
+    def wait(*_: object) -> None:
+        inside.set()
+        go_on.wait(30)
+
+    def train() -> None:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(1, 2)).sum().backward()
+        try:
+            optimizer.step()
+        except BaseException as error:
+            failed.append(error)
+
+    def meanwhile(act: Callable[[], object]) -> None:
+        inside.clear()
+        go_on.clear()
+        worker = threading.Thread(target=train)
+        worker.start()
+        assert inside.wait(30)
+        act()
+        go_on.set()
+        worker.join()
+
+    for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
+        other = nn.Linear(2, 1)
+        guard = bw.Guard(other, torch.optim.SGD(other.parameters(), lr=0.1), self_test=False)
+        with bw.Guard(nn.Linear(2, 1), self_test=False):  # one is there already
+            entry = register(wait)
+            meanwhile(guard.start)
+            meanwhile(guard.close)
+            entry.remove()
+    first = bw.Guard(nn.Linear(2, 1), self_test=False)
+    with first:
+        entry = register_optimizer_step_post_hook(wait)
+        meanwhile(first.close)  # the last one
+    entry.remove()
+    assert failed == []
+
+
+def test_two_threads_that_take_turns_at_every_instruction(tmp_path: Path) -> None:
+    plain = script([JOB, "8"], tmp_path)
+    guarded = script(["-m", "bitwitness", "run", JOB, "8"], tmp_path)
+    assert guarded.returncode == 0, guarded.stderr[-3000:]
+    assert bits(guarded.stdout) == bits(plain.stdout) != []
+    assert len(set(bits(plain.stdout))) == 1
+    for word in ("Traceback", "failed", "VERDICT", "unguarded"):
+        assert word not in guarded.stderr, guarded.stderr[-3000:]
 
 
 def test_tensors_that_another_thread_frees_while_a_backward_begins() -> None:

@@ -1,7 +1,8 @@
-"""Two trainings, each in a thread of its own; prints the hash of each one's weights."""
+"""Two trainings, each in a thread of its own; prints the hash of each one's weights: ``threads.py [TIMES]``."""
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import torch
@@ -28,11 +29,14 @@ def train(model: nn.Module, number: int) -> None:
 
 
 torch.set_num_threads(1)
-torch.manual_seed(0)
-models = [build(), build()]
-threads = [threading.Thread(target=train, args=(model, number)) for number, model in enumerate(models)]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
-print("BITS", *[sum(int(bit_hash(p.detach())) for p in model.parameters()) for model in models])
+if len(sys.argv) > 1:  # more trainings, in threads that take turns as often as can be
+    sys.setswitchinterval(1e-5)
+for _ in range(int(sys.argv[1]) if len(sys.argv) > 1 else 1):
+    torch.manual_seed(0)
+    models = [build(), build()]
+    threads = [threading.Thread(target=train, args=(model, number)) for number, model in enumerate(models)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    print("BITS", *[sum(int(bit_hash(p.detach())) for p in model.parameters()) for model in models])

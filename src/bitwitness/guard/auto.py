@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from dataclasses import replace
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -13,7 +14,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer
 
 from bitwitness.config import Config
 from bitwitness.errors import BitwitnessError
@@ -33,8 +34,17 @@ from bitwitness.tap.compat import outside_transforms
 from bitwitness.tap.compiled import is_compiled
 from bitwitness.tap.modes import scripts_modes_off
 from bitwitness.tap.modules import in_backward, keywords_of_call, unwrap
+from bitwitness.tap.optimizerhooks import told_of_steps
 
 _MANY = 2  # models met between two steps (a GAN's); where there are more, each optimizer's are guarded as one
+
+
+@dataclass
+class _Met:
+    """Guards that were made since the last step, and models that wait for their optimizer's, to be guarded together."""
+
+    fresh: list[Face] = field(default_factory=list)
+    blocks: list[nn.Module] = field(default_factory=list)
 
 
 class AutoGuard(ModelSearch[Face]):
@@ -71,7 +81,6 @@ class AutoGuard(ModelSearch[Face]):
         self._child = child
         self._resting = False
         self._inert = False
-        self._counting, self._beginning = threading.Lock(), 0
         self._reporter = Reporter(None, int(os.environ.get("RANK", "0")))
         super().__init__()
 
@@ -81,8 +90,7 @@ class AutoGuard(ModelSearch[Face]):
         self._trained = 0
         # Called without gradients, or inside a backward: there is no forward to guard, but a name to tell.
         self._met: WeakSet[nn.Module] = WeakSet()
-        self._fresh: list[Face] = []
-        self._blocks: list[nn.Module] = []
+        self._threads: defaultdict[int, _Met] = defaultdict(_Met)
         self._unguarded = Unguarded()
         self._steppers = Steppers()
 
@@ -95,7 +103,7 @@ class AutoGuard(ModelSearch[Face]):
         )
         self._stack.enter_context(commands_named(self._reporter.say))
         self._stack.enter_context(wrappers_noticed(self._wrapped))
-        self._stack.callback(register_optimizer_step_post_hook(self._stepped).remove)
+        self._stack.callback(told_of_steps(self._stepped))
         self._begin_search()
         return self
 
@@ -120,6 +128,11 @@ class AutoGuard(ModelSearch[Face]):
             self._reporter.say(line)
 
     @property
+    def _here(self) -> _Met:
+        """What this thread has met since its last step: what another one trains is no part of it."""
+        return self._threads[threading.get_ident()]
+
+    @property
     def folders(self) -> list[str]:
         """The run folders, in the order in which the models were met."""
         return [one.folder for one in self.entered if isinstance(one, Face) and one.folder is not None]
@@ -141,21 +154,25 @@ class AutoGuard(ModelSearch[Face]):
 
     def _stepped(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         try:
-            if self._unguarded.stepped(optimizer):
-                self._steppers.stepped(optimizer, self.entered)
-                # Torch is iterating over its hooks now: whoever leaves, and takes hooks away, does so at the next forward.
-                gone = [guard for guard in self.entered if self._outgrown(guard) or self._steppers.are_gone(guard)]
-                self._leaving |= dict.fromkeys(gone)
-            self._fresh.clear()
-            self._resting = not self._unguarded.looked_for and not self._leaving
-            if not self._resting:
-                self._begin_search()
+            with self._searching:
+                self._note_step(optimizer)
         except Exception as error:
             self._fail(error)
 
+    def _note_step(self, optimizer: Optimizer) -> None:
+        if self._unguarded.stepped(optimizer):
+            self._steppers.stepped(optimizer, self.entered)
+            # Torch is iterating over its hooks now: whoever leaves, and takes hooks away, does so at the next forward.
+            gone = [guard for guard in self.entered if self._outgrown(guard) or self._steppers.are_gone(guard)]
+            self._leaving |= dict.fromkeys(gone)
+        self._here.fresh.clear()
+        self._resting = not self._unguarded.looked_for and not self._leaving
+        if not self._resting:
+            self._begin_search()
+
     def _wrapped(self, wrapper: DistributedDataParallel, module: nn.Module) -> None:
         parts = {id(part) for part in module.modules()}
-        self._blocks = [block for block in self._blocks if id(block) not in parts]
+        self._here.blocks = [block for block in self._here.blocks if id(block) not in parts]
         self._resting = False
         super()._wrapped(wrapper, module)
 
@@ -189,7 +206,7 @@ class AutoGuard(ModelSearch[Face]):
         if root is None or not self._take_over(root, module):
             return
         self._passed.update(root.modules())
-        if is_alone(root) and (len(self._fresh) >= _MANY or self._blocks):
+        if is_alone(root) and (len(self._here.fresh) >= _MANY or self._here.blocks):
             self._gather(root)
         else:
             self._guard(root, module, args)
@@ -202,18 +219,11 @@ class AutoGuard(ModelSearch[Face]):
         if any(map(is_compiled, root.modules())):
             self._ended = True
             self._calls.end()
-        with self._counting:  # two threads may begin at once
-            number = self._trained + len(self.entered) + self._beginning
-            self._beginning += 1
-        try:
-            guard = self._begin_guard(root, number)
-        finally:
-            self._beginning -= 1
+        guard = self._begin_guard(root, self._trained + len(self.entered))
         if guard is None:
             return
         if is_alone(root):
-            self._fresh.append(guard)
-        self._contents[guard] = contents(root)
+            self._here.fresh.append(guard)
         for optimizer in self._unguarded.optimizers():
             self._steppers.note(guard, optimizer)
         kwargs = keywords_of_call()
@@ -231,6 +241,7 @@ class AutoGuard(ModelSearch[Face]):
         except BitwitnessError as error:
             self._reporter.say(f"{type(unwrap(root)).__name__} trains unguarded: {error}")
             return None
+        self._contents[guard] = contents(root)
         self.entered.append(guard)
         if number and guard.reporter is not None:
             guard.reporter.model = f"{type(unwrap(root)).__name__}, model {number + 1}"
@@ -243,8 +254,9 @@ class AutoGuard(ModelSearch[Face]):
         return contents(guard.model) != self._contents[guard]
 
     def _left(self, one: Face) -> None:
-        if one in self._fresh:
-            self._fresh.remove(one)
+        for met in self._threads.values():
+            if one in met.fresh:
+                met.fresh.remove(one)
         del self._contents[one]
         self._steppers.forget(one)
         self._trained += one.let_go()
@@ -253,17 +265,19 @@ class AutoGuard(ModelSearch[Face]):
 
     def _gather(self, root: nn.Module) -> None:
         """Take the models that were met since the last step for blocks, to be guarded once their optimizer is known."""
-        for guard in list(self._fresh):
-            self._blocks.append(guard.model)
+        for guard in list(self._here.fresh):
+            self._here.blocks.append(guard.model)
             self._let_go(guard)
             self._passed.update(guard.model.modules())
-        self._blocks.append(root)
+        self._here.blocks.append(root)
 
     def _guard_blocks(self) -> None:
-        for _, missing in self._unguarded.missing() if self._blocks else ():
-            together = [block for block in self._blocks if not missing.isdisjoint(trainable(block))]
+        for _, missing in self._unguarded.missing() if self._here.blocks else ():
+            together = [block for block in self._here.blocks if not missing.isdisjoint(trainable(block))]
             if together:
-                self._blocks = [block for block in self._blocks if all(block is not other for other in together)]
+                self._here.blocks = [
+                    block for block in self._here.blocks if all(block is not other for other in together)
+                ]
                 self._guard(together[0] if len(together) == 1 else Blocks(together), None, ())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from weakref import WeakSet
 
 import torch.distributed as dist
@@ -17,9 +18,11 @@ from bitwitness.ranks import Alone, Ranks, SideChannel
 from bitwitness.tap.compat import running_wrapper
 from bitwitness.tap.compiled import distributed
 from bitwitness.tap.sharded import sharding_of
+from bitwitness.tap.threads import elsewhere, wait_while_elsewhere
 
 _wrappers: WeakSet[DistributedDataParallel] = WeakSet()
 
+_MODULES = nn.Module.__setattr__.__code__.co_filename
 Wrapped = Callable[[DistributedDataParallel, nn.Module], None]
 _whole: WeakSet[nn.Module] = WeakSet()  # models whose parameters were whole on every rank when they were guarded
 _told: list[Wrapped] = []
@@ -67,12 +70,14 @@ def wrappers_noticed(tell: Wrapped | None = None) -> Iterator[None]:
     global _hook  # noqa: PLW0603 - one for all: torch iterates over these hooks as one of us lets a guard go
     listener = tell or _nobody
     _told.append(listener)
+    if _hook is None:
+        wait_while_elsewhere(_builds)
     _hook = _hook or register_module_module_registration_hook(_registered)
     try:
         yield
     finally:
         _told.remove(listener)
-        if not _told and _hook is not None:
+        if not _told and _hook is not None and not elsewhere(_builds):
             _hook.remove()
             _hook = None
 
@@ -80,6 +85,15 @@ def wrappers_noticed(tell: Wrapped | None = None) -> Iterator[None]:
 def _with_subclasses(kind: type) -> list[type]:
     children: list[type] = kind.__subclasses__()
     return [kind, *(found for child in children for found in _with_subclasses(child))]
+
+
+def _builds(frame: FrameType | None) -> bool:
+    """Tell whether a thread is putting a module into another, where torch goes through its hooks as they are."""
+    while frame is not None:
+        if frame.f_code.co_filename == _MODULES and frame.f_code.co_name in ("__setattr__", "add_module"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _nobody(_wrapper: DistributedDataParallel, _module: nn.Module) -> None:

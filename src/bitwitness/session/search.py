@@ -13,6 +13,7 @@ from bitwitness.session.entered import Entered
 from bitwitness.session.modulecalls import ModuleCalls
 from bitwitness.session.roots import is_entered
 from bitwitness.tap.modules import unwrap
+from bitwitness.tap.threads import OneAtATime
 
 E = TypeVar("E", bound=Entered)
 
@@ -31,6 +32,7 @@ class ModelSearch(Generic[E]):
         self._begin_anew()
 
     def _begin_anew(self) -> None:
+        self._searching = OneAtATime()  # a fork may have left it taken
         self.entered: list[E] = []
         self._passed: WeakSet[nn.Module] = WeakSet()
         """Modules that are watched, or whose model is."""
@@ -63,11 +65,15 @@ class ModelSearch(Generic[E]):
 
     def _meet(self, module: nn.Module, args: Any) -> None:
         try:
-            for one in [one for one in self._leaving if not is_entered(unwrap(one.model))]:
-                self._let_go(one)
-            self._consider(module, args)
+            with self._searching:
+                self._meet_alone(module, args)
         except Exception as error:
             self._fail(error)
+
+    def _meet_alone(self, module: nn.Module, args: Any) -> None:
+        for one in [one for one in self._leaving if not is_entered(unwrap(one.model))]:
+            self._let_go(one)
+        self._consider(module, args)
 
     def _fail(self, error: Exception) -> None:
         self._ended = True
@@ -78,19 +84,23 @@ class ModelSearch(Generic[E]):
     def _wrapped(self, wrapper: DistributedDataParallel, module: nn.Module) -> None:
         """Let go what the script wraps now: the wrapper is watched from its first forward on, by all ranks together."""
         try:
-            parts = {id(part) for part in module.modules()}
-            for one in list(self.entered):
-                if one.model is wrapper or parts.isdisjoint(map(id, unwrap(one.model).modules())):
-                    continue
-                if is_entered(unwrap(one.model)):  # its hooks are to see the end of the call
-                    self._leaving[one] = None
-                else:
-                    self._let_go(one)
-            self._passed -= WeakSet(module.modules())
-            self._ended = False
-            self._begin_search()
+            with self._searching:
+                self._let_go_parts(wrapper, module)
         except Exception as error:
             self._fail(error)
+
+    def _let_go_parts(self, wrapper: DistributedDataParallel, module: nn.Module) -> None:
+        parts = {id(part) for part in module.modules()}
+        for one in list(self.entered):
+            if one.model is wrapper or parts.isdisjoint(map(id, unwrap(one.model).modules())):
+                continue
+            if is_entered(unwrap(one.model)):  # its hooks are to see the end of the call
+                self._leaving[one] = None
+            else:
+                self._let_go(one)
+        self._passed -= WeakSet(module.modules())
+        self._ended = False
+        self._begin_search()
 
     def _take_over(self, root: nn.Module, module: nn.Module) -> bool:
         """Let go what is a part of ``root``, or holds it and was rebuilt; return whether ``root`` may be watched."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -55,7 +56,8 @@ class Training(StepListener):
         self._count = StepCount(self.root)
         self._thread = TrainingThread()
         self._open: list[tuple[Forward | None, ExitStack]] = []
-        self._backwards = 0
+        self._backwards: list[int | None] = []
+        """The backwards that run: None, or its thread where that may be another model's, since no forward has run as yet."""
         self._hooks: ForwardHooks | None = None
         self._moments: StepMoments | None = None
 
@@ -109,7 +111,8 @@ class Training(StepListener):
     @property
     def backward_depth(self) -> int:
         """How many backwards are running, one inside the other, in the training's thread."""
-        return self._backwards
+        here = threading.get_ident()
+        return sum(thread in (None, here) for thread in self._backwards)
 
     def owns(self, optimizer: Optimizer) -> bool:
         """Tell whether an optimizer holds one of the model's parameters."""
@@ -156,7 +159,7 @@ class Training(StepListener):
 
     def _forward_begins(self, part: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         stack = ExitStack()
-        if self._not_the_training or self._backwards:  # a checkpoint around the whole model runs it again
+        if self._not_the_training or self.backward_depth:  # a checkpoint around the whole model runs it again
             self._open.append((None, stack))
             return
         forward = Forward(part, args, kwargs, self._count.kind_of_forward())
@@ -189,14 +192,16 @@ class Training(StepListener):
         if self._not_the_training or self._thread.is_another():
             yield
             return
-        self._backwards += 1
+        # A checkpoint's forward in a backward may run in a thread of autograd's own.
+        thread = threading.get_ident() if self._thread.is_unknown() else None
+        self._backwards.append(thread)
         try:
             with ExitStack() as stack:
                 self._members.enter(stack, "around_backward", call)
                 yield
         finally:
-            self._backwards -= 1
-            if not self._backwards and self._count.backward_ended():
+            self._backwards.remove(thread)
+            if not self.backward_depth and self._count.backward_ended():
                 self._tell("step_begins", self.step)
 
     def clipping(self, gradients: list[torch.Tensor]) -> None:
@@ -230,7 +235,7 @@ class Training(StepListener):
         if self.own_work:
             return
         self._tell("zeroed", owner)
-        if not self._backwards and self._count.zeroed(owner):
+        if not self.backward_depth and self._count.zeroed(owner):
             self._tell("step_begins", self.step)
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:

@@ -5,7 +5,7 @@ backward                ``torch.autograd._engine_run_backward``: every ``backwar
 before clipping         ``torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype``: every clipping function calls it,
                         also one that a script imported by name before we came
 before unscaling        ``torch.amp.GradScaler.unscale_``: ``scaler.step`` calls it too, even if it then skips the optimizer
-before / after a step   torch's global optimizer hooks
+before / after a step   torch's global optimizer hooks, by one entry (`tap/optimizerhooks.py`)
 gradients zeroed        ``Optimizer.zero_grad`` and ``nn.Module.zero_grad``
 end under a scaler      ``torch.amp.GradScaler.update``: ends a step whose optimizer was skipped
 ======================  =============================================================================================
@@ -23,13 +23,10 @@ from typing import Any, Self
 import torch
 from torch import nn
 from torch.amp import GradScaler
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer
 
-from bitwitness.tap.compat import BACKWARD, CLIPPING, not_compiled
+from bitwitness.tap.compat import BACKWARD, CLIPPING
+from bitwitness.tap.optimizerhooks import told_of_steps
 from bitwitness.tap.patching import replaced
 
 RunBackward = Callable[..., Any]
@@ -119,8 +116,7 @@ class StepMoments:
         self._patch(Optimizer, "zero_grad", self._wrap_zeroing)
         self._patch(nn.Module, "zero_grad", self._wrap_zeroing)
         self._patch(GradScaler, "update", self._wrap_update)
-        self._stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-        self._stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+        self._stack.callback(told_of_steps(self._after_step, self._before_step))
         return self
 
     def __exit__(
@@ -191,14 +187,11 @@ class StepMoments:
         return zero_grad
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if torch.compiler.is_compiling():  # torch.compile(optimizer.step): dynamo is not to trace us
-            _outside_graphs(self._listener.gradients_ready, optimizer)
-        elif len(args) > 1 and callable(args[1]):
+        if len(args) > 1 and callable(args[1]):
             return (args[0], self._wrap_closure(optimizer, args[1]), *args[2:]), kwargs
-        elif callable(kwargs.get("closure")):
+        if callable(kwargs.get("closure")):
             return args, {**kwargs, "closure": self._wrap_closure(optimizer, kwargs["closure"])}
-        else:
-            self._listener.gradients_ready(optimizer=optimizer)
+        self._listener.gradients_ready(optimizer=optimizer)
         return None
 
     def _wrap_closure(self, optimizer: Optimizer, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -214,13 +207,4 @@ class StepMoments:
         return closure
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if torch.compiler.is_compiling():
-            _outside_graphs(self._listener.optimizer_stepped, optimizer)
-        else:
-            self._listener.optimizer_stepped(optimizer)
-
-
-@not_compiled
-def _outside_graphs(tell: Callable[..., None], optimizer: Optimizer) -> None:
-    """Tell of an optimizer's step between two compiled graphs; torch itself breaks the graph there, so none is split."""
-    tell(optimizer=optimizer)
+        self._listener.optimizer_stepped(optimizer)
