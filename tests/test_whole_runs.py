@@ -53,6 +53,7 @@ PLANTED: dict[str, tuple[Training, Training, tuple[str, ...]]] = {
     "loss scaled with SGD": (SGD, SGD.but(scale=8.0), ("8 times", "loss scale")),
     "sum for mean": (GPT, GPT.but(reduction="sum"), ("'mean' against 'sum'", "64 times")),
     "sign": (GPT, GPT.but(scale=-1.0), ("other sign",)),
+    "maximize": (GPT, GPT.but(maximize=True), ("maximize False against True", "other parameters")),
     "learning rate": (GPT, GPT.but(lr=2e-2), ("lr 0.01 against 0.02", "other parameters")),
     "weight decay": (GPT, GPT.but(decay=0.1), ("weight_decay 0.0 against 0.1",)),
     "warm-up": (GPT.but(warm_up=1), GPT.but(warm_up=2), ("lr 0.0025 against 0.005",)),

@@ -198,6 +198,7 @@ class Training:
     lr: float = 1e-2
     decay: float = 0.0
     warm_up: int = 0
+    maximize: bool = False
     clip: float | None = None
     zero: bool = True
     batch: int = 8
@@ -228,6 +229,7 @@ class Training:
             [p for p in model.parameters() if p.requires_grad],
             lr=self.lr,
             weight_decay=self.decay,
+            **({"maximize": True} if self.maximize else {}),
             **({"momentum": 0.9} if "SGD" in self.optimizer else {}),
         )
         if self.first and self.saved:

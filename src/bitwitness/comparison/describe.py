@@ -12,7 +12,6 @@ from bitwitness.comparison.frame import Node
 
 _UNIMPORTANT = (
     "names",
-    "maximize",
     "foreach",
     "fused",
     "capturable",
