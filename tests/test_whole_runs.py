@@ -62,7 +62,7 @@ PLANTED: dict[str, tuple[Training, Training, tuple[str, ...]]] = {
     "another activation in bfloat16": (
         Training(make=lambda: Rewritten("gelu", other=False), autocast=True),
         Training(make=lambda: Rewritten("gelu", other=True), autocast=True),
-        ("computed by gelu_backward in run A and by threshold_backward in run B",),
+        ("computed by gelu_backward in run A and by threshold_backward in run B", "gelu"),
     ),
     "mean of means": (
         Training(make=lambda: w.Returning(padded=True), steps=1),
@@ -102,6 +102,11 @@ PLANTED: dict[str, tuple[Training, Training, tuple[str, ...]]] = {
     ),
     "images transposed": (CONV, CONV.but(data=lambda x: x.transpose(2, 3)), ("input", "read in another order")),
     "frozen": (GPT, GPT.but(prepare=lambda m: m.b[1].f1.weight.requires_grad_(False)), (WEIGHT, "frozen")),
+    "clipped by hand, at another norm": (
+        GPT.but(clip=0.2),
+        GPT.but(edit=w.clip_by_hand(0.1)),
+        ("is 1/2 times as large", "run B multiplies them by"),
+    ),
 }  # fmt: skip
 EQUAL: dict[str, tuple[Training, Training]] = {
     "the same": (GPT, GPT),
@@ -137,6 +142,7 @@ EQUAL: dict[str, tuple[Training, Training]] = {
         )
         for kind in ("mean", "bmm", "experts", "attention", "rms")
     },
+    "clipped by hand": (GPT.but(clip=0.1), GPT.but(edit=w.clip_by_hand(0.1))),
 }
 FACES = [("mix", "stats"), ("mix", "tensors"), ("modules", "stats"), ("ops", "stats"), ("mix", "hash")]
 

@@ -333,6 +333,18 @@ def unseen(model: nn.Module) -> None:
             p.grad.data.mul_(0.01)
 
 
+def clip_by_hand(most: float) -> Change:
+    """Return what clips gradients as `clip_grad_norm_` does, without it."""
+
+    def clip(model: nn.Module) -> None:
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
+        for gradient in gradients:
+            gradient.mul_(torch.clamp(most / (norm + 1e-6), max=1.0))
+
+    return clip
+
+
 def one_ulp(model: nn.Module) -> None:
     """Move half of all weights to the next number."""
     generator = torch.Generator().manual_seed(9)

@@ -52,6 +52,11 @@ def chains_of(differences: Differences) -> list[Chain]:
     return chains
 
 
+def row_at(rows: Rows, stage: int) -> int | None:
+    """Return the row at a stage; what the optimizer reads as it was before has no row of its own."""
+    return rows[1] if stage == 2 and rows[2] is None else rows[stage]
+
+
 def left_in_gradients(frame: StepFrame) -> dict[str, float]:
     """Return the sketch of each parameter's gradient as the optimizer read it, which stays there until it is zeroed."""
     rows = np.flatnonzero(frame.texts["kind"].equals("optimizer") & frame.texts["slot"].equals("grad"))

@@ -14,11 +14,12 @@ from functools import cached_property
 from statistics import median
 
 from bitwitness.comparison.allowance import rms
-from bitwitness.comparison.chains import STAGES, Chain, Rows, chains_of, left_in_gradients
+from bitwitness.comparison.chains import STAGES, Chain, Rows, chains_of, row_at
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.frame import StepFrame
 from bitwitness.comparison.relation import factor, in_times, numbers_of, tolerance
 from bitwitness.comparison.settled import SettledModules
+from bitwitness.comparison.unzeroed import not_zeroed
 
 OF_ALL_GRADIENTS = ("scaled", "clipped", "kept", "weighed")
 """Kinds of what happened to all gradients at once."""
@@ -28,8 +29,6 @@ _SMALL = 1e-3
 """Times the usual size of a gradient, below which one may be rounding errors alone."""
 _COARSE = 16.0
 """Unit roundoffs of the coarser precision up to which a factor counts as exact, where runs compute in different ones."""
-_LEFT = 0.02
-"""Relative deviation up to which a gradient is the sum of this step's and the last one's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +66,10 @@ class GradientChains:
         ratios = [self._common([(c.a[stage], c.b[stage]) for c in self._weighty]) for stage in range(len(STAGES))]
         if ratios[0] is not None and not self._is_one(ratios[0]):
             return self._from_backward(ratios[0])
-        if (kept := self._not_zeroed()) is not None:
-            return kept
-        for stage in (1, 2):
+        if text := not_zeroed(self._differences, self._weighty):
+            return Cause("kept", STAGES[0], text, self._row(0), math.nan)
+        # Without a reduction it is the script's affair when it clips: what the optimizers read tells.
+        for stage in (1, 2) if self._is_reduced else ():
             ratio, before = ratios[stage], ratios[stage - 1]
             if ratio is not None and before is not None and not self._is_one(ratio / before if before else ratio):
                 return self._between(stage, ratio)
@@ -100,17 +100,27 @@ class GradientChains:
                 return None
         return first, second
 
+    def edited_elsewhere(self, chain: Chain) -> bool:
+        """Return whether a gradient agrees as the backward leaves it and as the optimizer reads it, and not in between."""
+        if self._is_reduced or (chain.a[0] == chain.a[1]) == (chain.b[0] == chain.b[1]):
+            return False
+        ends = [(chain.a[0], chain.b[0]), (row_at(chain.a, 2), row_at(chain.b, 2))]
+        return all(
+            i is not None and j is not None and self._is_one(factor(self._a, i, self._b, j, self._noise) or 0.0)
+            for i, j in ends
+        )
+
     # -- factors -------------------------------------------------------------------------------------------------
 
     @cached_property
     def _usual(self) -> tuple[float, float]:
         """By what all gradients of A and of B are multiplied between backward and step; 1 where by no one number."""
-        last = [(c.a[0], c.a[2] if c.a[2] is not None else c.a[1]) for c in self._weighty]
-        last_b = [(c.b[0], c.b[2] if c.b[2] is not None else c.b[1]) for c in self._weighty]
+        last = [(c.a[0], row_at(c.a, 2)) for c in self._weighty]
+        last_b = [(c.b[0], row_at(c.b, 2)) for c in self._weighty]
         return self._common(last, self._a) or 1.0, self._common(last_b, self._b) or 1.0
 
     def _link(self, frame: StepFrame, rows: Rows) -> float | None:
-        last = rows[2] if rows[2] is not None else rows[1]
+        last = row_at(rows, 2)
         if rows[0] is None or last is None:
             return None
         return 1.0 if frame.value[rows[0]] == frame.value[last] else factor(frame, rows[0], frame, last)
@@ -150,7 +160,7 @@ class GradientChains:
         return all(chain.a[0] != chain.a[1] and chain.b[0] != chain.b[1] for chain in self._weighty)
 
     def _row(self, stage: int) -> int:
-        return min(row for chain in self.chains if (row := chain.a[stage]) is not None)
+        return min(row for chain in self.chains if (row := row_at(chain.a, stage)) is not None)
 
     def _every(self, ratio: float) -> str:
         how = "has the other sign" if self._is_one(-ratio) else f"is {in_times(ratio)} as large"
@@ -185,9 +195,10 @@ class GradientChains:
 
     def _between(self, stage: int, ratio: float) -> Cause:
         said = self._every(ratio)
+        since = stage - 1 if self._is_reduced else 0
         own = [
-            self._common([(c.a[stage - 1], c.a[stage]) for c in self._weighty], self._a),
-            self._common([(c.b[stage - 1], c.b[stage]) for c in self._weighty], self._b),
+            self._common([(c.a[since], row_at(c.a, stage)) for c in self._weighty], self._a),
+            self._common([(c.b[since], row_at(c.b, stage)) for c in self._weighty], self._b),
         ]
         if STAGES[stage] == "reduced" and self._is_reduced:
             known = [f"by {one:.4g} in run {side}" for one, side in zip(own, "AB", strict=True) if one is not None]
@@ -195,12 +206,12 @@ class GradientChains:
             why = f"from the reduction over ranks on{how}: a sum for a mean, another number of ranks, or a mean taken twice"
             return Cause("scaled", STAGES[stage], f"{said}, {why}", self._row(stage), ratio)
         norms = [
-            self._norms(self._a, [c.a for c in self.chains], stage),
-            self._norms(self._b, [c.b for c in self.chains], stage),
+            self._norms(self._a, [c.a for c in self.chains], since),
+            self._norms(self._b, [c.b for c in self.chains], since),
         ]
         tops = (
-            self._clipped_at(self._a, [c.a for c in self.chains]),
-            self._clipped_at(self._b, [c.b for c in self.chains]),
+            self._clippedrow_at(self._a, [c.a for c in self.chains]),
+            self._clippedrow_at(self._b, [c.b for c in self.chains]),
         )
         how = "; ".join(
             f"run {side} "
@@ -225,9 +236,9 @@ class GradientChains:
         return f"{times}: their norm is {norms[0]:.4g} before and {norms[1]:.4g} after"
 
     @staticmethod
-    def _clipped_at(frame: StepFrame, chains: Sequence[Rows]) -> float | None:
+    def _clippedrow_at(frame: StepFrame, chains: Sequence[Rows]) -> float | None:
         """Return the one largest magnitude of all gradients that changed between backward and step, if they have one."""
-        last = [(rows[0], rows[2] if rows[2] is not None else rows[1]) for rows in chains]
+        last = [(rows[0], row_at(rows, 2)) for rows in chains]
         changed = [j for i, j in last if i is not None and j is not None and frame.value[i] != frame.value[j]]
         moved = [
             j for i, j in last if i is not None and j in changed and numbers_of(frame, i).l2 != numbers_of(frame, j).l2
@@ -252,48 +263,11 @@ class GradientChains:
         return Cause("weighed", STAGES[0], text, self._row(0), math.nan)
 
     @staticmethod
-    def _norms(frame: StepFrame, chains: Sequence[Rows], stage: int) -> tuple[float, float]:
-        """Return the norm of all gradients together before and after what lies between backward and step."""
+    def _norms(frame: StepFrame, chains: Sequence[Rows], since: int) -> tuple[float, float]:
+        """Return the norm of all gradients together at a stage and when the optimizer reads them."""
         squares = [0.0, 0.0]
         for rows in chains:
-            for number, row in enumerate(
-                (rows[0] if stage == 1 else rows[1], rows[2] if rows[2] is not None else rows[1])
-            ):
+            for number, row in enumerate((rows[since], row_at(rows, 2))):
                 if row is not None:
                     squares[number] += numbers_of(frame, row).l2 ** 2
         return math.sqrt(squares[0]), math.sqrt(squares[1])
-
-    def _not_zeroed(self) -> Cause | None:
-        """Return whether one run's gradients are the other's and what its own last step left in them: sketches add up."""
-        last = self._differences.earlier.last
-        if last is None:
-            return None
-        left_a, left_b = (left_in_gradients(frame) for frame in last)
-        rows = [
-            ((left_a[c.name], left_b[c.name_b]), c.a[0], c.b[0])
-            for c in self._weighty
-            if c.name in left_a and c.name_b in left_b
-        ]
-        if len(rows) < 2:
-            return None
-        for side in (0, 1):
-            fitting = 0
-            for kept, i, j in rows:
-                if i is None or j is None:
-                    return None
-                x, y = numbers_of(self._a, i), numbers_of(self._b, j)
-                gap = y.sketch - x.sketch - (kept[1] if side else -kept[0])
-                size = max(x.l2, y.l2)
-                fitting += abs(gap) <= _LEFT * size and abs(y.sketch - x.sketch) > 2 * _LEFT * size
-            # Those whose sketch says little, the sum being small by chance, count for neither.
-            telling = sum(
-                abs(kept[side]) > 2 * _LEFT * numbers_of(self._a, i).l2 for kept, i, _ in rows if i is not None
-            )
-            if telling and fitting >= _MOST * telling and fitting >= min(2, len(rows)):
-                run = "AB"[side]
-                text = (
-                    f"every gradient of run {run} is that of the other run plus what its last step left there: "
-                    "gradients were not zeroed (zero_grad)"
-                )
-                return Cause("kept", STAGES[0], text, self._row(0), math.nan)
-        return None

@@ -252,7 +252,7 @@ class SuspectSearch:
         limit = self._updates.limit(pair)
         told = pair.a.kind == "gradient" and self._updates.cause is not None
         known = self._earlier.parted or self._reasons.moved
-        if known or worst <= limit or told or differences.is_cancelled(pair):
+        if known or worst <= limit or told or differences.is_cancelled(pair) or self._updates.edited_elsewhere(pair):
             return None
         differences.real.add(number)
         reason = self._updates.of_value(pair)

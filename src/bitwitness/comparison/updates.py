@@ -74,6 +74,11 @@ class Updates:
         like_others = min(_LIKE_OTHERS * median(changes), _LIKE_OTHERS_MOST) if changes and coarse else 0.0
         return max(_COARSE * differences.roundoff_inside, like_others)
 
+    def edited_elsewhere(self, pair: Pair) -> bool:
+        """Return whether a gradient was only edited at another place (by hand, by a clipping function) to the same end."""
+        chain = self._chain_of.get(parameter_of(pair.a)) if pair.a.kind == "gradient" else None
+        return chain is not None and self._chains.edited_elsewhere(chain)
+
     def of_value(self, pair: Pair) -> Reason | None:
         """Return why a gradient differs by more than its `limit`; None for other values, and where all gradients do."""
         row_a, row_b = pair.outputs[0]
