@@ -44,6 +44,20 @@ def test_two_trainings_in_two_threads(settings: str, tmp_path: Path) -> None:
         assert len(re.findall(r", model 2\] (?:healthy|not known)", guarded.stderr)) == 1, guarded.stderr
 
 
+@pytest.mark.parametrize("settings", ["", QUESTIONED], ids=["default", "questioned"])
+def test_random_numbers_that_another_thread_draws_are_left_alone(settings: str, tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(settings)
+    job = str(Path(JOB).with_name("threads_drawing.py"))
+    plain = script([job], tmp_path)
+    for _ in range(3):
+        guarded = script(["-m", "bitwitness", "run", "--config", "config.toml", job], tmp_path)
+        assert guarded.returncode == 0, guarded.stderr[-3000:]
+        assert bits(guarded.stdout) == bits(plain.stdout) != [], guarded.stderr[-3000:]
+        assert "VERDICT" not in guarded.stderr
+    if settings:
+        assert "another thread of the script works (Thread-" in guarded.stderr
+
+
 def test_guards_that_come_and_go_leave_another_threads_hooks_alone() -> None:
     """Torch goes through its hooks while the guard of another thread comes, and while it goes."""
     inside, go_on = threading.Event(), threading.Event()

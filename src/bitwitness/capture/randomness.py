@@ -6,12 +6,15 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from bitwitness.tap.ownwork import replaying
+
+_left_alone: ContextVar[bool] = ContextVar("bitwitness_randomness_left_alone", default=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,9 @@ class RandomState:
         return [self.host, *([] if self.device is None else [self.device]), *(state for _, state in self.others)]
 
     def restore(self, device: torch.device) -> None:
-        """Set the generators to this moment."""
+        """Set the generators to this moment; what runs inside `randomness_kept` may have to leave them to other threads."""
+        if _left_alone.get():
+            return
         torch.set_rng_state(self.host)
         if self.device is not None and device.type != "cpu":
             module = torch.get_device_module(device)
@@ -89,9 +94,26 @@ def _device_states(device: torch.device) -> tuple[torch.Tensor | None, tuple[tup
     )
 
 
+def left_alone() -> bool:
+    """Tell whether the generators are other threads', too, so that they say nothing of what runs here."""
+    return _left_alone.get()
+
+
 @contextmanager
-def randomness_kept(device: torch.device) -> Iterator[None]:
-    """Leave the global generators afterwards as they were before: what runs inside is no part of the training."""
+def randomness_kept(device: torch.device, *, shared: bool) -> Iterator[None]:
+    """Leave the global generators afterwards as they were before: what runs inside is no part of the training.
+
+    They are the process's. Where they are ``shared`` with another thread of the script, which may draw from them meanwhile, they
+    are neither set nor put back; what draws is not run inside then (`shared_generators`).
+    """
+    if shared:
+        token = _left_alone.set(True)
+        try:
+            with replaying():
+                yield
+        finally:
+            _left_alone.reset(token)
+        return
     before = RandomState.read(device)
     try:
         with replaying():

@@ -11,6 +11,10 @@ EVALUATED = (
     "its forward ran in evaluation mode, in which the model had not been trained before: was model.train() forgotten after an "
     "evaluation? (later steps of this kind are looked at)"
 )
+DRAWN_ELSEWHERE = (
+    "another thread of the script works ({thread}): random numbers that were drawn during the step may be its own, or what "
+    "it draws next"
+)
 CLEARED = "a forward was backpropagated again after the gradients of its first backward had been zeroed"
 WRAPPED_LATER = (
     "the model was wrapped or sharded after its guard was made, so that other ranks share its gradients: make the guard "

@@ -95,6 +95,14 @@ class Pass:
     sketch: GraphSketch | None = None
 
     @property
+    def draws(self) -> bool:
+        """Whether global generators moved during its forwards, or its loss code draws from them."""
+        forwards = any(one.drawn is None or not one.random.equals(one.drawn) for one in self.forwards)
+        return forwards or any(
+            call.random is not None for call in (() if self.graph is None else self.graph.calls.values())
+        )
+
+    @property
     def sync(self) -> bool:
         """Whether DistributedDataParallel reduces after it."""
         return self.forwards[-1].sync

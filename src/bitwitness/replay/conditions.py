@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 from bitwitness.capture.gradhooks import parameter_hooks
-from bitwitness.capture.reasons import PARAMETER_HOOKS
+from bitwitness.capture.reasons import DRAWN_ELSEWHERE, PARAMETER_HOOKS
 from bitwitness.capture.step import Pass, StepRecord
 from bitwitness.replay.errors import ReplayError
 from bitwitness.stats import marks_of
 from bitwitness.tap.ownwork import own_work
+from bitwitness.tap.threads import working_elsewhere
 
 
 def check_kept(record: StepRecord, passes: list[Pass]) -> None:
@@ -21,6 +22,21 @@ def check_kept(record: StepRecord, passes: list[Pass]) -> None:
         raise ReplayError(record.unreplayable)
     if not passes:
         raise ReplayError("no forward of the guarded module took part in the backward")
+
+
+def shared_generators(passes: Sequence[Pass]) -> bool:
+    """Return whether another thread of the script works, so that the global generators have to be left alone.
+
+    Raises
+    ------
+    ReplayError
+        If so, and if numbers were drawn during the step's forwards: it cannot be told by whom, and not be done again.
+
+    """
+    thread = working_elsewhere()
+    if thread is not None and any(group.draws for group in passes):
+        raise ReplayError(DRAWN_ELSEWHERE.format(thread=thread))
+    return thread is not None
 
 
 def check_unchanged(record: StepRecord, root: nn.Module, parameters: Sequence[nn.Parameter]) -> None:

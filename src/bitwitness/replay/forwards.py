@@ -15,7 +15,7 @@ from bitwitness.capture.graphwalk import ForwardSpan
 from bitwitness.capture.heldstate import HeldState
 from bitwitness.capture.lossgraph import Output
 from bitwitness.capture.memory import Memory, still_used
-from bitwitness.capture.randomness import RandomState
+from bitwitness.capture.randomness import RandomState, left_alone
 from bitwitness.capture.reasons import DISPATCHING
 from bitwitness.capture.step import ForwardRecord, Pass
 from bitwitness.capture.structure import differentiable, fresh, map_tensors, tensors_of, tensors_within
@@ -137,6 +137,7 @@ class ForwardReplay:
         if (
             around is nullcontext
             and record.drawn is not None
+            and not left_alone()
             and not record.drawn.equals(RandomState.read(self._device))
         ):
             self._untouched.problem = (

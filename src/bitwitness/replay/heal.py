@@ -15,6 +15,7 @@ from torch import nn
 
 from bitwitness.capture.randomness import randomness_kept
 from bitwitness.capture.step import Pass, StepRecord
+from bitwitness.replay.conditions import shared_generators
 from bitwitness.replay.errors import ReplayError
 from bitwitness.replay.run import Execution, Replayer
 from bitwitness.tap.compat import keeping_versions, queue_after_backward
@@ -124,8 +125,9 @@ def heal_together(
     for parameter, grad in zip(parameters, held, strict=True):
         parameter.grad = torch.zeros_like(grad) if record.zero_start and grad is not None else None
     try:
-        with randomness_kept(replayer.device), torch.enable_grad():
-            losses = [_run_pass(replayer, wrapper, group, describe) for group in record.passes()]
+        passes = record.passes()
+        with randomness_kept(replayer.device, shared=shared_generators(passes)), torch.enable_grad():
+            losses = [_run_pass(replayer, wrapper, group, describe) for group in passes]
         if all(loss is not None for loss in losses):
             write_losses(record, [root for loss in losses for root in loss or ()])
     finally:

@@ -18,7 +18,7 @@ from bitwitness.capture.heldstate import HeldState
 from bitwitness.capture.lossgraph import LossGraph
 from bitwitness.capture.randomness import randomness_kept
 from bitwitness.capture.step import Pass, StepRecord, beside
-from bitwitness.replay.conditions import check_kept, check_unchanged, check_unseen
+from bitwitness.replay.conditions import check_kept, check_unchanged, check_unseen, shared_generators
 from bitwitness.replay.errors import ReplayError
 from bitwitness.replay.execution import Around, Execution
 from bitwitness.replay.forwards import ForwardReplay
@@ -155,8 +155,9 @@ class Replayer:
     @contextmanager
     def _apart(self, passes: Sequence[Pass]) -> Iterator[None]:
         """Leave no trace of what runs inside."""
+        shared = shared_generators(passes)
         self._forwards.begin()
-        with self._untouched.watched(passes), randomness_kept(self.device), torch.enable_grad():
+        with self._untouched.watched(passes), randomness_kept(self.device, shared=shared), torch.enable_grad():
             yield
 
     def _demand(self, *, strict: bool) -> None:
@@ -212,6 +213,7 @@ class Replayer:
         if self.refused is not None:
             raise ReplayError(record.unreplayable or self.refused)
         check_kept(record, passes)
+        shared_generators(passes)
         parameters = list(self.parameters.values())
         try:
             check_unchanged(record, self.root, parameters)

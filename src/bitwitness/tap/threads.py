@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -22,6 +23,58 @@ def wait_while_elsewhere(is_it: Callable[[FrameType | None], bool]) -> None:
     until = time.monotonic() + _PATIENCE_S
     while elsewhere(is_it) and time.monotonic() < until:
         time.sleep(0.001)
+
+
+_LIBRARY = os.path.dirname(threading.__file__) + os.sep
+_OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_WAITS = frozenset(
+    {
+        "threading.py",
+        "queue.py",
+        "selectors.py",
+        "socket.py",
+        "connection.py",
+        "subprocess.py",
+        "thread.py",
+        "popen_fork.py",
+    }
+)
+"""Files of Python's library in whose functions a thread waits; it goes on when another one, or the system, has done something."""
+_PREFETCHES = f"{os.sep}torch{os.sep}utils{os.sep}data{os.sep}_utils{os.sep}"
+_PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_TORCH = f"{os.sep}torch{os.sep}"
+
+
+def working_elsewhere() -> str | None:
+    """Return the name of another thread that runs the script's code, or torch's for it; None if none does.
+
+    Threads of ours, threads that wait, and those in which a library runs nothing but itself do not count.
+    """
+    here = threading.get_ident()
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for ident, frame in sys._current_frames().items():
+        if ident != here and _works(frame):
+            return names.get(ident, "without a name")
+    return None
+
+
+def _works(frame: FrameType | None) -> bool:
+    files = []
+    while frame is not None:
+        files.append(frame.f_code.co_filename)
+        frame = frame.f_back
+    if not files or (files[0].startswith(_LIBRARY) and os.path.basename(files[0]) in _WAITS):
+        return False
+    started = [file for file in files if os.path.basename(file) != "threading.py"]
+    if started and started[-1].startswith(_OWN):
+        return False
+    return any(_is_script(file) for file in files)
+
+
+def _is_script(file: str) -> bool:
+    if any(part in file for part in _PACKAGES):
+        return _TORCH in file and _PREFETCHES not in file
+    return not file.startswith((_LIBRARY, _OWN, "<frozen"))
 
 
 class OneAtATime:
