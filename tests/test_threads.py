@@ -58,6 +58,20 @@ def test_random_numbers_that_another_thread_draws_are_left_alone(settings: str, 
         assert "another thread of the script works (Thread-" in guarded.stderr
 
 
+def test_a_recording_holds_no_operators_of_another_thread(tmp_path: Path) -> None:
+    job = str(Path(JOB).with_name("threads_drawing.py"))
+    done = script(["-m", "bitwitness", "record", "--out", "run", job], tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    drawing = 0
+    for folder in ("run", "run-2"):
+        rows = [row for row in bw.Run(tmp_path / folder).rows().to_pylist() if row["kind"] == "op"]
+        products = [row for row in rows if (row["op"], row["phase"], row["slot"]) == ("addmm", "forward", "out0")]
+        assert 50 <= len(products) <= 100
+        assert len({row["module"] for row in products}) == 2
+        drawing += any("dropout" in row["op"] or "bernoulli" in row["op"] for row in rows)
+    assert drawing == 1
+
+
 def test_guards_that_come_and_go_leave_another_threads_hooks_alone() -> None:
     """Torch goes through its hooks while the guard of another thread comes, and while it goes."""
     inside, go_on = threading.Event(), threading.Event()

@@ -103,8 +103,8 @@ def left_alone() -> bool:
 def randomness_kept(device: torch.device, *, shared: bool) -> Iterator[None]:
     """Leave the global generators afterwards as they were before: what runs inside is no part of the training.
 
-    They are the process's. Where they are ``shared`` with another thread of the script, which may draw from them meanwhile, they
-    are neither set nor put back; what draws is not run inside then (`shared_generators`).
+    They are the process's. Where they are ``shared`` with another thread of the script, which may draw from them meanwhile,
+    they are neither set nor put back; what draws is not run inside then (`shared_generators`).
     """
     if shared:
         token = _left_alone.set(True)

@@ -8,6 +8,7 @@ forward operator) that it belongs to.
 from __future__ import annotations
 
 import sys
+import threading
 from types import TracebackType
 from typing import Any, Self
 from weakref import WeakKeyDictionary
@@ -18,6 +19,7 @@ from torch.nn.modules import module as nn_module
 
 from bitwitness.tap.compat import current_node, sequence_number
 from bitwitness.tap.ownwork import given_place
+from bitwitness.tap.threads import is_another_thread
 
 ROOT = "."
 _NODES_KEPT = 200_000  # micro-batches may be pipelined, so the nodes of some earlier forwards are kept: about 20 MB
@@ -65,6 +67,7 @@ class ModuleTracker:
         self._calls: dict[tuple[str, str, str], int] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._users = 0
+        self._thread = 0
         self._recomputed_in: int | None = None
         self._focus: nn.Module | None = None
         self._elsewhere: list[tuple[int, int]] = []
@@ -73,6 +76,7 @@ class ModuleTracker:
     def __enter__(self) -> Self:
         self._users += 1
         if self._users == 1:
+            self._thread = threading.get_ident()
             self._hooks = [
                 nn_module.register_module_forward_pre_hook(self._enter_module),
                 nn_module.register_module_forward_hook(self._leave_module, always_call=True),
@@ -128,6 +132,8 @@ class ModuleTracker:
         return module in self._names or unwrap(module) is self._focus
 
     def _enter_module(self, module: nn.Module, _args: Any) -> None:
+        if is_another_thread(self._thread):
+            return
         if not self._stack:
             running: Any = current_node()
             self._recomputed_in = None if running is None else running._sequence_nr()
@@ -139,7 +145,9 @@ class ModuleTracker:
         self._stack.append(module)
 
     def _leave_module(self, module: nn.Module, _args: Any, _result: Any) -> None:
-        if module in self._stack:  # a hook that raised may have kept us from entering
+        if (
+            not is_another_thread(self._thread) and module in self._stack
+        ):  # a hook that raised may have kept us from entering
             while self._stack and self._stack.pop() is not module:
                 pass
             if self._focus is not None and not self._stack and not self._is_focus(module):

@@ -106,8 +106,25 @@ class OperatorTap(TorchDispatchMode):
         self._handler = handler
         self._select = select
         self._wanted: dict[OpOverload, str | None] = {}
+        self._asleep = False
+
+    def sleep(self) -> None:
+        """Show nothing, though it stays on another thread's stack of modes: from here it cannot be taken out of that."""
+        self._asleep = True
+        self._tracker.__exit__(None, None, None)
+
+    def wake(self) -> None:
+        """Show operators again."""
+        self._asleep = False
+        self._tracker.__enter__()
+
+    @property
+    def is_on_here(self) -> bool:
+        """Whether it stands on this thread's stack of modes."""
+        return self in dispatch_modes()
 
     def __enter__(self) -> Self:
+        self._asleep = False
         self._tracker.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -116,7 +133,7 @@ class OperatorTap(TorchDispatchMode):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # Another tap may have been entered since, and stay on: one of a recording does, until the backward has ended.
-        if self in dispatch_modes():
+        if self.is_on_here:
             with others_above_aside(self):
                 super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         self._tracker.__exit__(kind, error, trace)
@@ -138,7 +155,7 @@ class OperatorTap(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(func, OpOverload):
+        if self._asleep or not isinstance(func, OpOverload):
             return func(*args, **kwargs)  # flex_attention and the like: what runs inside them is not looked at
         if types and any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # a DTensor dispatches again, with the local tensors of this device

@@ -26,13 +26,19 @@ class OperatorWindow:
         if self._eager is not None:
             return
         self._eager = ExitStack()
-        self._tap.__enter__()
+        if self._tap.is_on_here:  # and was closed from another thread
+            self._tap.wake()
+        else:
+            self._tap.__enter__()
 
     def close(self) -> None:
         """Show them no more; other modes stay as they are."""
         if self._eager is None:
             return
-        self._tap.__exit__(None, None, None)
+        if self._tap.is_on_here:
+            self._tap.__exit__(None, None, None)
+        else:
+            self._tap.sleep()
         self._eager.close()
         self._eager = None
 

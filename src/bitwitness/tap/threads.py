@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 
 _PATIENCE_S = 1.0  # for another thread to get through its hooks, which are calls of microseconds as a rule
@@ -25,21 +26,13 @@ def wait_while_elsewhere(is_it: Callable[[FrameType | None], bool]) -> None:
         time.sleep(0.001)
 
 
-_LIBRARY = os.path.dirname(threading.__file__) + os.sep
-_OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_WAITS = frozenset(
-    {
-        "threading.py",
-        "queue.py",
-        "selectors.py",
-        "socket.py",
-        "connection.py",
-        "subprocess.py",
-        "thread.py",
-        "popen_fork.py",
-    }
+_LIBRARY = f"{Path(threading.__file__).parent}{os.sep}"
+_OWN = f"{Path(__file__).parents[1]}{os.sep}"
+_WAITS = tuple(
+    f"{os.sep}{name}.py"
+    for name in ("threading", "queue", "selectors", "socket", "connection", "subprocess", "thread", "popen_fork")
 )
-"""Files of Python's library in whose functions a thread waits; it goes on when another one, or the system, has done something."""
+"""Files of Python's library in whose functions a thread waits; it goes on when another has done something."""
 _PREFETCHES = f"{os.sep}torch{os.sep}utils{os.sep}data{os.sep}_utils{os.sep}"
 _PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _TORCH = f"{os.sep}torch{os.sep}"
@@ -63,9 +56,9 @@ def _works(frame: FrameType | None) -> bool:
     while frame is not None:
         files.append(frame.f_code.co_filename)
         frame = frame.f_back
-    if not files or (files[0].startswith(_LIBRARY) and os.path.basename(files[0]) in _WAITS):
+    if not files or (files[0].startswith(_LIBRARY) and files[0].endswith(_WAITS)):
         return False
-    started = [file for file in files if os.path.basename(file) != "threading.py"]
+    started = [file for file in files if file != threading.__file__]
     if started and started[-1].startswith(_OWN):
         return False
     return any(_is_script(file) for file in files)
@@ -75,6 +68,14 @@ def _is_script(file: str) -> bool:
     if any(part in file for part in _PACKAGES):
         return _TORCH in file and _PREFETCHES not in file
     return not file.startswith((_LIBRARY, _OWN, "<frozen"))
+
+
+def is_another_thread(ident: int) -> bool:
+    """Tell whether this is a thread of Python's other than one; autograd's own, of an accelerator, work for who called."""
+    here = threading.get_ident()
+    if here == ident:
+        return False
+    return any(one.ident == here and not isinstance(one, threading._DummyThread) for one in threading.enumerate())
 
 
 class OneAtATime:
