@@ -1,6 +1,7 @@
 """Fault injection: when and where a fault strikes, and that it stays away else."""
 
 import random
+import threading
 from contextlib import nullcontext
 
 import numpy as np
@@ -271,6 +272,16 @@ def test_what_is_told_of_a_fault_names_the_models_own_site_and_a_glob_without_an
     assert (
         "never struck on rank 0: nothing of that site, which names modules and no operator (that is MODULE/" in second
     )
+
+
+def test_a_model_that_runs_in_another_thread_is_not_struck_and_that_is_said():
+    net = torch.nn.Linear(2, 2)
+    with FaultyDevice([Fault(kind="nullify", site="*/addmm")]) as device:
+        worker = threading.Thread(target=net, args=(torch.ones(1, 2),))
+        worker.start()
+        worker.join()
+    (told,) = device.told()
+    assert "never struck on rank 0: models ran in other threads than the one that entered the device" in told
 
 
 def test_from_environment(tmp_path, monkeypatch):

@@ -364,3 +364,14 @@ def test_names_of_any_length_and_kind_are_fit_for_a_terminal(
     assert "characters)" in said
     assert max(map(len, said.splitlines())) < 5000
     assert "\x1b" not in said
+
+
+def test_what_is_closed_twice_is_told_of_once(capsys: pytest.CaptureFixture[str]) -> None:
+    net = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    guard = bw.Guard(net, optimizer, self_test=False).start()
+    net(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    guard.close()
+    guard.close()
+    assert capsys.readouterr().err.count("healthy") == 1

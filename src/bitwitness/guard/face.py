@@ -116,8 +116,9 @@ class Face(Entered):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.watch is not None and self.watch.inherited:
+        if self._ended or (self.watch is not None and self.watch.inherited):
             return
+        self._ended = True
         self._note_ending(error)
         try:
             if self.watch is not None:

@@ -91,6 +91,7 @@ class FaultyDevice:
         self._tracker = ModuleTracker()
         self._tap = OperatorTap(self._tracker, self._after, self._select, self._before, own_work=True)
         self._awake = self._eager = False
+        self._ran_elsewhere = False
         self._thread = 0
         self._stack = ExitStack()
         if model is not None:
@@ -127,7 +128,9 @@ class FaultyDevice:
 
     def told(self) -> list[str]:
         """Return a line for each fault: how often it struck, and where first; rank 0 tells of those of absent ranks, too."""
-        told = [told_of(trigger, self.fired, self._rank) for trigger in self._triggers]
+        told = [
+            told_of(trigger, self.fired, self._rank, ran_elsewhere=self._ran_elsewhere) for trigger in self._triggers
+        ]
         return told if self._rank else told + told_of_absent(self._faults, self._ranks)
 
     # -- operators ---------------------------------------------------------------------------------------
@@ -251,6 +254,7 @@ class FaultyDevice:
     def _before_module(self, module: nn.Module, _args: Any) -> None:
         if torch.compiler.is_compiling():
             return  # of a region that was compiled before its first backward told us of it
+        self._ran_elsewhere |= threading.get_ident() != self._thread
         if module.training and torch.is_grad_enabled():
             self.clock.begin_forward()
         self._look()

@@ -61,12 +61,20 @@ def is_again(call: OpCall) -> bool:
     return call.own or in_replay()
 
 
-def told_of(trigger: Trigger, fired: Sequence[Firing], rank: int) -> str:
-    """Say how often a fault struck, and where first; or that it never did, which a misspelt site may be the reason of."""
+def told_of(trigger: Trigger, fired: Sequence[Firing], rank: int, *, ran_elsewhere: bool = False) -> str:
+    """Say how often a fault struck, and where first; or that it never did, which a misspelt site may be the reason of.
+
+    ``ran_elsewhere``: modules ran in threads that the device is not in.
+    """
     what = f"fault {trigger.index} ({trigger.fault.kind} at {shown(trigger.fault.site)})"
     mine = [firing for firing in fired if firing.fault == trigger.index]
     if not mine:
         named = "" if "/" in trigger.fault.site else ", which names modules and no operator (that is MODULE/OPERATOR),"
+        if ran_elsewhere:
+            return (
+                f"{what} never struck on rank {rank}: models ran in other threads than the one that entered the device, and "
+                "operators are struck in that alone"
+            )
         return (
             f"{what} never struck on rank {rank}: nothing of that site{named} was computed in a step in which it is due; "
             "bitwitness record shows what sites there are"
