@@ -49,7 +49,7 @@ def test_random_numbers_that_another_thread_draws_are_left_alone(settings: str, 
     (tmp_path / "config.toml").write_text(settings)
     job = str(Path(JOB).with_name("threads_drawing.py"))
     plain = script([job], tmp_path)
-    for _ in range(3):
+    for _ in range(2):
         guarded = script(["-m", "bitwitness", "run", "--config", "config.toml", job], tmp_path)
         assert guarded.returncode == 0, guarded.stderr[-3000:]
         assert bits(guarded.stdout) == bits(plain.stdout) != [], guarded.stderr[-3000:]
@@ -117,8 +117,8 @@ def test_guards_that_come_and_go_leave_another_threads_hooks_alone() -> None:
 
 
 def test_two_threads_that_take_turns_at_every_instruction(tmp_path: Path) -> None:
-    plain = script([JOB, "8"], tmp_path)
-    guarded = script(["-m", "bitwitness", "run", JOB, "8"], tmp_path)
+    plain = script([JOB, "4"], tmp_path)
+    guarded = script(["-m", "bitwitness", "run", JOB, "4"], tmp_path)
     assert guarded.returncode == 0, guarded.stderr[-3000:]
     assert bits(guarded.stdout) == bits(plain.stdout) != []
     assert len(set(bits(plain.stdout))) == 1

@@ -23,7 +23,7 @@ from torch.nn.modules import module as nn_module
 from torch.optim.optimizer import Optimizer
 
 from bitwitness.inject.faults import Fault, load_faults
-from bitwitness.inject.outputs import change_contribution, computed, computes, delivered, is_collective
+from bitwitness.inject.outputs import change_contribution, computed, computes, delivered, is_collective, stored
 from bitwitness.inject.patterns import corrupt, count_changed, reaches
 from bitwitness.inject.schedule import Firing, Trigger, is_again, told_of, told_of_absent, triggers_of
 from bitwitness.session.clock import StepClock
@@ -207,10 +207,10 @@ class FaultyDevice:
         for number, group in enumerate(optimizer.param_groups):
             for index, parameter in enumerate(group["params"]):
                 path = paths.get(parameter, f"param_groups.{number}.{index}")
-                self._strike(Site(path, path.rpartition(".")[2], phase="param"), _stored(parameter), due)
+                self._strike(Site(path, path.rpartition(".")[2], phase="param"), stored(parameter), due)
                 for key, value in optimizer.state.get(parameter, {}).items():
                     if isinstance(value, torch.Tensor):
-                        self._strike(Site(path, str(key), phase="optim"), _stored(value), due)
+                        self._strike(Site(path, str(key), phase="optim"), stored(value), due)
 
     # -- striking ----------------------------------------------------------------------------------------
 
@@ -295,9 +295,3 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) in {torch.Tensor, nn.Parameter} and tensor.layout is torch.strided and tensor.device.type != "meta"
     )
-
-
-def _stored(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a parameter or state on this rank; hardware bumps no version counter."""
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local.data

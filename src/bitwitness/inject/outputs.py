@@ -120,3 +120,9 @@ def _wait(result: Any) -> None:
     for item in result if isinstance(result, tuple) else (result,):
         if isinstance(item, torch.ScriptObject):
             torch.distributed.Work.unbox(item).wait()
+
+
+def stored(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a parameter or state on this rank; hardware bumps no version counter."""
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local.data
