@@ -106,17 +106,12 @@ def randomness_kept(device: torch.device, *, shared: bool) -> Iterator[None]:
     They are the process's. Where they are ``shared`` with another thread of the script, which may draw from them meanwhile,
     they are neither set nor put back; what draws is not run inside then (`shared_generators`).
     """
-    if shared:
-        token = _left_alone.set(True)
-        try:
-            with replaying():
-                yield
-        finally:
-            _left_alone.reset(token)
-        return
-    before = RandomState.read(device)
+    before = None if shared else RandomState.read(device)
+    token = _left_alone.set(shared or left_alone())
     try:
         with replaying():
             yield
     finally:
-        before.restore(device)
+        _left_alone.reset(token)
+        if before is not None:
+            before.restore(device)

@@ -210,8 +210,8 @@ class GradientChains:
             self._norms(self._b, [c.b for c in self.chains], since),
         ]
         tops = (
-            self._clippedrow_at(self._a, [c.a for c in self.chains]),
-            self._clippedrow_at(self._b, [c.b for c in self.chains]),
+            self._clipped_at(self._a, [c.a for c in self.chains]),
+            self._clipped_at(self._b, [c.b for c in self.chains]),
         )
         how = "; ".join(
             f"run {side} "
@@ -236,7 +236,7 @@ class GradientChains:
         return f"{times}: their norm is {norms[0]:.4g} before and {norms[1]:.4g} after"
 
     @staticmethod
-    def _clippedrow_at(frame: StepFrame, chains: Sequence[Rows]) -> float | None:
+    def _clipped_at(frame: StepFrame, chains: Sequence[Rows]) -> float | None:
         """Return the one largest magnitude of all gradients that changed between backward and step, if they have one."""
         last = [(rows[0], row_at(rows, 2)) for rows in chains]
         changed = [j for i, j in last if i is not None and j is not None and frame.value[i] != frame.value[j]]

@@ -135,7 +135,7 @@ class AutoGuard(ModelSearch[Face]):
     @property
     def folders(self) -> list[str]:
         """The run folders, in the order in which the models were met."""
-        return [one.folder for one in self.entered if isinstance(one, Face) and one.folder is not None]
+        return [one.folder for one in self.entered if one.folder is not None]
 
     def after_fork(self, *, worker: bool) -> None:
         """Let the parent's models be the parent's; search anew in a process that the script forks by itself."""

@@ -53,6 +53,7 @@ class Face(Entered):
         self._on_event = on_event
         _check(type(self).__name__, model, self.optimizers)
         self._writer: RunWriter | None = None
+        self._ended = False
         self.watch: Watch | None = None
         self.reporter: Reporter | None = None
 

@@ -42,7 +42,7 @@ class Entered:
             )
         self.model = model
         self._stack = ExitStack()
-        self._used = self._ended = False
+        self._used = False
         self._session: Session | None = None
         self._instrument: Instrument | None = None
         self._at_exit: Callable[[], None] = _nothing

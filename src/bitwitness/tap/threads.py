@@ -6,17 +6,22 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
 _PATIENCE_S = 1.0  # for another thread to get through its hooks, which are calls of microseconds as a rule
 
 
+def _others() -> Iterator[tuple[int, FrameType]]:
+    """Yield the other threads of the process, each with its innermost frame."""
+    here = threading.get_ident()
+    yield from ((thread, frame) for thread, frame in sys._current_frames().items() if thread != here)
+
+
 def elsewhere(is_it: Callable[[FrameType | None], bool]) -> bool:
     """Tell whether what another thread runs now, told by its innermost frame, is such."""
-    here = threading.get_ident()
-    return any(is_it(frame) for thread, frame in sys._current_frames().items() if thread != here)
+    return any(is_it(frame) for _, frame in _others())
 
 
 def wait_while_elsewhere(is_it: Callable[[FrameType | None], bool]) -> None:
@@ -43,12 +48,10 @@ def working_elsewhere() -> str | None:
 
     Threads of ours, threads that wait, and those in which a library runs nothing but itself do not count.
     """
-    here = threading.get_ident()
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    for ident, frame in sys._current_frames().items():
-        if ident != here and _works(frame):
-            return names.get(ident, "without a name")
-    return None
+    working = next((thread for thread, frame in _others() if _works(frame)), None)
+    if working is None:
+        return None
+    return next((one.name for one in threading.enumerate() if one.ident == working), "without a name")
 
 
 def _works(frame: FrameType | None) -> bool:
