@@ -27,16 +27,13 @@ from forking import together
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from bitwitness import Guard, TrainingStopped
 from bitwitness.demo.model import ByteGPT
-from bitwitness.errors import TrainingStopped
-from bitwitness.guard import Guard
-from bitwitness.inject.device import FaultyDevice
-from bitwitness.inject.faults import from_mapping
-from bitwitness.respond.final import PROCESS
 from bitwitness.stats import bit_hash
 from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.operators import OperatorTap
 from bitwitness.tap.trace import computes
+from bitwitness.testing import FaultyDevice, contained, from_mapping
 
 RANKS = 4
 STEPS = 14
@@ -291,7 +288,7 @@ def summary(trials: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-@PROCESS.contained()
+@contained()
 def main() -> int:
     """Start the ranks, then tell what they found; return 1 if any verdict was wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

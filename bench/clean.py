@@ -18,8 +18,8 @@ import torch
 from detection.subjects import ConvNet, Llama, MixtureOfExperts, Recurrent
 from torch import nn
 
+from bitwitness import Guard
 from bitwitness.demo.model import ByteGPT, batch, standard_library
-from bitwitness.guard import Guard
 
 CONTEXT = 32
 BF16 = torch.bfloat16

@@ -21,16 +21,15 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from bitwitness import Guard
 from bitwitness.demo.model import ByteGPT
-from bitwitness.guard import Guard
 from bitwitness.guard.investigation import Investigation
-from bitwitness.inject.device import FaultyDevice
-from bitwitness.inject.faults import from_mapping
 from bitwitness.judge import proof, verdict
 from bitwitness.judge.experiments import ReplayExperiments
 from bitwitness.ranks import SideChannel
 from bitwitness.replay.run import Replayer
 from bitwitness.respond import act
+from bitwitness.testing import FaultyDevice, from_mapping
 
 STEPS = 8
 FROM_STEP = 4

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from gpt import GPT
 
-from bitwitness.guard import Guard
+from bitwitness import Guard
 
 CONTEXT = 128
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from gpt import GPT
 from torch import nn
 
-from bitwitness.guard import Guard
+from bitwitness import Guard
 
 
 class ResidualNet(nn.Module):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bitwitness.respond.final import PROCESS
+from bitwitness.testing import contained
 
 sys.path.insert(0, str(Path(__file__).parent / "jobs"))
 SLOW = ("test_zoo", "test_campaign", "test_demo", "test_children", "test_discovery", "test_stop_is_final")
@@ -30,5 +30,5 @@ def _one_thread_and_a_seed():
 
 @pytest.fixture(autouse=True)
 def _stops_are_exceptions():
-    with PROCESS.contained():
+    with contained():
         yield

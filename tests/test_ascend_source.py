@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from bitwitness.errors import UsageError
-from bitwitness.site import Site
+from bitwitness import Site, UsageError
 from bitwitness.stats import stats_of
 from bitwitness.store.ascend.source import AscendSource
 from bitwitness.store.opening import open_source

@@ -7,9 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bitwitness.guard import Guard
-from bitwitness.inject.faults import load_faults
-from bitwitness.testing import EVERY_STEP, FaultyDevice
+from bitwitness import Guard
+from bitwitness.testing import EVERY_STEP, FaultyDevice, load_faults
 
 ALWAYS = {"act": "protect", **EVERY_STEP}
 STEPS = 8

@@ -15,9 +15,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 
+from bitwitness import UsageError
 from bitwitness.cli.checkpoints import run
 from bitwitness.comparison.checkpoints import CheckpointReport, compare_checkpoints
-from bitwitness.errors import UsageError
 from bitwitness.store.checkpoints import open_checkpoint
 
 sys.path.insert(0, str(Path(__file__).parent / "jobs"))

@@ -18,9 +18,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import Metadata
 
+from bitwitness import UsageError
 from bitwitness.cli.checkpoints import run
 from bitwitness.comparison.checkpoints import compare_checkpoints
-from bitwitness.errors import UsageError
 from bitwitness.store.checkpoints import open_checkpoint
 
 

@@ -13,8 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from bitwitness.errors import UsageError
-from bitwitness.finding import Finding, Severity
+from bitwitness import Finding, UsageError
+from bitwitness.finding import Severity
 from bitwitness.sense.checksum import ChecksumSensor
 from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.operators import OpCall, OperatorTap

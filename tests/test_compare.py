@@ -16,9 +16,9 @@ from extent import chosen
 from torch import nn
 
 import bitwitness as bw
+from bitwitness import UsageError
 from bitwitness.comparison.renamed import Mapping, proposed, read_map
 from bitwitness.comparison.report import Report
-from bitwitness.errors import UsageError
 from bitwitness.store.opening import open_source
 from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.operators import OpCall, OperatorTap

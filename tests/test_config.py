@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bitwitness.config import Config, FeatureConfig, StrikesConfig, TrendConfig, load_config, to_dict
-from bitwitness.errors import ConfigError
+from bitwitness import Config, ConfigError
+from bitwitness.config import FeatureConfig, StrikesConfig, TrendConfig, load_config, to_dict
 
 SEED_LINE = "enable:true,with_checksum:true,grad_sample_interval:1,cooldown:1,strikes_num:1"
 

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from bitwitness.finding import Cause
+from bitwitness import Cause
 from bitwitness.judge.agreement import PAIRS, Agreement, Match, device_of
 from bitwitness.judge.decide import Judgement, decide
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from bitwitness.errors import UsageError
+from bitwitness import UsageError
 from bitwitness.stats import bit_hash
 from bitwitness.stats.digest import ROW_BYTES
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from bitwitness import ConfigError
 from bitwitness.config import DumpConfig, NPURunConfig, load_config
-from bitwitness.errors import ConfigError
 
 
 @pytest.mark.parametrize(

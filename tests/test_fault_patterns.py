@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import script
 
-from bitwitness.errors import ConfigError, UsageError
+from bitwitness import ConfigError, UsageError
 from bitwitness.inject import patterns
 from bitwitness.inject.eod_mask import eod_mask_v2
-from bitwitness.inject.faults import DEFAULT_PATTERN, PATTERNS, Fault, from_mapping, load_faults
+from bitwitness.inject.faults import DEFAULT_PATTERN, PATTERNS
+from bitwitness.testing import Fault, from_mapping, load_faults
 
 DTYPES = list(patterns.FORMATS)
 SHAPES = [(), (1,), (5,), (3, 40), (2, 17, 33)]

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bitwitness import Site
 from bitwitness.capture.light import LightStep
 from bitwitness.config import FeatureConfig
 from bitwitness.finding import Severity
 from bitwitness.sense.feature import FeatureSensor
 from bitwitness.sense.feature_rules import Averages, judge_combined, judge_v3, squares
-from bitwitness.site import Site
 
 TAP = Site("layers.0.norm", "norm", 0, "backward", "grad_in0")
 

@@ -13,7 +13,7 @@ sys.path.insert(0, str(JOBS))
 from ranks import forked  # noqa: E402
 from scenarios import RANKS, SINGLE, Scenario, train  # noqa: E402 - the jobs' folder is no package
 
-from bitwitness.guard import Guard  # noqa: E402
+from bitwitness import Guard  # noqa: E402
 
 ALWAYS_SUSPICIOUS = {"trend": {"z": 1e-9, "warmup": 1}, "replay": {"rest": False}}
 

@@ -12,8 +12,7 @@ import pytest
 import torch
 from msprobe_writer import X, call, described, scalar, step_of_a_model
 
-from bitwitness.errors import UsageError
-from bitwitness.site import Site
+from bitwitness import Site, UsageError
 from bitwitness.stats import stats_of
 from bitwitness.store.msprobe import MsprobeSource
 from bitwitness.store.opening import open_source

@@ -18,8 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msprobe_writer import X, call, described, step_of_a_model
 
-from bitwitness.errors import UsageError
-from bitwitness.site import Site
+from bitwitness import Site, UsageError
 from bitwitness.store.msprobe import MsprobeSource
 from bitwitness.store.opening import open_source
 

@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 import bitwitness as bw
-from bitwitness.inject.faults import Fault
 from bitwitness.session.clock import StepClock
 from bitwitness.tap.ownwork import own_work
-from bitwitness.testing import FaultyDevice
+from bitwitness.testing import Fault, FaultyDevice
 
 
 class Net(nn.Module):

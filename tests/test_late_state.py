@@ -24,8 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bitwitness as bw
-from bitwitness.inject.faults import load_faults
-from bitwitness.testing import EVERY_STEP, FaultyDevice
+from bitwitness.testing import EVERY_STEP, FaultyDevice, load_faults
 
 ALWAYS = {"act": "protect", **EVERY_STEP}
 STEPS, LATE = 10, 5

@@ -1,6 +1,7 @@
 """A group of some of a job's ranks: verdicts call each by the number that the job gives it."""
 
-from bitwitness.finding import Action, Cause, Verdict
+from bitwitness import Cause, Verdict
+from bitwitness.finding import Action
 from bitwitness.judge.verdict import numbered_in_job
 
 VERDICT = Verdict(

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bitwitness.errors import UsageError
+from bitwitness import UsageError
 from bitwitness.numerics import error_metrics, ulp_distance, unit_roundoff
 
 FARTHEST = torch.iinfo(torch.int64).max

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 import bitwitness as bw
-from bitwitness.inject.faults import load_faults
-from bitwitness.testing import FaultyDevice
+from bitwitness.testing import FaultyDevice, load_faults
 
 ALWAYS = {
     "act": "protect",

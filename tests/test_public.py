@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shutil
@@ -48,6 +49,24 @@ def test_the_documentation_names_them_all() -> None:
     table = page.partition("| name |")[2].partition("\n\n")[0]
     named = {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
     assert named == set(bw.__all__)
+
+
+def test_tests_and_benches_take_public_names_from_where_users_find_them() -> None:
+    public = dict.fromkeys(bw.__all__, "bitwitness") | dict.fromkeys(bw.testing.__all__, "bitwitness.testing")
+    root = Path(__file__).parents[1]
+    files = [*root.glob("tests/**/*.py"), *root.glob("bench/**/*.py")]
+    imports = (
+        (file, node) for file in files for node in ast.walk(ast.parse(file.read_text())) if hasattr(node, "module")
+    )
+    own = [(file, node) for file, node in imports if (node.module or "").partition(".")[0] == "bitwitness"]
+    assert len(own) > 100
+    elsewhere = [
+        (file.name, name.name)
+        for file, node in own
+        for name in node.names
+        if public.get(name.name, node.module) != node.module
+    ]
+    assert not elsewhere
 
 
 def test_the_version_is_the_packages() -> None:

@@ -22,8 +22,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import bitwitness as bw
+from bitwitness import ConfigError, UsageError
 from bitwitness.config.recording import read_msprobe
-from bitwitness.errors import ConfigError, UsageError
 from bitwitness.record.meter import Meter
 from bitwitness.stats import bit_hash, stats_of
 from bitwitness.store.run import RunSource

@@ -22,8 +22,8 @@ from ranks import script
 from resealing import reseal
 
 import bitwitness as bw
+from bitwitness import UsageError
 from bitwitness.cli import main
-from bitwitness.errors import UsageError
 from bitwitness.oracle.recorded import compare_recorded_with_float64, operator_of
 from bitwitness.store.rows import SCHEMA
 from bitwitness.store.run import RunSource

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import bitwitness as bw
-from bitwitness.inject.faults import load_faults
-from bitwitness.testing import EVERY_STEP, FaultyDevice
+from bitwitness.testing import EVERY_STEP, FaultyDevice, load_faults
 
 ALWAYS = {"act": "protect", **EVERY_STEP}
 STEPS = 8

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from bitwitness.errors import UsageError
+from bitwitness import UsageError
 from bitwitness.stats import bit_hash, exact_l2, exact_sketch, features_of, sketch, stats_of
 
 INTEGERS = [

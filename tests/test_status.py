@@ -17,8 +17,9 @@ from ranks import forked, script
 from torch import nn
 
 import bitwitness as bw
+from bitwitness import Cause, Verdict
 from bitwitness.cli import main
-from bitwitness.finding import Action, Cause, Verdict
+from bitwitness.finding import Action
 from bitwitness.store.seal import sealed
 
 TRAIN = """

@@ -15,9 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bitwitness.store
-from bitwitness.errors import UsageError
-from bitwitness.finding import Action, Cause, Finding, Note, Severity, Verdict
-from bitwitness.site import Site
+from bitwitness import Cause, Finding, Note, Site, UsageError, Verdict
+from bitwitness.finding import Action, Severity
 from bitwitness.store import RunWriter
 from bitwitness.store.claim import claim_folder
 from bitwitness.store.reader import read_events

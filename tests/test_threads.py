@@ -39,7 +39,7 @@ def test_two_trainings_in_two_threads(settings: str, tmp_path: Path) -> None:
         assert bits(guarded.stdout) == bits(plain.stdout) != []
         assert "VERDICT" not in guarded.stderr
         assert "not recorded" not in guarded.stderr, guarded.stderr
-        covered = re.findall(r"(?:healthy|known.*|NOT.*): (\d+) of (\d+) parameters, (\d+) steps", guarded.stderr)
+        covered = re.findall(r"(?:healthy|known.*|NOT.*)[:;] (\d+) of (\d+) parameters, (\d+) steps", guarded.stderr)
         assert covered == [("8", "8", "60")] * 2, guarded.stderr
         assert len(re.findall(r", model 2\] (?:healthy|not known)", guarded.stderr)) == 1, guarded.stderr
 

@@ -18,14 +18,13 @@ from torch import nn
 
 from bitwitness.capture.norms import NormTap
 from bitwitness.finding import Severity
-from bitwitness.inject.device import FaultyDevice
-from bitwitness.inject.faults import Fault, from_mapping
 from bitwitness.inject.patterns import corrupt
 from bitwitness.sense.checksum import ChecksumSensor
 from bitwitness.stats import features_of
 from bitwitness.tap.collector import GradientCollector
 from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.operators import OperatorTap
+from bitwitness.testing import Fault, FaultyDevice, from_mapping
 from detection.faults import CLASSES, draw, survey
 from detection.subjects import TEXT, Batch, Subject
 

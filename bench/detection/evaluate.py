@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from bitwitness import Site
 from bitwitness.capture.light import LightStep
 from bitwitness.config import FeatureConfig, load_config
 from bitwitness.sense.feature import FeatureSensor
 from bitwitness.sense.nonfinite import NonfiniteSensor
 from bitwitness.sense.peers import PeersSensor
 from bitwitness.sense.trend import TrendSensor
-from bitwitness.site import Site
 from detection.collect import Part, Seen
 
 LIGHT = ("trend", "nonfinite")

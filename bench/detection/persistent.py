@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from bitwitness import Guard
 from bitwitness.demo.model import batch
-from bitwitness.guard import Guard
-from bitwitness.inject.device import FaultyDevice
-from bitwitness.inject.faults import from_mapping
 from bitwitness.session.forked import lent_to_children
+from bitwitness.testing import FaultyDevice, from_mapping
 from detection.faults import SORTS, draw, survey
 from detection.subjects import CONTEXT, TEXT, Subject
 

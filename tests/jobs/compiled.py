@@ -16,10 +16,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
-from bitwitness.errors import TrainingStopped
-from bitwitness.guard import Guard
-from bitwitness.respond.final import PROCESS
-from bitwitness.testing import EVERY_STEP
+from bitwitness import Guard, TrainingStopped
+from bitwitness.testing import EVERY_STEP, contained
 
 STEPS = 7
 ALWAYS = {**EVERY_STEP, "self_test": True}
@@ -138,7 +136,7 @@ def fault(form: str, times: int, clean: list[str]) -> None:
          failures=guards[0].reporter.failures)  # fmt: skip
 
 
-@PROCESS.contained()
+@contained()
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from scenarios import Scenario, train
 
-from bitwitness.guard import Guard
+from bitwitness import Guard
 from bitwitness.testing import FaultyDevice, from_mapping
 
 ONCE = {"rank": 1, "steps": [5], "times": 1}

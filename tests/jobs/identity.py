@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from scenarios import RANKS, train
 
-from bitwitness.guard import Guard
+from bitwitness import Guard
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo")

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from scenarios import Scenario, train
 
-from bitwitness.guard import Guard
+from bitwitness import Guard
 from bitwitness.replay.run import Replayer
 
 torch.set_num_threads(1)

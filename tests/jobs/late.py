@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from bitwitness import Guard
 from bitwitness.demo.model import ByteGPT
-from bitwitness.guard import Guard
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo")

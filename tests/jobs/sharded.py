@@ -15,10 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from bitwitness.errors import TrainingStopped
-from bitwitness.guard import Guard
-from bitwitness.respond.final import PROCESS
-from bitwitness.testing import EVERY_STEP, FaultyDevice, from_mapping
+from bitwitness import Guard, TrainingStopped
+from bitwitness.testing import EVERY_STEP, FaultyDevice, contained, from_mapping
 
 STEPS = 8
 ALWAYS = {**EVERY_STEP, "self_test": True}
@@ -133,7 +131,7 @@ def fault(kind: str, name: str, **how) -> None:
          [x[1:] for x in lines] == [x[1:] for x in clean], failures=guard.reporter.failures)  # fmt: skip
 
 
-@PROCESS.contained()
+@contained()
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

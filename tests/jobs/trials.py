@@ -20,10 +20,8 @@ import torch.distributed as dist
 from scenarios import fingerprint
 from torch import nn
 
-from bitwitness.errors import TrainingStopped
-from bitwitness.guard import Guard
-from bitwitness.respond.final import PROCESS
-from bitwitness.testing import FaultyDevice, from_mapping
+from bitwitness import Guard, TrainingStopped
+from bitwitness.testing import FaultyDevice, contained, from_mapping
 
 ALWAYS = {"trend": {"z": 1e-9, "warmup": 1}, "replay": {"rest": False}, "ranks": {"deadline_s": 60}}
 ALWAYS |= {"act": "protect", "deep_every": 0, "self_test": False}
@@ -88,7 +86,7 @@ def bits(training: Training) -> list[Any]:
     return [fingerprint(values), int(torch.get_rng_state().sum())]
 
 
-@PROCESS.contained()
+@contained()
 def run(trial: Trial, fault: dict[str, Any] | None, *, guarded: bool) -> dict[str, Any]:
     """Train; return what this rank saw."""
     told: dict[str, Any] = {"stopped": None, "error": None}

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from bitwitness.guard import Guard
+from bitwitness import Guard
 
 KIND = sys.argv[1]
 SETTINGS = {

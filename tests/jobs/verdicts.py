@@ -10,10 +10,8 @@ import torch
 import torch.distributed as dist
 from scenarios import Scenario, train
 
-from bitwitness.errors import TrainingStopped
-from bitwitness.guard import Guard
-from bitwitness.respond.final import PROCESS
-from bitwitness.testing import FaultyDevice, from_mapping
+from bitwitness import Guard, TrainingStopped
+from bitwitness.testing import FaultyDevice, contained, from_mapping
 
 FAR = {"kind": "multiply", "factor": 1e4}
 
@@ -116,7 +114,7 @@ def run(name: str, fault: dict | None, scenario: Scenario, act: str) -> dict:
     }
 
 
-@PROCESS.contained()
+@contained()
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

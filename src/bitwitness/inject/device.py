@@ -29,6 +29,7 @@ from bitwitness.inject.schedule import Firing, Trigger, is_again, told_of, told_
 from bitwitness.session.clock import StepClock
 from bitwitness.site import Site, matches
 from bitwitness.tap.compat import OpOverload, dynamo, without_dispatch_modes
+from bitwitness.tap.compiled import unwarned_of_hooks
 from bitwitness.tap.emulated import injecting
 from bitwitness.tap.modes import put_at_the_bottom
 from bitwitness.tap.modules import ModuleTracker
@@ -113,6 +114,7 @@ class FaultyDevice:
     def __enter__(self) -> Self:
         self._stack.enter_context(injecting(self._declared))
         self._stack.enter_context(StepMoments(_Moments(self)))
+        self._stack.enter_context(unwarned_of_hooks())
         self._stack.enter_context(self._tracker)
         if self._counts_steps:
             self._stack.callback(nn_module.register_module_forward_pre_hook(self._before_module).remove)

@@ -211,7 +211,7 @@ class Training(StepListener):
 
     def gradients_ready(self, *, scaler: GradScaler | None = None, optimizer: Optimizer | None = None) -> None:
         """Tell that gradients are complete, and about to be used."""
-        if self.own_work:
+        if self.own_work or self._is_anothers(optimizer):
             return
         if self._count.gradients_ready(scaler, optimizer):
             self._tell("step_begins", self.step)
@@ -219,12 +219,15 @@ class Training(StepListener):
 
     def closure_begins(self, optimizer: Optimizer) -> None:
         """Tell that an optimizer's step begins with a closure."""
+        if self._is_anothers(optimizer):
+            return
         self._count.closure_begins(optimizer)
         self._tell("closure_begins", optimizer)
 
     def closure_ended(self, optimizer: Optimizer) -> None:
         """Tell that the closure has completed the gradients."""
-        self._tell("closure_ended", optimizer)
+        if not self._is_anothers(optimizer):
+            self._tell("closure_ended", optimizer)
 
     def zeroing(self, owner: Optimizer | nn.Module) -> None:
         """Tell that gradients are about to be zeroed."""
@@ -240,7 +243,7 @@ class Training(StepListener):
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """Count a step, and tell that parameters changed."""
-        if self.own_work:
+        if self.own_work or self._is_anothers(optimizer):
             return
         self._count.optimizer_stepped(optimizer)
         self._tell("optimizer_stepped", optimizer)
@@ -251,6 +254,10 @@ class Training(StepListener):
             return
         self._count.scaler_updated(scaler)
         self._tell("scaler_updated", scaler)
+
+    def _is_anothers(self, optimizer: Optimizer | None) -> bool:
+        """Tell whether an optimizer steps another model in another thread, which may be anywhere in its training."""
+        return optimizer is not None and self._thread.is_another() and not self.owns(optimizer)
 
     def _tell(self, moment: str, *args: Any, **kwargs: Any) -> None:
         if not self.own_work:

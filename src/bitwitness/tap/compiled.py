@@ -8,9 +8,10 @@ operators, a step is executed once more under the stance ``force_eager``, which 
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +21,26 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bitwitness.tap.compat import compiled_frames, dynamo, has_default_stance, running_wrapper
 
-_GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
+_GLOBAL_HOOKS = re.compile(r"Using `torch\.compile\(module\)` when there are global hooks")
 _MODULE: Any = nn.Module
 
 Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 After = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], Any]
+
+
+@contextmanager
+def unwarned_of_hooks() -> Iterator[None]:
+    """Keep torch from warning at each call of a compiled module of global hooks that are ours.
+
+    The filter is put in by hand: any of `warnings`' own ways has Python say again what it has warned of once.
+    """
+    ours = ("ignore", _GLOBAL_HOOKS, UserWarning, None, 0)
+    warnings.filters.insert(0, ours)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # the script has put in its own meanwhile
+            warnings.filters.remove(ours)  # type: ignore[attr-defined]
 
 
 def is_wrapped(module: nn.Module) -> bool:
@@ -157,8 +173,8 @@ class CompileNotices:
         self._calls: list[HookedCall] = []
         self._on = True
         self._original = original = _MODULE.compile
-        warnings.filterwarnings("ignore", message=_GLOBAL_HOOKS)
-        self._filter = warnings.filters[0]
+        self._unwarned = ExitStack()
+        self._unwarned.enter_context(unwarned_of_hooks())
 
         @functools.wraps(original)
         def compile_in_place(module: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -177,8 +193,7 @@ class CompileNotices:
         self._calls.clear()
         if _MODULE.compile is self._ours:
             _MODULE.compile = self._original
-        if self._filter in warnings.filters:
-            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
+        self._unwarned.close()
 
 
 class RecompileError(Exception):
@@ -253,10 +268,5 @@ class CompiledRegions:
     @contextmanager
     def replayed_eagerly(self) -> Iterator[None]:
         """Do so in a replay of ours, and keep torch from warning of the hooks that name the modules meanwhile."""
-        if not self.present():  # a change of the filters would have python repeat what it has warned of before
-            with self.eagerly():
-                yield
-            return
-        with warnings.catch_warnings(), self.eagerly():
-            warnings.filterwarnings("ignore", message=_GLOBAL_HOOKS)
+        with unwarned_of_hooks(), self.eagerly():
             yield

@@ -33,14 +33,14 @@ class OperatorWindow:
 
     def close(self) -> None:
         """Show them no more; other modes stay as they are."""
-        if self._eager is None:
+        eager, self._eager = self._eager, None
+        if eager is None:
             return
         if self._tap.is_on_here:
             self._tap.__exit__(None, None, None)
         else:
             self._tap.sleep()
-        self._eager.close()
-        self._eager = None
+        eager.close()
 
 
 def run_eagerly(stack: ExitStack) -> None:
