@@ -115,6 +115,51 @@ def script(
     return subprocess.CompletedProcess(arguments, code, out, err)
 
 
+class Started:
+    """``python ARGUMENTS`` in a folder, while the test goes on; handled as a `subprocess.Popen` whose output goes to files.
+
+    Parameters
+    ----------
+    arguments
+        A script or ``-m module``, and its arguments.
+    where
+        The folder.
+
+    Attributes
+    ----------
+    stdout, stderr
+        What it has written there until now.
+    returncode
+        Its exit code, once `wait` has returned.
+
+    """
+
+    def __init__(self, arguments: list[str], where: Path) -> None:
+        self._logs = Path(tempfile.mkdtemp(dir=where, prefix="logs-"))
+        asked = {"ranks": 0, "arguments": list(map(str, arguments)), "logs": str(self._logs), "where": str(where)}
+        pid = _ask({**asked, "environment": {}, "warn": (), "goes_on": True})
+        assert pid is not None
+        self.pid = pid
+        self.returncode: int | None = None
+
+    @property
+    def stdout(self) -> str:
+        return self._written("stdout")
+
+    @property
+    def stderr(self) -> str:
+        return self._written("stderr")
+
+    def _written(self, name: str) -> str:
+        path = self._logs / f"{name}.log"
+        return path.read_text() if path.exists() else ""
+
+    def wait(self, timeout: float) -> int | None:
+        """Return its exit code, or None if it had to be killed after so many seconds."""
+        self.returncode = _ask({"ranks": 0, "awaited": self.pid, "timeout": timeout, "environment": {}})
+        return self.returncode
+
+
 def _ask(asked: dict) -> int | None:
     """Have the server run something; return its exit code."""
     server = _server()
@@ -154,6 +199,9 @@ def _serve() -> dict | None:
     gc.collect()
     for line in sys.stdin:
         asked = json.loads(line)
+        if "awaited" in asked:
+            os.write(1, f"{json.dumps(_await(asked['awaited'], asked['timeout']))}\n".encode())
+            continue
         for name in asked.get("imported", ()):
             importlib.import_module(name)
         gc.freeze()
@@ -162,7 +210,7 @@ def _serve() -> dict | None:
             if not asked["ranks"]:
                 return asked
             os._exit(_lead(asked) if asked.get("missing") is None else _watch(asked))
-        os.write(1, f"{json.dumps(_await(pid, asked.get('timeout')))}\n".encode())
+        os.write(1, f"{json.dumps(pid if 'goes_on' in asked else _await(pid, asked.get('timeout')))}\n".encode())
     return None
 
 

@@ -63,7 +63,7 @@ def test_help_answers_at_once(verb: list[str]) -> None:
 
 
 def test_run_leaves_the_script_as_it_is_and_passes_its_output_on(script: Path, tmp_path: Path) -> None:
-    plain = subprocess.run([sys.executable, str(script), "6"], capture_output=True, text=True, check=True)
+    plain = ranks.script([script, "6"], tmp_path)
     done = call("run", "--out", str(tmp_path / "run"), str(script), "6")
     assert done.returncode == 0, done.stderr
     assert done.stdout == plain.stdout
@@ -78,7 +78,7 @@ def test_run_leaves_the_script_as_it_is_and_passes_its_output_on(script: Path, t
 def test_a_scripts_own_exit_code_and_error_pass_through(tmp_path: Path) -> None:
     path = tmp_path / "fails.py"
     path.write_text("import sys; sys.exit(5)")
-    assert call("run", str(path)).returncode == 5
+    assert quick(tmp_path, "run", str(path)).returncode == 5
     path.write_text("def f():\n    raise KeyError('mine')\nf()")
     plain = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=False)
     done = call("run", str(path))

@@ -6,14 +6,12 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from ranks import forked, script
+from ranks import Started, forked, script
 from torch import nn
 
 import bitwitness as bw
@@ -126,16 +124,17 @@ def test_the_end_of_a_run_is_told(
 ) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     for verb in ("run", "record"):
-        command = [sys.executable, "-m", "bitwitness", verb, "--out", verb, "train.py", "100000", "0.005"]
-        job = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for line in job.stdout:
-            if line == "20\n":
-                break
+        job = Started(["-m", "bitwitness", verb, "--out", verb, "train.py", "100000", "0.005"], tmp_path)
+        until = time.monotonic() + 120
+        while "\n20\n" not in job.stdout:
+            assert time.monotonic() < until, job.stderr
+            time.sleep(0.01)
         assert status(tmp_path / verb, capsys)[1]["state"] == "running"
-        job.send_signal(number)
-        started = time.monotonic()
-        said = job.communicate(timeout=120)[1]
-        assert time.monotonic() - started < 30
+        os.kill(job.pid, number)
+        killed = time.monotonic()
+        job.wait(120)
+        said = job.stderr
+        assert time.monotonic() - killed < 30
         assert job.returncode == -number, said
         got, told = status(tmp_path / verb, capsys)
         assert (got, told["state"]) == (code, state), told

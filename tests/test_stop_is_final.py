@@ -10,9 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from ranks import script
-
-from bitwitness.demo.launch import torchrun
+from ranks import forked, script
 
 JOB = str(Path(__file__).parent / "jobs" / "stops.py")
 CODE = 16
@@ -126,7 +124,7 @@ def test_a_prompt_is_refused_and_not_ended(tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 def test_every_rank_ends_with_the_code(tmp_path: Path) -> None:
-    launched = torchrun(2, [JOB, "ranks"], tmp_path, echo=True)
+    launched = forked(2, [JOB, "ranks"], tmp_path)
     assert launched.code == 1
     told = "\n".join(log.read_text() for log in launched.logs)
     assert told.count("caught") == 2

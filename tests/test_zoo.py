@@ -45,6 +45,7 @@ def wrong(tmp_path_factory):
             sys.executable,
             ROOT / "bench" / "innocent.py",
             *only,
+            *([] if EVERYTHING else ["--once"]),
             "--out",
             folder,
             "--json",
