@@ -63,6 +63,25 @@ def models(found: AutoGuard) -> list[nn.Module]:
     return [guard.model for guard in found.entered]
 
 
+class Sliced(nn.Module):
+    """Runs slices of its layers, which are new modules each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+    def forward(self, x):
+        return self.layers[2:](self.layers[:2](x))
+
+
+def test_modules_that_a_model_makes_of_its_own_parts_are_no_other_models() -> None:
+    net = Sliced()
+    with auto() as found:
+        steps(net, net.parameters())
+        assert models(found) == [net]
+        assert found.entered[0].session.clock.ended == 4
+
+
 def test_a_model_whose_methods_are_called_is_one_root() -> None:
     for call in ("encode", "forward", "__call__"):
         net = Net()

@@ -183,6 +183,19 @@ def test_micro_batches_steps_and_selection(tmp_path: Path) -> None:
     assert {r["phase"] for r in found} == {"forward", "backward"}
 
 
+def test_a_recorder_whose_steps_never_came_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    net = Net()
+    with bw.Recorder(net, out=tmp_path / "run", steps="100-110"):
+        train(net, steps=3)
+    said = capsys.readouterr().err
+    assert (
+        "run holds no rows: no step that was asked for (steps = '100-110') ended; 3 steps of the training did" in said
+    )
+    with bw.Recorder(net, out=tmp_path / "other", steps="1"):
+        train(net)
+    assert capsys.readouterr().err == ""
+
+
 def test_the_users_own_points_and_two_recorders_at_once(tmp_path: Path) -> None:
     first, second = Net(), Net()
     with bw.Recorder(first, out=tmp_path / "a") as one, bw.Recorder(second, out=tmp_path / "b") as two:

@@ -166,10 +166,10 @@ class LossTape:
         """Return what a backward that begins now depends on."""
         return self._tape.graph(roots, grads, self._find)
 
-    def holds_bad_scalar(self) -> bool:
-        """Tell whether the last scalar that the script computed is not finite; waits for its device."""
-        last = self._tape.last_scalar
-        return last is not None and not bool(last.isfinite().all())
+    @property
+    def last_scalar(self) -> torch.Tensor | None:
+        """The last scalar that the script computed, without its graph."""
+        return self._tape.last_scalar
 
     def latest_scalar(self) -> LossGraph | None:
         """Return what the last scalar that the script computed depends on; None if there is none."""

@@ -11,6 +11,7 @@ from bitwitness.capture.lossgraph import LossGraph
 from bitwitness.capture.losstape import LossTape
 from bitwitness.capture.step import StepRecord
 from bitwitness.capture.tapedcalls import FindHeld
+from bitwitness.capture.unused import UnusedLosses
 from bitwitness.tap.moments import BackwardCall
 
 Dropped = Callable[[LossGraph], None]
@@ -42,6 +43,7 @@ class LossWindow:
         self._tape: LossTape | None = None
         self._allowed = allowed
         self._dropped: Dropped | None = None
+        self.unused = UnusedLosses()
         self._reopen = False
         self._retained = False
 
@@ -108,6 +110,7 @@ class LossWindow:
 
     def forget(self) -> None:
         """Let go of what was noted: the step is over."""
+        self.unused.step_ended()
         self.close()
         self.new_step()
 
@@ -118,12 +121,19 @@ class LossWindow:
         return self._tape.latest_scalar()
 
     def mind_dropped_loss(self, record: StepRecord) -> None:
-        """Tell of a loss that the script computed and did not use, if it is not finite; its forwards count no more."""
+        """Tell of a loss that the script computed and did not use, if it is not finite; its forwards count no more.
+
+        Where nobody is to be told, it is kept until somebody asks.
+        """
         forwards = record.forwards
-        if self._dropped is None or self._tape is None or not forwards or forwards[-1].backpropagated:
+        last = None if self._tape is None else self._tape.last_scalar
+        if last is None or not forwards or forwards[-1].backpropagated:
+            return
+        if self._dropped is None:
+            self.unused.may_be(record.step, last, forwards[-1])
             return
         graph = self.open_loss(record)
-        if graph is not None and self._tape.holds_bad_scalar():
+        if graph is not None and not bool(last.isfinite().all()):
             self._dropped(graph)
             record.forwards = [forward for forward in forwards if forward.backpropagated]
 

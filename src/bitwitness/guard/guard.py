@@ -89,6 +89,11 @@ class Guard(Face):
         optimizers = self.optimizers or None
         return GuardWatch(session, ranks, reporter, self.config, optimizers=optimizers, clock=self._clock)
 
+    def _finish(self, *, broken_off: bool) -> None:
+        del broken_off
+        if self.watch is not None:
+            self.watch.finish()
+
     def _describe(self) -> dict[str, Any]:
         return {"devices": [str(device) for device in self._on().investigation.devices]}
 

@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer
 from bitwitness.capture.light import LightStep
 from bitwitness.capture.training import Wants
 from bitwitness.config import Config
-from bitwitness.finding import Finding
+from bitwitness.finding import Finding, Severity
 from bitwitness.guard.deepsteps import DeepSteps
 from bitwitness.guard.followup import FollowUp
 from bitwitness.guard.investigation import Investigation
@@ -25,10 +25,12 @@ from bitwitness.ranks import Ranks
 from bitwitness.session.judging import CompleteStep
 from bitwitness.session.reporter import Reporter
 from bitwitness.session.session import Session
+from bitwitness.site import Site
 from bitwitness.tap.moments import BackwardCall
 
 # Ranges change slowly, and few trainings have narrow dtypes that overflow: they are measured on some deep steps.
 _RANGES_EVERY = 4
+_NAMED = 3  # steps that a message names; the evidence counts all
 
 
 class GuardWatch(Watch):
@@ -140,6 +142,8 @@ class GuardWatch(Watch):
         light, record = step.light, step.record
         assert light is not None  # noqa: S101 - `judge` has seen to it
         deep = self.is_deep(record.number)
+        if deep:
+            self.mind_unused()
         if self.uneven.now:
             return self._look_alone(light, deep=deep)
         if self.to_look_again(step):
@@ -148,6 +152,33 @@ class GuardWatch(Watch):
         if deep and not self.uneven.before:
             findings += self.investigation.compare_replicas(record, light)
         return self._follow_up.follow(step, light, findings, deep=deep)
+
+    def finish(self) -> None:
+        """Look at what the training left open."""
+        self.reader.leave_open()
+        with self.session.working():
+            self.mind_unused()
+
+    def mind_unused(self) -> None:
+        """Tell of losses that the script let go unused, and that are not finite; waits for the device."""
+        bad = self.reader.root.window.unused.not_finite()
+        if not bad or not self.config.nonfinite.enabled:
+            return
+        values = dict(bad)
+        steps = ", ".join(f"{step} ({value})" for step, value in list(values.items())[:_NAMED])
+        more = f" and {len(values) - _NAMED} more" if len(values) > _NAMED else ""
+        self.tracing.tell(
+            Finding(
+                "nonfinite",
+                Site(".", "loss", 0, "forward", "out0"),
+                Severity.ERROR,
+                f"the loss was not finite in step {steps}{more}, and the script let it go unused: 'bitwitness trace' names who "
+                "made it",
+                {"losses": bad[:_NAMED], "count": len(bad)},
+                bad[0][0],
+                self.ranks.rank,
+            )
+        )
 
     def _look_alone(self, light: LightStep, *, deep: bool) -> bool:
         """Look at a step that may have no counterpart on other ranks, and run nothing again."""

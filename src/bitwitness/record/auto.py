@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -59,11 +58,7 @@ class AutoRecorder(ModelSearch[Recorder]):
     @property
     def incomplete(self) -> bool:
         """Whether something that was asked for was not recorded."""
-        return not self._folders or any(one.problem for one in self._recorders) or bool(self._empty())
-
-    def _empty(self) -> list[str]:
-        """Return the folders in which no row is."""
-        return [folder for folder in self._folders if next(Path(folder).glob("rank*/stats-*"), None) is None]
+        return not self._folders or any(one.problem or one.is_empty for one in self._recorders)
 
     @property
     def folders(self) -> list[str]:
@@ -75,14 +70,9 @@ class AutoRecorder(ModelSearch[Recorder]):
         if self._folders and self._speaks:
             problems = [one.problem for one in self._recorders if one.problem]
             how = f", NOT ALL of it: {problems[0]}" if problems else ""
-            full = [folder for folder in self._folders if folder not in self._empty()]
+            full = list(dict.fromkeys(str(one.folder) for one in self._recorders if not one.is_empty))
             if full and not (quiet and not problems):
                 sys.stderr.write(f"bitwitness: recorded in {', '.join(full)}{how}\n")
-            for folder in self._empty():
-                sys.stderr.write(
-                    f"bitwitness: {folder} holds no rows: no step that was asked for ended; evaluations beside a training are "
-                    f"part of none{how if not full else ''}\n"
-                )
         elif not self._folders:
             sys.stderr.write("bitwitness: nothing was recorded: no module with parameters was called\n")
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from torch import nn
@@ -83,6 +86,24 @@ class Recorder(Entered):
         """What kept something from being recorded; None if all was."""
         unwritten = None if self._run is None else self._run.problem
         return unwritten or (None if self._recording is None else self._recording.problem)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        ended = 0 if self._session is None else self._session.clock.ended
+        super().__exit__(kind, error, trace)
+        if self.is_empty and self.is_first_rank and self._recording is not None:
+            asked = "" if self.config.steps is None else f" (steps = {self.config.steps!r})"
+            sys.stderr.write(
+                f"bitwitness: {self.folder} holds no rows: no step that was asked for{asked} ended; "
+                f"{ended} steps of the training did, and evaluations beside a training are part of none"
+                f"{f'; {self.problem}' if self.problem else ''}\n"
+            )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no rank has written a row as yet."""
+        return self.folder is None or next(Path(self.folder).glob("rank*/stats-*"), None) is None
 
     def let_go(self) -> bool:
         """Leave the model to another recorder; what was recorded is deleted if it is of no whole step."""

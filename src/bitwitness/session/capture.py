@@ -214,9 +214,18 @@ class StepCapture(Instrument):
 
         Only alone: other ranks may not skip.
         """
-        alone = self.wants.unused and self.ranks.size == 1
-        if alone and self._complete and not self.session.backward_depth and self._owners.covers(owner):
+        if not self._complete or self.session.backward_depth or not self._owners.covers(owner):
+            return
+        if self.wants.unused and self.ranks.size == 1:
             self._read(None, unused=True)
+        else:
+            self.root.window.unused.add(self.session.step, self._step.losses)
+
+    def leave_open(self) -> None:
+        """Keep the losses of a step that the training began and will not end."""
+        self.root.window.mind_dropped_loss(self.root.record)
+        if self._complete:
+            self.root.window.unused.add(self.session.step, self._step.losses)
 
     def zeroed(self, owner: Optimizer | nn.Module) -> None:
         """Forget what was backpropagated into gradients that are zero now."""

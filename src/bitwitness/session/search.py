@@ -73,7 +73,16 @@ class ModelSearch(Generic[E]):
     def _meet_alone(self, module: nn.Module, args: Any) -> None:
         for one in [one for one in self._leaving if not is_entered(unwrap(one.model))]:
             self._let_go(one)
-        self._consider(module, args)
+        if module in self._passed or not self._is_lent(module):
+            self._consider(module, args)
+
+    def _is_lent(self, module: nn.Module) -> bool:
+        """Tell whether a watched model that runs now made a module of its own parts, as a slice of an ``nn.Sequential`` is."""
+        held = {id(parameter) for parameter in module.parameters()}
+        return bool(held) and any(
+            held <= {id(parameter) for parameter in one.model.parameters()} and is_entered(unwrap(one.model))
+            for one in self.entered
+        )
 
     def _fail(self, error: Exception) -> None:
         self._ended = True

@@ -1,0 +1,82 @@
+"""Steps that a script skips by itself because their numbers are not finite: a run with such is not called healthy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import bitwitness as bw
+
+BAD = 6
+Step = Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor], None]
+
+
+def skips_at_the_loss(net: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    loss = net(x).square().mean()
+    if torch.isfinite(loss):
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def skips_at_the_gradients(net: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    net(x).square().mean().backward()
+    if all(parameter.grad.isfinite().all() for parameter in net.parameters()):
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def adds_two_losses(net: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    """Compute a loss before the next forward, and use both."""
+    first = net(x.nan_to_num()).square().mean()
+    second = net(-x.nan_to_num()).square().mean()
+    optimizer.zero_grad()
+    (first + second).backward()
+    optimizer.step()
+
+
+def looks_at_another_loss(net: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    """Compute, with a graph, a number that is only looked at."""
+    net(x.nan_to_num()).abs().mean().item()
+    adds_two_losses(net, optimizer, x)
+
+
+def train(step: Step, *, steps: int = 20, bad: int = BAD, **settings) -> bw.Guard:
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    optimizer = torch.optim.AdamW(net.parameters())
+    with bw.Guard(net, optimizer, self_test=False, **settings) as guard:
+        for number in range(steps):
+            x = torch.randn(4, 8)
+            if number == bad:
+                x[2, 3] = float("nan")
+            step(net, optimizer, x)
+    return guard
+
+
+@pytest.mark.parametrize("step", [skips_at_the_loss, skips_at_the_gradients])
+@pytest.mark.parametrize("steps", [BAD + 1, 20], ids=["at the end", "on the way"])
+def test_what_the_script_skips_is_told_and_the_run_is_not_healthy(
+    step: Step, steps: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    guard = train(step, steps=steps)
+    said = capsys.readouterr().err
+    assert said.count("the loss was not finite in step 6 (nan), and the script let it go unused") == 1
+    assert "'bitwitness trace' names who made it" in said
+    assert "NOT healthy: 1 origin of NaN or Inf" in said
+    assert not guard.verdicts
+
+
+@pytest.mark.parametrize("step", [adds_two_losses, looks_at_another_loss, skips_at_the_loss])
+def test_losses_that_are_used_later_or_are_finite_are_no_matter(step: Step, capsys: pytest.CaptureFixture[str]) -> None:
+    train(step, bad=-1)
+    said = capsys.readouterr().err
+    assert "unused" not in said
+    assert ": healthy" in said or "] healthy" in said
+
+
+def test_who_does_not_look_for_nan_is_told_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    train(skips_at_the_loss, nonfinite={"enabled": False})
+    assert "not finite" not in capsys.readouterr().err
