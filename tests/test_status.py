@@ -247,6 +247,24 @@ def test_a_rank_that_left_nothing_is_missed(tmp_path: Path, capsys: pytest.Captu
     assert "1 of 2 ranks left nothing: 1" in told["problems"]
 
 
+@pytest.mark.ranks
+def test_a_rank_that_is_killed_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os, signal, torch.distributed as dist\ndist.init_process_group('gloo')\n"
+        + TRAIN.replace("optimizer =", "net = torch.nn.parallel.DistributedDataParallel(net)\noptimizer =")
+        + "    if step == 4 and dist.get_rank() == 1:\n        os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    job = [str(tmp_path / "train.py"), "9", "0.01"]
+    launched = forked(2, ["-m", "bitwitness", "run", "--out", str(tmp_path / "run"), *job], tmp_path / "logs")
+    assert launched.code == 1
+    code, told = status(tmp_path / "run", capsys)
+    assert code == 3
+    assert told["state"] in ("terminated", "failed")  # rank 0: by its agent, or by the exchange that the other left
+    assert told["problems"] == [
+        "what rank 1 looked at is not known: its events.jsonl has no end, as of one that was killed"
+    ]
+
+
 def test_a_disk_that_fills_up_under_a_recording_is_told_and_what_was_written_is_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from bitwitness.store.life import Life
 
 _CODES = {"fine": 0, "findings": EXIT_FINDINGS, "unread": EXIT_UNREAD}
+_TOLD = 8  # ranks that are named: a job has thousands
 
 
 def add_parser(verbs: Any) -> None:
@@ -223,7 +224,11 @@ def _missing(
     # Ranks that train each by themselves are known by what they left.
     expected = range(min(size, 10_000)) if isinstance(size, int) else there
     gone = [rank for rank in expected if rank not in covered]
-    lines = [f"what rank {rank} looked at is not in its events.jsonl, which lacks its end" for rank in gone[:8]]
+    lines = [
+        f"what rank {rank} looked at is not known: its events.jsonl has no end, as of one that was killed"
+        for rank in gone[:_TOLD]
+    ]
+    lines += [f"{len(gone) - _TOLD} more ranks left none"] if len(gone) > _TOLD else []
     told = max((len(note.evidence.get("verdicts") or ()) for note in notes), default=0)
     if told > len(verdicts):
         lines.append(f"{told} verdicts were reached and {len(verdicts)} are in events.jsonl: it is cut or damaged")

@@ -11,7 +11,8 @@ from bitwitness.store.redact import HIDDEN
 _EXPLAINED = {
     "weights": "the runs begin with different weights; every number after that may differ",
     "data": "the first batches are not the same; compare runs on the same data in the same order",
-    "random": "the random states differ, so that dropout and shuffling do",
+    "random": "the random states differ, so that what draws from them does (torch's: dropout, shuffling, initial weights; "
+    "numpy's and Python's: what the script draws from these)",
     "optimizers": "optimizers or their settings differ",
     "switches": "torch's settings of determinism or precision differ",
     "versions": "software versions differ, and with them kernels",
