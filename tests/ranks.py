@@ -200,7 +200,7 @@ def _serve() -> dict | None:
     for line in sys.stdin:
         asked = json.loads(line)
         if "awaited" in asked:
-            os.write(1, f"{json.dumps(_await(asked['awaited'], asked['timeout']))}\n".encode())
+            _answer(_await(asked["awaited"], asked["timeout"]))
             continue
         for name in asked.get("imported", ()):
             importlib.import_module(name)
@@ -210,8 +210,12 @@ def _serve() -> dict | None:
             if not asked["ranks"]:
                 return asked
             os._exit(_lead(asked) if asked.get("missing") is None else _watch(asked))
-        os.write(1, f"{json.dumps(pid if 'goes_on' in asked else _await(pid, asked.get('timeout')))}\n".encode())
+        _answer(pid if "goes_on" in asked else _await(pid, asked.get("timeout")))
     return None
+
+
+def _answer(number: int | None) -> None:
+    os.write(1, f"{json.dumps(number)}\n".encode())
 
 
 def _await(pid: int, timeout: float | None) -> int | None:

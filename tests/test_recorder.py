@@ -185,12 +185,14 @@ def test_micro_batches_steps_and_selection(tmp_path: Path) -> None:
 
 def test_a_recorder_whose_steps_never_came_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     net = Net()
-    with bw.Recorder(net, out=tmp_path / "run", steps="100-110"):
+    with bw.Recorder(net, out=tmp_path / "run", steps="100-110") as recorder:
         train(net, steps=3)
+    recorder.close()  # again: it is said once
     said = capsys.readouterr().err
     assert (
         "run holds no rows: no step that was asked for (steps = '100-110') ended; 3 steps of the training did" in said
     )
+    assert said.count("holds no rows") == 1
     with bw.Recorder(net, out=tmp_path / "other", steps="1"):
         train(net)
     assert capsys.readouterr().err == ""

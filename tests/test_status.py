@@ -33,6 +33,10 @@ for step in range(int(sys.argv[1])):
     time.sleep(float(sys.argv[2]))
 """
 
+TRAIN_RANKS = "import os, signal, torch.distributed as dist\ndist.init_process_group('gloo')\n" + TRAIN.replace(
+    "optimizer =", "net = torch.nn.parallel.DistributedDataParallel(net)\noptimizer ="
+)
+
 
 def train(net: nn.Module, steps: int = 4) -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -232,11 +236,7 @@ def test_what_is_no_file_is_not_waited_for(healthy: Path, tmp_path: Path, capsys
 
 @pytest.mark.ranks
 def test_a_rank_that_left_nothing_is_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "train.py").write_text(
-        "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
-        + TRAIN.replace("optimizer =", "net = torch.nn.parallel.DistributedDataParallel(net)\noptimizer =")
-        + "dist.destroy_process_group()\n"
-    )
+    (tmp_path / "train.py").write_text(TRAIN_RANKS + "dist.destroy_process_group()\n")
     launched = forked(2, ["-m", "bitwitness", "run", "--out", str(tmp_path / "run"), str(tmp_path / "train.py"), "3", "0"],
                       tmp_path / "logs")  # fmt: skip
     assert launched.code == 0, [log.read_text() for log in launched.logs]
@@ -250,9 +250,7 @@ def test_a_rank_that_left_nothing_is_missed(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.ranks
 def test_a_rank_that_is_killed_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.py").write_text(
-        "import os, signal, torch.distributed as dist\ndist.init_process_group('gloo')\n"
-        + TRAIN.replace("optimizer =", "net = torch.nn.parallel.DistributedDataParallel(net)\noptimizer =")
-        + "    if step == 4 and dist.get_rank() == 1:\n        os.kill(os.getpid(), signal.SIGKILL)\n"
+        TRAIN_RANKS + "    if step == 4 and dist.get_rank() == 1:\n        os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     job = [str(tmp_path / "train.py"), "9", "0.01"]
     launched = forked(2, ["-m", "bitwitness", "run", "--out", str(tmp_path / "run"), *job], tmp_path / "logs")

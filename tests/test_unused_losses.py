@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import bitwitness as bw
+from bitwitness.capture.unused import UnusedLosses
+from bitwitness.cli import main
 
 BAD = 6
 Step = Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor], None]
@@ -59,14 +62,16 @@ def train(step: Step, *, steps: int = 20, bad: int = BAD, **settings) -> bw.Guar
 @pytest.mark.parametrize("step", [skips_at_the_loss, skips_at_the_gradients])
 @pytest.mark.parametrize("steps", [BAD + 1, 20], ids=["at the end", "on the way"])
 def test_what_the_script_skips_is_told_and_the_run_is_not_healthy(
-    step: Step, steps: int, capsys: pytest.CaptureFixture[str]
+    step: Step, steps: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    guard = train(step, steps=steps)
+    guard = train(step, steps=steps, out=tmp_path / "run")
     said = capsys.readouterr().err
     assert said.count("the loss was not finite in step 6 (nan), and the script let it go unused") == 1
     assert "'bitwitness trace' names who made it" in said
     assert "NOT healthy: 1 origin of NaN or Inf" in said
     assert not guard.verdicts
+    assert main(["status", str(tmp_path / "run")]) == 1
+    assert "(the loss was not finite in step 6 (nan)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("step", [adds_two_losses, looks_at_another_loss, skips_at_the_loss])
@@ -75,6 +80,15 @@ def test_losses_that_are_used_later_or_are_finite_are_no_matter(step: Step, caps
     said = capsys.readouterr().err
     assert "unused" not in said
     assert ": healthy" in said or "] healthy" in said
+
+
+def test_a_bad_loss_is_not_forgotten_where_nobody_asks_for_long() -> None:
+    losses = UnusedLosses()
+    for step in range(5000):
+        losses.add(step, [torch.tensor(float("inf") if step == 3 else 1.0)])
+    assert len(losses._kept) < 1000
+    assert losses.not_finite() == [(3, float("inf"))]
+    assert losses.not_finite() == []
 
 
 def test_who_does_not_look_for_nan_is_told_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,11 +9,14 @@ import torch
 
 from bitwitness.capture.step import ForwardRecord
 
+_MOST = 1000  # losses that are kept; where nobody asks for so long, their device is waited for once
+
 
 class UnusedLosses:
     """Keeps them until somebody asks which were not finite: to ask at once would have each step wait for its device."""
 
     def __init__(self) -> None:
+        self._bad: list[tuple[int, float]] = []
         self._pending: list[tuple[int, torch.Tensor, ForwardRecord]] = []
         self._kept: list[tuple[int, torch.Tensor]] = []
 
@@ -23,17 +26,25 @@ class UnusedLosses:
 
     def step_ended(self) -> None:
         """Keep, of those noted, what was not backpropagated."""
-        self._kept += [(step, loss) for step, loss, of in self._pending if not of.backpropagated]
-        self._pending.clear()
+        pending, self._pending = self._pending, []
+        for step, loss, of in pending:
+            if not of.backpropagated:
+                self.add(step, [loss])
 
     def add(self, step: int, losses: Sequence[torch.Tensor]) -> None:
         """Keep losses whose gradients were let go."""
         self._kept += [(step, loss) for loss in losses]
+        if len(self._kept) >= _MOST:
+            self._ask()
 
     def not_finite(self) -> list[tuple[int, float]]:
         """Return steps and values of those that are not finite, and forget all; waits for their device."""
         self.step_ended()
+        self._ask()
+        bad, self._bad = self._bad, []
+        return bad
+
+    def _ask(self) -> None:
         kept, self._kept = self._kept, []
         values = torch.stack([loss.float().reshape(()) for _, loss in kept]).tolist() if kept else []
-        pairs = [(step, value) for (step, _), value in zip(kept, values, strict=True)]
-        return [(step, value) for step, value in pairs if not math.isfinite(value)]
+        self._bad += [(step, value) for (step, _), value in zip(kept, values, strict=True) if not math.isfinite(value)]

@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer
 from bitwitness.capture.light import LightStep
 from bitwitness.capture.training import Wants
 from bitwitness.config import Config
-from bitwitness.finding import Finding, Severity
+from bitwitness.finding import Finding
 from bitwitness.guard.deepsteps import DeepSteps
 from bitwitness.guard.followup import FollowUp
 from bitwitness.guard.investigation import Investigation
@@ -22,15 +22,14 @@ from bitwitness.guard.tracing import Tracing
 from bitwitness.guard.uneven import UnevenSteps
 from bitwitness.guard.watch import Watch
 from bitwitness.ranks import Ranks
+from bitwitness.sense.nonfinite import unused_losses
 from bitwitness.session.judging import CompleteStep
 from bitwitness.session.reporter import Reporter
 from bitwitness.session.session import Session
-from bitwitness.site import Site
 from bitwitness.tap.moments import BackwardCall
 
 # Ranges change slowly, and few trainings have narrow dtypes that overflow: they are measured on some deep steps.
 _RANGES_EVERY = 4
-_NAMED = 3  # steps that a message names; the evidence counts all
 
 
 class GuardWatch(Watch):
@@ -143,7 +142,7 @@ class GuardWatch(Watch):
         assert light is not None  # noqa: S101 - `judge` has seen to it
         deep = self.is_deep(record.number)
         if deep:
-            self.mind_unused()
+            self._mind_unused()
         if self.uneven.now:
             return self._look_alone(light, deep=deep)
         if self.to_look_again(step):
@@ -157,28 +156,13 @@ class GuardWatch(Watch):
         """Look at what the training left open."""
         self.reader.leave_open()
         with self.session.working():
-            self.mind_unused()
+            self._mind_unused()
 
-    def mind_unused(self) -> None:
+    def _mind_unused(self) -> None:
         """Tell of losses that the script let go unused, and that are not finite; waits for the device."""
         bad = self.reader.root.window.unused.not_finite()
-        if not bad or not self.config.nonfinite.enabled:
-            return
-        values = dict(bad)
-        steps = ", ".join(f"{step} ({value})" for step, value in list(values.items())[:_NAMED])
-        more = f" and {len(values) - _NAMED} more" if len(values) > _NAMED else ""
-        self.tracing.tell(
-            Finding(
-                "nonfinite",
-                Site(".", "loss", 0, "forward", "out0"),
-                Severity.ERROR,
-                f"the loss was not finite in step {steps}{more}, and the script let it go unused: 'bitwitness trace' names who "
-                "made it",
-                {"losses": bad[:_NAMED], "count": len(bad)},
-                bad[0][0],
-                self.ranks.rank,
-            )
-        )
+        if bad and self.config.nonfinite.enabled:
+            self.tracing.tell(unused_losses(bad, self.ranks.rank))
 
     def _look_alone(self, light: LightStep, *, deep: bool) -> bool:
         """Look at a step that may have no counterpart on other ranks, and run nothing again."""

@@ -6,7 +6,6 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from torch import nn
@@ -18,6 +17,7 @@ from bitwitness.session.entered import Entered
 from bitwitness.session.session import Session
 from bitwitness.store import RunWriter
 from bitwitness.store.environment import describe
+from bitwitness.store.run import is_recording
 
 _DEADLINE_S = 60.0  # for the ranks to agree on a folder; they come here together
 
@@ -67,6 +67,7 @@ class Recorder(Entered):
         self._run: RunWriter | None = None
 
     def _begin(self, session: Session) -> None:
+        self._stack.callback(self._tell_if_empty, session)  # the first of these to be there is the last to be called
         ranks = session.run.ranks(_DEADLINE_S)
         self._run = run = session.run.folder(self._out, "recording", _DEADLINE_S)
         self._stack.callback(session.run.leave, run, "recording")
@@ -87,23 +88,19 @@ class Recorder(Entered):
         unwritten = None if self._run is None else self._run.problem
         return unwritten or (None if self._recording is None else self._recording.problem)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        ended = 0 if self._session is None else self._session.clock.ended
-        super().__exit__(kind, error, trace)
+    def _tell_if_empty(self, session: Session) -> None:
         if self.is_empty and self.is_first_rank and self._recording is not None:
             asked = "" if self.config.steps is None else f" (steps = {self.config.steps!r})"
             sys.stderr.write(
                 f"bitwitness: {self.folder} holds no rows: no step that was asked for{asked} ended; "
-                f"{ended} steps of the training did, and evaluations beside a training are part of none"
+                f"{session.clock.ended} steps of the training did, and evaluations beside a training are part of none"
                 f"{f'; {self.problem}' if self.problem else ''}\n"
             )
 
     @property
     def is_empty(self) -> bool:
         """Whether no rank has written a row as yet."""
-        return self.folder is None or next(Path(self.folder).glob("rank*/stats-*"), None) is None
+        return self.folder is None or not is_recording(Path(self.folder))
 
     def let_go(self) -> bool:
         """Leave the model to another recorder; what was recorded is deleted if it is of no whole step."""
@@ -111,6 +108,7 @@ class Recorder(Entered):
             self.close()
             return True
         self._recording.drop()
+        self._recording = None
         if self._run is not None:
             self.session.run.leave(self._run, "recording", unused=True)
         self._stack.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -9,9 +11,25 @@ from bitwitness.capture.light import LightStep
 from bitwitness.finding import Finding, Severity
 from bitwitness.site import Site
 
-_NAMED = 3  # gradients, and buffers, that a message names; the evidence counts all
+_NAMED = 3  # gradients, buffers and steps that a message names; the evidence counts all
 _UNSCALED = 1.0
 """A loss scale that changes nothing: what overflows without any is no search for one."""
+
+
+_LOSS = Site(".", "loss", 0, "forward", "out0")
+
+
+def unused_losses(bad: Sequence[tuple[int, float]], rank: int) -> Finding:
+    """Return what is to be said of losses, by step and value, that are not finite and that the script let go unused."""
+    values = dict(bad)
+    steps = ", ".join(f"{step} ({value})" for step, value in list(values.items())[:_NAMED])
+    more = f" and {len(values) - _NAMED} more" if len(values) > _NAMED else ""
+    message = (
+        f"the loss was not finite in step {steps}{more}, and the script let it go unused: 'bitwitness trace' names who "
+        "made it"
+    )
+    evidence = {"kind": "unused", "losses": bad[:_NAMED], "count": len(bad)}
+    return Finding(NonfiniteSensor.name, _LOSS, Severity.ERROR, message, evidence, bad[0][0], rank)
 
 
 class NonfiniteSensor:
@@ -66,7 +84,7 @@ class NonfiniteSensor:
         if bad.size:
             return light.site(int(bad[0]))
         if any(not np.isfinite(loss) for loss in light.losses):
-            return Site(".", "loss", 0, "forward", "out0")
+            return _LOSS
         if light.buffers:
             return Site.of_parameter(light.buffers[0], "param")
         return Site.of_parameter(light.reduced[0], "grad")

@@ -78,11 +78,9 @@ class ModelSearch(Generic[E]):
 
     def _is_lent(self, module: nn.Module) -> bool:
         """Tell whether a watched model that runs now made a module of its own parts, as a slice of an ``nn.Sequential`` is."""
-        held = {id(parameter) for parameter in module.parameters()}
-        return bool(held) and any(
-            held <= {id(parameter) for parameter in one.model.parameters()} and is_entered(unwrap(one.model))
-            for one in self.entered
-        )
+        running = [one.model for one in self.entered if is_entered(unwrap(one.model))]
+        held = {id(parameter) for parameter in module.parameters()} if running else set()
+        return bool(held) and any(held <= set(map(id, model.parameters())) for model in running)
 
     def _fail(self, error: Exception) -> None:
         self._ended = True

@@ -15,7 +15,7 @@ from bitwitness.files.shown import shown
 from bitwitness.finding import Event, Finding, Note, Verdict, event_of
 from bitwitness.store.reader import read_description, read_events
 from bitwitness.store.rows import SCHEMA
-from bitwitness.store.run import RunSource
+from bitwitness.store.run import RunSource, is_recording
 
 if TYPE_CHECKING:
     import torch
@@ -191,7 +191,7 @@ class Run:
         try:
             return bool(self._source.ranks())
         except UsageError as error:
-            if any(self.path.glob("rank*/stats-*")):
+            if is_recording(self.path):
                 self._note([str(error)])
             return False
 
