@@ -99,6 +99,9 @@ def become(call: Callable[[], object], out: Path, err: Path) -> NoReturn:
         with contextlib.suppress(BaseException):
             sys.stdout.flush()
             sys.stderr.flush()
+        if code == -signal.SIGINT:  # Python ends so, too, that a shell sees who was interrupted
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
         if _is_sealed():
             # through C's exit list, as Python itself: what is sealed there decides
             ctypes.PyDLL(None).exit(code & 0xFF)
@@ -124,5 +127,5 @@ def exit_code(call: Callable[[], object]) -> int:
             sys.excepthook(type(error), error, error.__traceback__)
         except SystemExit as stop:
             return stop.code if isinstance(stop.code, int) else 1
-        return 1
+        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     return result if isinstance(result, int) else 0

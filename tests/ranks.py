@@ -1,7 +1,7 @@
 """Ranks as ``torchrun`` starts them, and scripts as ``python`` does, forked from one process that has imported torch.
 
-Half of a short job is its imports. A script's fork leaves the server's loop and ends as Python ends: its threads awaited, what
-is registered "at exit" called, files closed.
+Half of a short job is its imports. A script's fork ends as Python ends, its threads awaited and what is registered "at exit"
+called, but for its modules: to take torch apart costs as much as a short script. What a script leaves open is not closed.
 
 What torchrun itself does (logs told apart, restarts, signals) is tested with torchrun. Each call of `forked` gives its ranks
 the variables that torchrun gives, a store that an agent keeps, and ends the others where one fails.
@@ -240,16 +240,14 @@ def _alone(asked: dict) -> None:
     """Be a script, with streams as those of a ``python`` whose output is kept."""
     import warnings
 
+    from forking import become
+
     os.chdir(asked["where"])
-    for target, name in enumerate(
-        (os.devnull, *(Path(asked["logs"]) / f"{name}.log" for name in ("stdout", "stderr")))
-    ):
-        os.dup2(os.open(name, (os.O_WRONLY | os.O_CREAT | os.O_APPEND) if target else os.O_RDONLY), target)
     sys.stdin = sys.__stdin__ = os.fdopen(0, closefd=False)
     sys.stdout = sys.__stdout__ = os.fdopen(1, "w", closefd=False)
     sys.warnoptions += asked["warn"]
     warnings._processoptions(asked["warn"])
-    _run(asked, {})
+    become(lambda: _run(asked, {}), *(Path(asked["logs"]) / f"{name}.log" for name in ("stdout", "stderr")))
 
 
 def _lead(asked: dict) -> int:

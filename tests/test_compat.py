@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_layers import LAYERS, SOURCE, TREES, inner_names, part_of
+from test_layers import FILES, LAYERS, SOURCE, inner_names, part_of, tree
 
 from bitwitness.cli import main
 from bitwitness.guard import doctor
@@ -39,9 +39,9 @@ def test_doctor_names_it_and_fails(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 def test_nothing_else_in_the_torch_layer_has_private_names() -> None:
     others = {
         (path.relative_to(SOURCE).as_posix(), name)
-        for path in TREES
+        for path in FILES
         if part_of(path) in LAYERS["torch"] and path.name != "compat.py"
-        for name in inner_names(TREES[path])
+        for name in inner_names(tree(path))
     }
     assert not others, "they belong into tap/compat.py, with the reason"
 

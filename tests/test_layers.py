@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -14,7 +15,6 @@ import bitwitness
 
 SOURCE = Path(bitwitness.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
-TREES = {path: ast.parse(path.read_text()) for path in FILES}
 
 # docs/architecture.md shows the same table.
 LAYERS = {
@@ -36,6 +36,11 @@ INNER_NAMES = {
     ("stats", "torch._foreach_max"): "same",
     ("inject", "torch.ops._c10d_functional"): "an operator's registered name",
 }
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def part_of(path: Path) -> str:
@@ -93,7 +98,7 @@ def test_a_file_imports_only_from_above(path: Path) -> None:
     if part in ("__init__", "__main__"):
         return
     assert part in FLOOR, f"{part} is on no floor; add it to LAYERS and to docs/architecture.md"
-    for name in imports(ast.walk(TREES[path])):
+    for name in imports(ast.walk(tree(path))):
         assert not name.startswith("."), f"{path.name} imports {name}; write the whole name"
         package, other, *_ = [*name.split("."), ""]
         if package != "bitwitness":
@@ -107,7 +112,7 @@ def test_a_file_imports_only_from_above(path: Path) -> None:
 def test_no_file_imports_itself_over_others() -> None:
     graph: dict[str, set[str]] = {name_of(path): set() for path in FILES}
     for path in FILES:
-        for name in imports(TREES[path].body):
+        for name in imports(tree(path).body):
             target = name if name in graph else name.rpartition(".")[0]
             if target in graph and target != name_of(path):
                 graph[name_of(path)].add(target)
@@ -117,7 +122,7 @@ def test_no_file_imports_itself_over_others() -> None:
 def test_no_two_parts_need_each_other() -> None:
     graph: dict[str, set[str]] = {part: set() for part in FLOOR}
     for path in FILES:
-        for name in imports(ast.walk(TREES[path])):  # those inside functions, too
+        for name in imports(ast.walk(tree(path))):  # those inside functions, too
             package, other, *_ = [*name.split("."), ""]
             if package == "bitwitness" and other != part_of(path) and part_of(path) in FLOOR:
                 graph[part_of(path)].add(other)
@@ -127,7 +132,7 @@ def test_no_two_parts_need_each_other() -> None:
 def test_the_vocabulary_imports_no_torch() -> None:
     for path in FILES:
         if part_of(path) in LAYERS["vocabulary"]:
-            heavy = [name for name in imports(ast.walk(TREES[path])) if name.split(".")[0] in ("torch", "numpy")]
+            heavy = [name for name in imports(ast.walk(tree(path))) if name.split(".")[0] in ("torch", "numpy")]
             assert not heavy, path
 
 
@@ -136,7 +141,7 @@ def test_only_the_torch_layer_touches_torchs_inner_names() -> None:
         (part_of(path), name)
         for path in FILES
         if part_of(path) not in LAYERS["torch"]
-        for name in inner_names(TREES[path])
+        for name in inner_names(tree(path))
     }
     extra = [
         pair for pair in seen if not any(pair[0] == part and pair[1].startswith(name) for part, name in INNER_NAMES)

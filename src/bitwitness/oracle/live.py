@@ -14,7 +14,7 @@ from bitwitness.oracle.eligible import draws, is_torchs, is_unique
 from bitwitness.oracle.float64 import run_in_float64
 from bitwitness.oracle.limits import SINGLE, limit_of, may_overflow
 from bitwitness.oracle.worst import gaps
-from bitwitness.stats import bit_hash
+from bitwitness.stats import same_bits
 from bitwitness.stats.local import local_values
 from bitwitness.tap.operators import OpCall, tensors_in
 from bitwitness.tap.ownwork import REFERENCE, own_work
@@ -94,7 +94,7 @@ def _compared(call: OpCall) -> Discrepancy:
     # In the operator's own place, so that a device whose kernel fails there fails again.
     with own_work(call.module, call.phase, call.call):
         again = _run_again(call)
-    repeats = all(bool(torch.equal(bit_hash(a), bit_hash(b))) for a, b in zip(again, call.outputs, strict=True))
+    repeats = all(same_bits(a, b) for a, b in zip(again, call.outputs, strict=True))
     try:
         with own_work(REFERENCE):
             exact = run_in_float64(func, call.args, call.kwargs)

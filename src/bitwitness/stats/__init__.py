@@ -1,6 +1,6 @@
 """What a tensor's numbers look like: full statistics, cheap features of all gradients, a hash of the bits."""
 
-from bitwitness.stats.digest import HashBatch, bit_hash
+from bitwitness.stats.digest import HashBatch, bit_hash, same_bits
 from bitwitness.stats.features import Features, features_of
 from bitwitness.stats.sketch import exact_sketch, sketch
 from bitwitness.stats.summary import Stats, exact_l2, stats_of
@@ -16,6 +16,7 @@ __all__ = [
     "features_of",
     "marks_of",
     "norms_of",
+    "same_bits",
     "sketch",
     "stats_of",
     "total_of",

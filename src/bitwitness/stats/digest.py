@@ -94,6 +94,13 @@ def bit_hashes(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(hashes_of([flat_bits(tensor) for tensor in tensors])))
 
 
+@torch.no_grad()
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors of one layout hold the same bits in the same logical order; the host waits."""
+    parts = zip(local_parts(a), local_parts(b), strict=True)
+    return a.dtype == b.dtype and all(torch.equal(flat_bits(x), flat_bits(y)) for x, y in parts)
+
+
 def flat_bits(x: Tensor) -> Tensor:
     """Return the elements in logical order as integers of their size; a view wherever that is possible."""
     if x.dtype.itemsize == 16:
