@@ -162,6 +162,19 @@ def test_an_earlier_run_is_kept(script: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["run", "run-2"]
 
 
+def test_what_is_overwritten_goes_with_its_other_models(tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text(SCRIPT)
+    (tmp_path / "two.py").write_text(SCRIPT + SCRIPT.replace("model", "critic"))
+    assert quick(tmp_path, "run", "--out", "run", "two.py", "2").returncode == 0
+    assert (tmp_path / "run-2" / "run.json").exists()
+    (tmp_path / "run-3").mkdir()
+    (tmp_path / "run-3" / "notes.txt").write_text("mine")
+    done = quick(tmp_path, "run", "--out", "run", "--overwrite", "one.py", "2")
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["run", "run-3"]
+    assert "2 steps" in quick(tmp_path, "status", "run").stdout
+
+
 @pytest.mark.ranks
 def test_run_under_torchrun(script: Path, tmp_path: Path) -> None:
     parallel = SCRIPT.replace("optimizer =", "torch.distributed.init_process_group('gloo')\n"

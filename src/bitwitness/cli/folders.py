@@ -14,7 +14,9 @@ def add_out(parser: argparse.ArgumentParser, what: str) -> None:
     """Add ``--out``, and what is to be done where a run lies there."""
     parser.add_argument("-o", "--out", metavar="DIR", help=what)
     taken = parser.add_mutually_exclusive_group()
-    taken.add_argument("--overwrite", action="store_true", help="where DIR holds a run, delete that first")
+    taken.add_argument(
+        "--overwrite", action="store_true", help="where DIR holds a run, delete that (and DIR-2, …) first"
+    )
     taken.add_argument("--number", action="store_true", help="where DIR holds a run, record in DIR-2, DIR-3, … instead")
 
 
@@ -63,7 +65,8 @@ def rank_here() -> int:
 
 
 def _make_room(folder: Path, args: argparse.Namespace) -> None:
-    from bitwitness.store.claim import clear_run, holds_run
+    from bitwitness.store.beside import clear_process
+    from bitwitness.store.claim import holds_run
 
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if args.number or restarted or not holds_run(folder):
@@ -74,6 +77,6 @@ def _make_room(folder: Path, args: argparse.Namespace) -> None:
             "--overwrite to delete that run, or --number to record beside it"
         )
     try:
-        clear_run(folder)
+        clear_process(folder)
     except OSError as error:
         raise UsageError(f"--overwrite: cannot delete {shown(error.filename)}: {error.strerror}") from error

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from bitwitness.errors import UsageError
+from bitwitness.store.claim import clear_run
 from bitwitness.store.reader import read_description
 
 _MOST = 1000
@@ -30,3 +32,19 @@ def runs_beside(path: str | os.PathLike[str], description: Mapping[str, Any]) ->
             mine = next(beside.glob("rank[0-9]*"), None) is not None
         found += [beside] if mine else []
     return found
+
+
+def clear_process(path: str | os.PathLike[str]) -> None:
+    """Delete a run and the others of its process, as far as they say that they are; raises `OSError`.
+
+    What others put into the folders stays.
+    """
+    with suppress(UsageError):
+        description = read_description(Path(path))
+        for beside in runs_beside(path, description):
+            with suppress(UsageError):
+                if read_description(beside).get("process") == description["process"]:
+                    clear_run(beside)
+                    with suppress(OSError):  # not empty
+                        beside.rmdir()
+    clear_run(path)
