@@ -7,18 +7,21 @@ accelerator nothing may wait: the numbers stay there until the step's are fetche
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 
 import torch
 
 from bitwitness.errors import UsageError
-from bitwitness.stats import HashBatch, exact_sketch, sketch, stats_of
+from bitwitness.stats import HashBatch, exact_sketch, quick_l2, sketch, stats_of
 from bitwitness.store.rows import Measured
 
 _SMALL = 1e-15  # squares of float32 numbers below this lose digits
 _LARGE = 1e18  # and above this they overflow
 _HALVES = (torch.float16, torch.bfloat16)
 _WIDE_DEVICES = ("cpu", "cuda")  # that compute in float64
+_AT_HAND = 1 << 20
+"""Elements of the buffer for half types: 4 MiB of float32. To have such memory from the system each time costs a pass."""
 
 
 class Meter:
@@ -41,6 +44,7 @@ class Meter:
         self._done: dict[int, Measured] = {}
         self._hashes, self._hashed_numbers = HashBatch(), list[int]()
         self._later: dict[torch.dtype, list[tuple[int, int, list[torch.Tensor]]]] = {}
+        self._buffer = _Buffer()
 
     def measured(self, number: int) -> Measured | None:
         """Return what was measured of a tensor since the last `drain`; None if that must wait."""
@@ -96,14 +100,12 @@ class Meter:
         dtype = values.dtype
         if not dtype.is_floating_point or count == 0:
             return self._exactly(values)
-        if dtype.itemsize == 1:
-            values = values.float()
+        if dtype in _HALVES or dtype.itemsize == 1:
+            values = self._buffer.float32(values)  # their own range and precision are too narrow for sums
         least, most = values.aminmax()
         low, high = least.item(), most.item()
-        if dtype in _HALVES:
-            values = values.float()  # their own range and precision are too narrow for sums
         total = values.sum().item()
-        l2 = torch.linalg.vector_norm(values).item()
+        l2 = quick_l2(values)
         signed = sketch(values).item()
         largest = max(-low, high)
         if not _SMALL < largest < _LARGE and largest != 0.0:
@@ -180,6 +182,24 @@ class Meter:
             return Measured(count, nan, pos_inf, neg_inf, zeros)
         sums = [number if math.isfinite(number) else None for number in (l2, signed)]
         return Measured(count, 0, 0, 0, zeros, low, high, total / count, sums[0], sums[1])
+
+
+class _Buffer(threading.local):
+    """Memory for one tensor in float32, for each thread its own."""
+
+    def __init__(self) -> None:
+        self._memory: torch.Tensor | None = None
+
+    def float32(self, values: torch.Tensor) -> torch.Tensor:
+        """Return a contiguous CPU tensor's values in float32, until the next call."""
+        count = values.numel()
+        if count > _AT_HAND:
+            return values.float()
+        if self._memory is None or self._memory.numel() < count:
+            size = min(_AT_HAND, 1 << count.bit_length())
+            with torch.inference_mode(mode=False):  # what is made in an evaluation may not be written to after it
+                self._memory = torch.empty(size, dtype=torch.float32, device=values.device)
+        return self._memory[:count].copy_(values.view(-1))
 
 
 def _real(values: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from bitwitness.stats.digest import HashBatch, bit_hash, same_bits
 from bitwitness.stats.features import Features, features_of
 from bitwitness.stats.sketch import exact_sketch, sketch
-from bitwitness.stats.summary import Stats, exact_l2, stats_of
+from bitwitness.stats.summary import Stats, exact_l2, quick_l2, stats_of
 from bitwitness.stats.total import marks_of, norms_of, total_of
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "features_of",
     "marks_of",
     "norms_of",
+    "quick_l2",
     "same_bits",
     "sketch",
     "stats_of",
