@@ -18,7 +18,7 @@ from bitwitness.comparison.align import Group, Pair
 from bitwitness.comparison.changes import changes
 from bitwitness.comparison.frame import StepFrame
 from bitwitness.numerics import unit_roundoff
-from bitwitness.oracle.names import CONTRACTIONS, canonical
+from bitwitness.oracle.names import CONTRACTIONS, PRODUCTS, canonical
 from bitwitness.oracle.recorded import arguments
 
 # Factors before the terms of `allowed`. Wider ones name fewer operators that are innocent, and overlook smaller differences;
@@ -87,7 +87,7 @@ def allowed(a: StepFrame, b: StepFrame, pair: Pair, out: int, carried: Sequence[
     wide = max((roundoff(a.text("dtype", row)) for row, _ in pair.inputs), default=own)
     accumulated = max(min(own or wide, 2.0**-24) or 2.0**-24, inside if pair.a.kind == "module" else 0.0)
     size, change, op = max(rms(a, row_a), rms(b, row_b)), max(carried, default=0.0), canonical(pair.a.op)
-    if pair.a.kind == "op" and (op in CONTRACTIONS or op == "conv"):
+    if pair.a.kind == "op" and op in PRODUCTS:
         terms, scale = _contraction(a, pair)
         cancelled = max(1.0, scale / size) if size else 1.0
         return _ROUNDED * own + cancelled * (_SUM * accumulated * math.sqrt(terms) + _CARRIED * sum(carried))

@@ -13,7 +13,7 @@ from bitwitness.comparison.allowance import rms, roundoff
 from bitwitness.comparison.changes import changes
 from bitwitness.comparison.frame import Node, StepFrame
 from bitwitness.comparison.suspect import EarlierSteps
-from bitwitness.oracle.names import CONTRACTIONS, canonical
+from bitwitness.oracle.names import PRODUCTS, canonical
 
 NEGLIGIBLE = 1e-6
 """Relative change by which statistics of equal numbers may differ, taken by another number of threads."""
@@ -182,13 +182,15 @@ class Differences:
         """The unit roundoff that values may differ by which are recorded in a finer dtype.
 
         That of the coarser of the `precisions` or, where micro-batches of other sizes were rounded each, of what the products
-        are computed in; 0 where the runs do the same.
+        are computed in (of operators alone, which are not put together, in both runs); 0 where the runs do the same.
         """
         if self.precisions is not None:
             return max(map(roundoff, self.precisions))
         if self.a.micros == self.b.micros:
             return 0.0
         products = [pair.outputs[0] for pair in self.alignment.pairs if pair.outputs and self._multiplies(pair)]
+        if not products and self.a.computed and self.a.computed == self.b.computed:
+            return roundoff(self.a.computed)
         return max((self.roundoff(*rows) for rows in products), default=0.0)
 
     @cached_property
@@ -198,7 +200,7 @@ class Differences:
 
     def _multiplies(self, pair: Pair) -> bool:
         if pair.a.kind == "op":
-            return canonical(pair.a.op) in (*CONTRACTIONS, "conv")
+            return canonical(pair.a.op) in PRODUCTS
         weights = [row for row, _ in pair.inputs if self.a.text("slot", row) == "weight"]
         return (
             pair.a.kind == "module" and "Embedding" not in pair.a.op and any(len(self.a.shapes[w]) > 1 for w in weights)

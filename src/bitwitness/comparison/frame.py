@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+
+from bitwitness.oracle.names import PRODUCTS, canonical
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -19,6 +23,8 @@ MICROS = "micros"
 """Under which a table's metadata tell how many micro-batches were put together in it."""
 RANKS = "ranks"
 """The same of ranks."""
+COMPUTED = "computed"
+"""The same of `StepFrame.computed`, whose operators are not there any more."""
 UNKNOWN = -1
 """Stands for a count that was not taken."""
 
@@ -104,6 +110,19 @@ class StepFrame:
         self.recomputed = np.asarray(table.column("recomputed").fill_null(pa.scalar(value=False)).combine_chunks())
         self._shapes: list[tuple[int, ...]] | None = None
         self._nodes: list[Node] | None = None
+
+    @cached_property
+    def computed(self) -> str:
+        """The dtype in which most of the recorded operators that sum products have their results; empty without any."""
+        if told := (self.table.schema.metadata or {}).get(COMPUTED.encode()):
+            return str(told.decode())
+        rows = np.flatnonzero(self.texts["kind"].equals("op"))
+        found = Counter(
+            self.text("dtype", row)
+            for row in rows.tolist()
+            if canonical(self.text("op", row)) in PRODUCTS and self.text("slot", row).startswith("out")
+        )
+        return found.most_common(1)[0][0] if found else ""
 
     def text(self, name: str, row: int) -> str:
         """Return a row's string in a column; empty if there is none."""

@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 import torch
 
-from bitwitness.comparison.frame import MICROS, RANKS
+from bitwitness.comparison.frame import COMPUTED, MICROS, RANKS, StepFrame
 from bitwitness.errors import UsageError
 from bitwitness.store.rows import SCHEMA
 from bitwitness.store.source import Source
@@ -163,10 +163,9 @@ class MergedMicros(MergedSource):
     def table(self, rank: int, step: int) -> pa.Table:
         """Return the step's rows, those of all micro-batches put together."""
         self._parts.clear()
+        recorded = self._source.table(rank, step)
         found = [
-            row
-            for row in self._source.table(rank, step).to_pylist()
-            if row["kind"] not in ("module", "saved") or row["phase"] != "backward"
+            row for row in recorded.to_pylist() if row["kind"] not in ("module", "saved") or row["phase"] != "backward"
         ]  # each micro-batch's loss is a mean of its own
         micros = sorted({row["micro"] for row in found})
         # What belongs to no micro-batch bears the number of the one that ran before: it is the same for all of them.
@@ -182,7 +181,7 @@ class MergedMicros(MergedSource):
             elif merged := self._merged([(rank, part) for part in parts], batch):
                 rows.append(merged | {"rank": rank})
         table = pa.Table.from_pylist(rows, schema=SCHEMA)
-        return table.replace_schema_metadata({MICROS: str(len(micros))})
+        return table.replace_schema_metadata({MICROS: str(len(micros)), COMPUTED: StepFrame(recorded).computed})
 
     def tensor(self, rank: int, reference: str, dtype: str, shape: tuple[int, ...], layout: str | None) -> torch.Tensor:
         """Return a kept value, its parts put together."""

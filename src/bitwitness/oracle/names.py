@@ -32,6 +32,7 @@ _SAME = {
 }
 CONTRACTIONS = ("linear", "matmul", "baddbmm", "addbmm", "addmv", "mv", "dot", "einsum")
 """Common names of what sums products, but for convolutions."""
+PRODUCTS = (*CONTRACTIONS, "conv")
 _RNG = ("dropout", "bernoulli", "rand", "normal", "uniform", "multinomial", "exponential", "random", "poisson", "rrelu")
 
 

@@ -15,7 +15,7 @@ from bitwitness.numerics import unit_roundoff
 from bitwitness.oracle.eligible import functional_operator
 from bitwitness.oracle.float64 import run_in_float64
 from bitwitness.oracle.limits import accumulation_roundoff, sum_bound
-from bitwitness.oracle.names import CONTRACTIONS, canonical
+from bitwitness.oracle.names import PRODUCTS, canonical
 from bitwitness.oracle.worst import WorstElement, worst_element
 from bitwitness.tap.compat import OpOverload
 
@@ -77,7 +77,7 @@ def compare_recorded_with_float64(text: str, inputs: Sequence[Tensor], result: T
         exact = _run(func, arguments(text), inputs, out)
         if exact.shape != result.shape:
             return None
-        if canonical(func.overloadpacket.__name__) in (*CONTRACTIONS, "conv"):
+        if canonical(func.overloadpacket.__name__) in PRODUCTS:
             bound = _contraction_bound(func, arguments(text), inputs, exact, result.dtype, out)
         else:
             bound = _general_bound(func, inputs, exact, result.dtype)
