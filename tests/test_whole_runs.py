@@ -58,7 +58,9 @@ PLANTED: dict[str, tuple[Training, Training, tuple[str, ...]]] = {
     "weight decay": (GPT, GPT.but(decay=0.1), ("weight_decay 0.0 against 0.1",)),
     "warm-up": (GPT.but(warm_up=1), GPT.but(warm_up=2), ("lr 0.0025 against 0.005",)),
     "another optimizer": (GPT, GPT.but(optimizer="SGD"), ("AdamW against SGD",)),
-    "groups of a norm": (Training(make=lambda: w.Grouped(4)), Training(make=lambda: w.Grouped(2)), ("part at n/", "group 4 against 2")),
+    "groups of a norm": (
+        Training(make=lambda: w.Grouped(4)), Training(make=lambda: w.Grouped(2)), ("part at n/", "group 4 against 2"),
+    ),
     "another activation in bfloat16": (
         Training(make=lambda: Rewritten("gelu", other=False), autocast=True),
         Training(make=lambda: Rewritten("gelu", other=True), autocast=True),
