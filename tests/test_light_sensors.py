@@ -198,6 +198,16 @@ def test_under_a_scaler_an_overflow_is_ordinary_until_it_lasts() -> None:
     assert not sensor.look(light(9, scaled=True))
 
 
+@pytest.mark.parametrize("value", ["inf", "nan"])  # of an infinity, times zero further down, comes NaN
+@pytest.mark.parametrize("power", [16, 26, 40])
+def test_no_first_scale_is_too_high_to_begin_with(power: int, value: str) -> None:
+    sensor = NonfiniteSensor(patience=8)
+    for number in range(power):
+        bad = light(number, spoil={0: float(value)}, scaled=True, scale=2.0 ** (power - number))
+        assert sensor.look(bad)[0].severity is Severity.INFO, number
+    assert sensor.look(light(99, spoil={0: float(value)}, scaled=True, scale=1.0))[0].severity is Severity.ERROR
+
+
 def test_a_scaler_that_begins_high_is_searching_as_long_as_there_is_a_scale_to_lower() -> None:
     sensor = NonfiniteSensor(patience=4)
     scales = [2.0**24 / 2**n for n in range(26)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -94,3 +95,56 @@ def test_a_bad_loss_is_not_forgotten_where_nobody_asks_for_long() -> None:
 def test_who_does_not_look_for_nan_is_told_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     train(skips_at_the_loss, nonfinite={"enabled": False})
     assert "not finite" not in capsys.readouterr().err
+
+
+class Probable(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).sigmoid()
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["the model's output", "what the script made of it"])
+@pytest.mark.parametrize("face", [bw.Guard, bw.NonfiniteTracer])
+def test_what_makes_a_loss_function_raise_is_told(
+    face: Any, inside: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    net = (Probable if inside else nn.Sequential)(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    optimizer = torch.optim.AdamW(net.parameters())
+
+    def train(bad: int) -> None:
+        for number in range(8):
+            x = torch.rand(4, 8)
+            if number == bad:
+                x[2, 3] = float("nan")
+            optimizer.zero_grad()
+            out = net(x)
+            nn.functional.binary_cross_entropy(out if inside else out.sigmoid(), torch.ones(4, 1)).backward()
+            optimizer.step()
+
+    with pytest.raises(RuntimeError, match="between 0 and 1"), face(net, out=tmp_path / "run"):
+        train(BAD)
+    said = capsys.readouterr().err
+    assert "NOT healthy: 1 origin of NaN or Inf" in said
+    if face is bw.Guard:
+        assert "step 6: what the model returned was not finite (nan), and the script failed before its backward" in said
+        assert "to do: run it with 'bitwitness trace', which names the operator and the line" in said
+    else:
+        assert "step 6: FIRST NON-FINITE VALUE: the batch was not finite" in said
+        assert "to do: look at what is named" in said
+    assert main(["status", str(tmp_path / "run")]) == 1
+
+
+@pytest.mark.parametrize("face", [bw.Guard, bw.NonfiniteTracer])
+def test_another_error_of_a_script_is_no_matter(face: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    net = nn.Linear(8, 1)
+    optimizer = torch.optim.AdamW(net.parameters())
+
+    def train() -> None:
+        for _ in range(4):
+            net(torch.rand(4, 8)).sum().backward()
+            optimizer.step()
+        net(torch.rand(4, 8))
+        raise ValueError("of the script's")
+
+    with pytest.raises(ValueError, match="of the script's"), face(net):
+        train()
+    assert "healthy until the script failed" in capsys.readouterr().err

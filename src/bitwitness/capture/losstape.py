@@ -172,8 +172,12 @@ class LossTape:
         return self._tape.last_scalar
 
     def latest_scalar(self) -> LossGraph | None:
-        """Return what the last scalar that the script computed depends on; None if there is none."""
+        """Return what the last scalar (else output) that the script computed depends on; None if there is none."""
         return self._tape.latest_scalar(self._find)
+
+    def last_outputs(self) -> list[torch.Tensor]:
+        """Return what is left of what the root's last forward returned."""
+        return [tensor for tensor, _ in self._tape.last_outputs()]
 
     # -- what the script calls -----------------------------------------------------------------------------------
 

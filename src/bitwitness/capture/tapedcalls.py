@@ -175,9 +175,21 @@ class Tape:
         return self.behind([self.source(root) for root in roots], given, find)
 
     def latest_scalar(self, find: FindHeld) -> LossGraph | None:
-        """Return what the last scalar that the script computed depends on: a loss whose backward was never run."""
+        """Return what the last scalar that the script computed depends on: a loss whose backward was never run.
+
+        Where there is none, as where a loss function refuses what it is given, what the last forward returned.
+        """
         numbers = [number for number, call in enumerate(self.calls) if call.scalar]
-        return self.behind([Result(numbers[-1], 0)], (), find) if numbers else None
+        if numbers:
+            return self.behind([Result(numbers[-1], 0)], (), find)
+        outputs = [source for _, source in self.last_outputs()]
+        return self.behind(outputs, (), find) if outputs else None
+
+    def last_outputs(self) -> list[tuple[torch.Tensor, Output]]:
+        """Return what is left of what the root's last forward returned."""
+        found = [(ref(), source) for ref, source in self.sources.data.copy().items() if isinstance(source, Output)]
+        last = max((source.forward for _, source in found), default=0)
+        return [(tensor, source) for tensor, source in found if tensor is not None and source.forward == last]
 
     def behind(self, starts: list[TensorSource], given: Sequence[Any], find: FindHeld) -> LossGraph:
         """Return all that some values depend on."""

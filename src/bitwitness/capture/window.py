@@ -120,6 +120,16 @@ class LossWindow:
             return None
         return self._tape.latest_scalar()
 
+    def open_output(self, record: StepRecord) -> float | None:
+        """Return a value that is not finite of an output whose backward has not come; None if there is none.
+
+        Waits for the device.
+        """
+        if self._tape is None or not record.forwards or record.forwards[-1].backpropagated:
+            return None
+        bad = [values[~values.isfinite()] for values in map(torch.Tensor.detach, self._tape.last_outputs())]
+        return next((float(found[0]) for found in bad if found.numel()), None)
+
     def mind_dropped_loss(self, record: StepRecord) -> None:
         """Tell of a loss that the script computed and did not use, if it is not finite; its forwards count no more.
 

@@ -10,6 +10,7 @@ from bitwitness.guard.guardwatch import GuardWatch
 from bitwitness.guard.tracerwatch import TracerWatch
 from bitwitness.guard.uncovered import UNSEEN
 from bitwitness.guard.watch import Watch
+from bitwitness.sense.nonfinite import UNTRACED
 from bitwitness.tap.compat import compiles_backward
 from bitwitness.tap.traffic import world_size
 
@@ -62,6 +63,8 @@ def _nonfinite(watch: Watch) -> dict[str, Any]:
     tracing, approach = watch.tracing, watch.operators.approach
     bad = sum(finding.severity is Severity.ERROR for finding in tracing.findings)  # what a loss scale skips is no harm
     table: dict[str, Any] = {"nonfinite": {"hits": tracing.hits, "findings": len(tracing.findings), "bad": bad}}
+    if untraced := sum(finding.evidence.get("kind") == UNTRACED for finding in tracing.findings):
+        table["nonfinite"]["untraced"] = untraced
     if tracing.scaling.steps:
         table["loss_scale"] = {
             **tracing.scaling.to_dict(),

@@ -90,9 +90,8 @@ class Guard(Face):
         return GuardWatch(session, ranks, reporter, self.config, optimizers=optimizers, clock=self._clock)
 
     def _finish(self, *, broken_off: bool) -> None:
-        del broken_off
         if self.watch is not None:
-            self.watch.finish()
+            self.watch.finish(broken_off=broken_off)
 
     def _describe(self) -> dict[str, Any]:
         return {"devices": [str(device) for device in self._on().investigation.devices]}

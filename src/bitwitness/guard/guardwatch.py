@@ -22,7 +22,7 @@ from bitwitness.guard.tracing import Tracing
 from bitwitness.guard.uneven import UnevenSteps
 from bitwitness.guard.watch import Watch
 from bitwitness.ranks import Ranks
-from bitwitness.sense.nonfinite import unused_losses
+from bitwitness.sense.nonfinite import failed_on, unused_losses
 from bitwitness.session.judging import CompleteStep
 from bitwitness.session.reporter import Reporter
 from bitwitness.session.session import Session
@@ -152,17 +152,22 @@ class GuardWatch(Watch):
             findings += self.investigation.compare_replicas(record, light)
         return self._follow_up.follow(step, light, findings, deep=deep)
 
-    def finish(self) -> None:
-        """Look at what the training left open."""
+    def finish(self, *, broken_off: bool) -> None:
+        """Look at what the training left open; ``broken_off``: it ends by an error, as one of a loss function."""
+        record = self.reader.root.record
         self.reader.leave_open()
         with self.session.working():
-            self._mind_unused()
+            told = self._mind_unused()
+            value = self.reader.root.window.open_output(record) if broken_off and not told else None
+            if value is not None and self.config.nonfinite.enabled:
+                self.tracing.tell(failed_on(record.step, value, self.ranks.rank))
 
-    def _mind_unused(self) -> None:
-        """Tell of losses that the script let go unused, and that are not finite; waits for the device."""
+    def _mind_unused(self) -> bool:
+        """Tell of losses that the script let go unused, and that are not finite, if any; waits for the device."""
         bad = self.reader.root.window.unused.not_finite()
         if bad and self.config.nonfinite.enabled:
             self.tracing.tell(unused_losses(bad, self.ranks.rank))
+        return bool(bad)
 
     def _look_alone(self, light: LightStep, *, deep: bool) -> bool:
         """Look at a step that may have no counterpart on other ranks, and run nothing again."""

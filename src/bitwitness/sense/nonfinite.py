@@ -16,6 +16,8 @@ _UNSCALED = 1.0
 """A loss scale that changes nothing: what overflows without any is no search for one."""
 
 
+UNTRACED = "unused"
+"""The kind of what is known to be not finite, and not by whose doing."""
 _LOSS = Site(".", "loss", 0, "forward", "out0")
 
 
@@ -28,8 +30,20 @@ def unused_losses(bad: Sequence[tuple[int, float]], rank: int) -> Finding:
         f"the loss was not finite in step {steps}{more}, and the script let it go unused: 'bitwitness trace' names who "
         "made it"
     )
-    evidence = {"kind": "unused", "losses": bad[:_NAMED], "count": len(bad)}
+    evidence = {"kind": UNTRACED, "losses": bad[:_NAMED], "count": len(bad)}
     return Finding(NonfiniteSensor.name, _LOSS, Severity.ERROR, message, evidence, bad[0][0], rank)
+
+
+def failed_on(step: int, value: float, rank: int) -> Finding:
+    """Return what is to be said of a model's output that is not finite and that the script ended on."""
+    message = (
+        f"what the model returned was not finite ({value}), and the script failed before its backward: "
+        "'bitwitness trace' names who made it"
+    )
+    evidence = {"kind": UNTRACED, "outputs": [value]}
+    return Finding(
+        NonfiniteSensor.name, Site(".", "output", 0, "forward", "out0"), Severity.ERROR, message, evidence, step, rank
+    )
 
 
 class NonfiniteSensor:
@@ -65,7 +79,8 @@ class NonfiniteSensor:
             return []
         self._in_a_row += 1
         scaled_only = not bad_losses and not light.buffers
-        lowered = light.scale < self._scale and bool(np.isinf(light.absmax[bad]).any())
+        # Inf times zero, further down in the backward, is NaN: either may come of a scale that is too large.
+        lowered = light.scale < self._scale
         searching = not self._found_scale and scaled_only and lowered and light.scale > _UNSCALED
         self._scale = light.scale
         quiet = not own or (light.scaled and (searching or self._in_a_row < self._patience))

@@ -14,6 +14,8 @@ from bitwitness.finding import Action, Cause, Verdict
 from bitwitness.store.life import Life
 
 Table = Mapping[str, Any]
+_NAMED = "look at what is named: an operator and its line, the data, or a parameter"
+_TRACE = "run it with 'bitwitness trace', which names the operator and the line"
 _ADVICE = {
     Cause.TRANSIENT_HARDWARE: "note the device; if it strikes again it is a defect",
     Cause.PERSISTENT_HARDWARE: "take the device out of use, and resume elsewhere from the last checkpoint",
@@ -104,7 +106,8 @@ def health_of(
         advice = "look at the step and the site that are named; act = protect proves a suspicion before it stops"
     elif nonfinite:
         sentence = f"NOT healthy: {nonfinite} origin{'s' * (nonfinite > 1)} of NaN or Inf, named above; {seen}"
-        advice = "look at the operator and the line that are named"
+        untraced = sum(int(_of(table, "nonfinite").get("untraced", 0)) for table in tables)
+        advice = _TRACE if untraced == nonfinite else _NAMED
     elif doubts:
         sentence = f"not known: {doubts[0]}; {seen}"
     else:
