@@ -75,3 +75,31 @@ def test_one_such_result_convicts_nobody(tmp_path) -> None:
     table = train(Unrepeatable, FAULT.replace("from_step = 4", "steps = [4]"), tmp_path)
     assert table["verdicts"] == []
     assert table["left_open"] == 11
+
+
+class Masked(nn.Module):
+    """Hides a column of its first product from all gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        mask = torch.ones(16)
+        mask[3] = 0.0
+        return self.b(torch.tanh(self.a(x) * mask))
+
+
+def test_a_wrong_result_that_no_gradient_shows_is_not_dismissed(tmp_path, capsys) -> None:
+    once = '[[fault]]\nkind = "multiply"\nfactor = 1e6\nsite = "a/addmm:forward"\nelement = 3\nsteps = [4]\ntimes = 1\n'
+    table = train(Masked, once, tmp_path)
+    assert table["verdicts"] == []
+    assert table["left_open"] == 1
+    assert table["dismissed"] == 10
+    said = capsys.readouterr().err
+    assert (
+        "step 4 is suspicious, but nothing is proven: a/addmm#0:forward.out0 of rank 0 was contradicted by float64"
+        in said
+    )
+    assert "and no gradient shows it: two replays gave the same bits" in said
+    assert "not known: 1 suspicion could neither be proven nor dismissed" in said

@@ -182,7 +182,7 @@ class Tape:
         numbers = [number for number, call in enumerate(self.calls) if call.scalar]
         if numbers:
             return self.behind([Result(numbers[-1], 0)], (), find)
-        outputs = [source for _, source in self.last_outputs()]
+        outputs: list[TensorSource] = [source for _, source in self.last_outputs()]
         return self.behind(outputs, (), find) if outputs else None
 
     def last_outputs(self) -> list[tuple[torch.Tensor, Output]]:

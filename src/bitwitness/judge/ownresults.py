@@ -1,7 +1,9 @@
-"""The proof where no step can be run again: results of the training's own, of one device, that float64 contradicts.
+"""Results of the training's own, of one device, that float64 contradicts: the proof where no step can be run again.
 
 One such result may be a transient, or an input that changed under the operator's hands; what comes back in other steps is
 neither. Nothing of a replay is needed for that: the checksum recomputed the row in float64 while its inputs were there.
+
+Nor does a replay with the same bits refute it: a mask, a dropout or a comparison may hide the wrong number from all gradients.
 """
 
 from __future__ import annotations
@@ -9,7 +11,8 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from bitwitness.finding import Cause, Finding, Severity, to_jsonable
 from bitwitness.judge.decide import CANNOT, Judgement
@@ -33,13 +36,16 @@ class OwnResults:
     def judge(self, step: int, judgement: Judgement, findings: Sequence[Finding]) -> tuple[Judgement, Located | None]:
         """Convict a rank whose own results were contradicted in `OFTEN` steps; collective.
 
-        ``findings`` are what is suspicious on this rank; a judgement of a step that was run again stays as it is.
+        ``findings`` are what is suspicious on this rank. Of a step that was run again, all that is done is that it is not
+        dismissed.
         """
-        if judgement.reason != CANNOT:
+        if judgement.reason != CANNOT and judgement.cause is not Cause.DISMISSED:
             return judgement, None
         mine = max(filter(_contradicted, findings), key=lambda finding: float(finding.evidence["ratio"]), default=None)
         text = "" if mine is None else json.dumps([mine.site.short, to_jsonable(mine.evidence)])
         told = {rank: json.loads(heard) for rank, heard in enumerate(self._ranks.gather_text(text)) if heard}
+        if judgement.cause is Cause.DISMISSED:
+            return _left_open(judgement, told), None
         self._steps.update(told.keys())  # on every rank alike, so that all reach the verdict in the same step
         guilty = [rank for rank in told if self._steps[rank] >= OFTEN]
         if not guilty:
@@ -47,13 +53,29 @@ class OwnResults:
         site, evidence = told[guilty[0]]
         reason = (
             f"in {self._steps[guilty[0]]} steps, which could not be run again, float64 contradicted a result of its own; "
-            f"here element {evidence['column']} of a row was {evidence['value']:.6g}, and float64 says "
-            f"{evidence['expected']:.6g}"
+            f"here {_element(evidence)}"
         )
         wrong = {rank: [f"the training's own step {step}"] for rank in guilty}
         return Judgement(
             Cause.PERSISTENT_HARDWARE, tuple(guilty), intermittent=True, reason=reason, wrong=wrong
         ), Located(site, "", guilty[0], {"checksum": evidence})
+
+
+def _left_open(judgement: Judgement, told: Mapping[int, Any]) -> Judgement:
+    """Return what is left of a dismissal where a result was contradicted that no gradient shows."""
+    if not told:
+        return judgement
+    rank, (site, evidence) = next(iter(told.items()))
+    reason = (
+        f"{site} of rank {rank} was contradicted by float64 as the training computed it ({_element(evidence)}), and no "
+        f"gradient shows it: {judgement.reason}"
+    )
+    return Judgement(Cause.INCONCLUSIVE, reason=reason)
+
+
+def _element(evidence: Mapping[str, Any]) -> str:
+    value, expected = evidence["value"], evidence["expected"]
+    return f"element {evidence['column']} of a row was {value:.6g}, and float64 says {expected:.6g}"
 
 
 def _contradicted(finding: Finding) -> bool:
