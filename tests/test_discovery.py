@@ -328,8 +328,8 @@ def test_steps_before_a_model_is_wrapped_are_reported_and_those_after_it_too(tmp
         assert models(found) == [net]
     assert sorted(folder.name for folder in tmp_path.iterdir()) == ["run", "run-2"]
     told = capsys.readouterr().err
-    assert "12 of 12 parameters, 4 steps" in told  # the wrapper's first step shows that more is trained
-    assert "14 of 14 parameters, 4 steps" in told
+    assert "12 of 12 parameters, 3 steps" in told
+    assert "14 of 14 parameters, 5 steps" in told
 
 
 def test_a_trained_model_whose_parameters_are_replaced_is_guarded_anew(tmp_path: Path) -> None:

@@ -104,4 +104,4 @@ def test_a_script_is_guarded_wherever_and_whenever_it_trains(tmp_path: Path) -> 
     assert done.returncode == 3, done.stderr
     assert "2 of 2 parameters, 4 steps" in done.stderr  # the children's model
     assert "2 of 2 parameters, 3 steps" in done.stderr  # the first model
-    assert "4 of 4 parameters, 4 steps" in done.stderr  # the late one, looked for after its first unguarded step
+    assert "4 of 4 parameters, 5 steps" in done.stderr  # the late one, from its first step on

@@ -28,7 +28,7 @@ from bitwitness.guard.unguarded import Unguarded
 from bitwitness.ranks.process_groups import is_alone, wrappers_noticed
 from bitwitness.session.forked import inert_in_children
 from bitwitness.session.reporter import Reporter
-from bitwitness.session.roots import Blocks, contents, root_of, trainable
+from bitwitness.session.roots import Blocks, contents, is_entered, root_of, trainable
 from bitwitness.session.search import ModelSearch
 from bitwitness.tap.compat import outside_transforms
 from bitwitness.tap.compiled import is_compiled
@@ -56,8 +56,9 @@ class AutoGuard(ModelSearch[Face]):
     that no module holds are guarded together, by their optimizer.
 
     The search rests, so that nothing stays hooked globally, while every optimizer that steps has its parameters guarded, and
-    goes on where one does not. A model with compiled modules ends the search: torch would compile the search's hooks into
-    it. Processes that the script starts with ``multiprocessing`` search, too; commands that it starts are named.
+    goes on where one does not, or where the script makes a model. A model with compiled modules ends the search: torch would
+    compile the search's hooks into it. Processes that the script starts with ``multiprocessing`` search, too; commands that it
+    starts are named.
 
     Parameters
     ----------
@@ -102,7 +103,7 @@ class AutoGuard(ModelSearch[Face]):
             children_guarded(self._config, partial(guarded_child, make=self._make), self._reporter.say)
         )
         self._stack.enter_context(commands_named(self._reporter.say))
-        self._stack.enter_context(wrappers_noticed(self._wrapped))
+        self._stack.enter_context(wrappers_noticed(self._wrapped, self._built))
         self._stack.callback(told_of_steps(self._stepped))
         self._begin_search()
         return self
@@ -176,6 +177,12 @@ class AutoGuard(ModelSearch[Face]):
         self._resting = False
         super()._wrapped(wrapper, module)
 
+    def _built(self) -> None:
+        """Look for models again where the script makes one: its first step is to be seen, too."""
+        if self._resting and not any(is_entered(unwrap(guard.model)) for guard in self.entered):
+            self._resting = False
+            self._begin_search()
+
     # -- the search ----------------------------------------------------------------------------------------------
 
     def _failed(self, error: Exception) -> None:
@@ -226,6 +233,8 @@ class AutoGuard(ModelSearch[Face]):
             self._here.fresh.append(guard)
         for optimizer in self._unguarded.optimizers():
             self._steppers.note(guard, optimizer)
+        if guard.watch is not None:
+            guard.watch.late = self._unguarded.steps_of(root)
         kwargs = keywords_of_call()
         if module is not None and kwargs is not None:
             guard.session.join_call(module, args, kwargs)

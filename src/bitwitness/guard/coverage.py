@@ -40,7 +40,7 @@ def coverage_table(watch: GuardWatch) -> dict[str, Any]:
         "price": watch.deep.report(),
         "own_seconds": round(watch.own_seconds, 3),
         "failures": dict(watch.reporter.failures),
-        "not_covered": [*_paused(watch.missed), *_gaps(watch)],
+        "not_covered": [*_late(watch.late), *_paused(watch.missed), *_gaps(watch)],
         **_nonfinite(watch),
     }
     if sensors.operators.checksum is not None:
@@ -54,7 +54,7 @@ def nonfinite_table(watch: TracerWatch) -> dict[str, Any]:
         "steps": _counted(watch),
         "own_seconds": round(watch.own_seconds, 3),
         "failures": dict(watch.reporter.failures),
-        "not_covered": [*_paused(watch.missed), *_nonfinite_gaps(watch)],
+        "not_covered": [*_late(watch.late), *_paused(watch.missed), *_nonfinite_gaps(watch)],
         **_nonfinite(watch),
     }
 
@@ -88,6 +88,11 @@ def _share(count: int, watch: Watch) -> str:
     """Return, of how many that were judged, so many."""
     same = watch.steps_judged == watch.judged_times
     return f"{count} of {watch.judged_times} {'steps' if same else 'gradients judged'}"
+
+
+def _late(steps: int) -> list[str]:
+    first = "its first step" if steps == 1 else f"its first {steps} steps"
+    return [f"{first} went by before this model was found"] if steps else []
 
 
 def _paused(steps: int) -> list[str]:

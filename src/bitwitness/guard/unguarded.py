@@ -67,6 +67,11 @@ class Unguarded:
         """Return every optimizer with unwatched parameters, and these parameters' identities."""
         return [(optimizer, {id(p) for p in seen.missing}) for optimizer, seen in self._seen.items() if seen.missing]
 
+    def steps_of(self, root: nn.Module) -> int:
+        """Return how many steps went by, at least, in which a model's parameters were trained and not watched."""
+        held = {id(parameter) for parameter in root.parameters()}
+        return max((s.tries for s in self._seen.values() if not held.isdisjoint(map(id, s.missing))), default=0)
+
     def lines(self, modules: Iterable[nn.Module]) -> list[str]:
         """Name what was trained unguarded, by the modules that are known."""
         names = {

@@ -68,6 +68,8 @@ class Watch(StepJudge):
         self._look_again_at = -1
         self._ordinary = False
         self._ended_before = self._missed = 0
+        self.late = 0
+        """Steps in which the model was trained before it was found, at least."""
         self.inherited = False
         """Whether this is a forked child, whose parent it is that watches."""
 

@@ -25,7 +25,7 @@ _wrappers: WeakSet[DistributedDataParallel] = WeakSet()
 _MODULES = nn.Module.__setattr__.__code__.co_filename
 Wrapped = Callable[[DistributedDataParallel, nn.Module], None]
 _whole: WeakSet[nn.Module] = WeakSet()  # models whose parameters were whole on every rank when they were guarded
-_told: list[Wrapped] = []
+_told: list[tuple[Wrapped, Callable[[], None]]] = []
 _hook: RemovableHandle | None = None
 
 
@@ -52,13 +52,15 @@ def is_alone(model: nn.Module) -> bool:
 
 
 @contextmanager
-def wrappers_noticed(tell: Wrapped | None = None) -> Iterator[None]:
+def wrappers_noticed(tell: Wrapped | None = None, built: Callable[[], None] | None = None) -> Iterator[None]:
     """Notice every DistributedDataParallel that is made meanwhile, and those that are there in a job of several ranks.
 
     Parameters
     ----------
     tell
         Called with each new wrapper, which is not finished yet, and the module that it wraps.
+    built
+        Called whenever a module is put into another, as when a model is made.
 
     """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -68,7 +70,7 @@ def wrappers_noticed(tell: Wrapped | None = None) -> Iterator[None]:
         _wrappers.update(thing for thing in gc.get_objects() if type(thing) in kinds)
 
     global _hook  # noqa: PLW0603 - one for all: torch iterates over these hooks as one of us lets a guard go
-    listener = tell or _nobody
+    listener = tell or _nobody, built or _nothing
     _told.append(listener)
     if _hook is None:
         wait_while_elsewhere(_builds)
@@ -100,10 +102,16 @@ def _nobody(_wrapper: DistributedDataParallel, _module: nn.Module) -> None:
     """Stand for one who only wants wrappers to be known."""
 
 
+def _nothing() -> None:
+    """Stand for one who does not want to know of other modules."""
+
+
 def _registered(owner: nn.Module, name: str, module: nn.Module | None) -> None:
+    for _, built in _told:
+        built()
     if name == "module" and isinstance(owner, DistributedDataParallel) and module is not None:
         _wrappers.add(owner)
-        for tell in _told:
+        for tell, _ in _told:
             tell(owner, module)
 
 

@@ -1,0 +1,73 @@
+"""Models that a script makes or trains after others: their first steps are seen, or it is said that they were not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from bitwitness.config import load_config
+from bitwitness.guard.auto import AutoGuard
+
+
+def auto(out: Path) -> AutoGuard:
+    return AutoGuard(load_config(None, {"self_test": False, "out": str(out)}).config)
+
+
+def made() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def train(net: nn.Module, steps: int = 4, *, bad: int = -1) -> None:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for number in range(steps):
+        x = torch.randn(3, 4)
+        if number == bad:
+            x[0] = float("nan")
+        net(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["beside the first", "in its place"])
+def test_a_model_that_is_made_later_is_watched_from_its_first_step_on(
+    kept: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with auto(tmp_path / "run"):
+        folds = []
+        for fold in range(3):
+            net = made()
+            folds += [net] * kept
+            train(net, bad=0 if fold == 2 else -1)
+    told = capsys.readouterr().err
+    assert told.count("4 of 4 parameters, 4 steps") == 3
+    assert "model 3] VERDICT step 0: data" in told
+    assert "the batch of rank 0 holds NaN or Inf" in told
+    assert "went by before" not in told
+
+
+def test_steps_of_a_model_that_is_found_late_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = made(), made()
+    with auto(tmp_path / "run"):
+        train(first)
+        train(second)
+    told = capsys.readouterr().err
+    assert "4 of 4 parameters, 4 steps" in told
+    assert "model 2] healthy: 4 of 4 parameters, 3 steps" in told
+    assert "model 2] not covered: its first step went by before this model was found" in told
+
+
+def test_modules_that_a_forward_makes_keep_no_search_going(tmp_path: Path) -> None:
+    class Makes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.Sequential(nn.Tanh(), nn.Identity())(self.inner(x))
+
+    with auto(tmp_path / "run") as found:
+        train(Makes())
+        assert found._resting
