@@ -71,3 +71,24 @@ def test_modules_that_a_forward_makes_keep_no_search_going(tmp_path: Path) -> No
     with auto(tmp_path / "run") as found:
         train(Makes())
         assert found._resting
+
+
+def test_the_step_that_a_closures_model_is_found_in_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    net, x = made(), torch.randn(16, 4)
+    optimizer = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=3)
+    calls = 0
+
+    def closure() -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        optimizer.zero_grad()
+        loss = net(x).square().mean() * (float("nan") if calls == 1 else 1.0)
+        loss.backward()
+        return loss
+
+    with auto(tmp_path / "run"):
+        for _ in range(3):
+            optimizer.step(closure)
+    told = capsys.readouterr().err
+    assert "not covered: its first step went by before this model was found" in told
+    assert "unused" not in told

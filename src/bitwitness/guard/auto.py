@@ -34,7 +34,7 @@ from bitwitness.tap.compat import outside_transforms
 from bitwitness.tap.compiled import is_compiled
 from bitwitness.tap.modes import scripts_modes_off
 from bitwitness.tap.modules import in_backward, keywords_of_call, unwrap
-from bitwitness.tap.optimizerhooks import told_of_steps
+from bitwitness.tap.optimizerhooks import in_step, told_of_steps
 
 _MANY = 2  # models met between two steps (a GAN's); where there are more, each optimizer's are guarded as one
 
@@ -234,7 +234,8 @@ class AutoGuard(ModelSearch[Face]):
         for optimizer in self._unguarded.optimizers():
             self._steppers.note(guard, optimizer)
         if guard.watch is not None:
-            guard.watch.late = self._unguarded.steps_of(root)
+            unseen = isinstance(guard, Guard) and in_step()  # whose closure was not known when the step began
+            guard.watch.late = self._unguarded.steps_of(root) or int(unseen)
         kwargs = keywords_of_call()
         if module is not None and kwargs is not None:
             guard.session.join_call(module, args, kwargs)

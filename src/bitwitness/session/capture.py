@@ -28,6 +28,7 @@ from bitwitness.session.judging import CompleteStep
 from bitwitness.session.session import Session
 from bitwitness.tap.modes import scripts_modes_off
 from bitwitness.tap.moments import BackwardCall
+from bitwitness.tap.optimizerhooks import in_step
 from bitwitness.tap.owners import Owners
 from bitwitness.tap.timer import Timer
 from bitwitness.tap.traffic import strangers
@@ -218,7 +219,7 @@ class StepCapture(Instrument):
             return
         if self.wants.unused and self.ranks.size == 1:
             self._read(None, unused=True)
-        else:
+        elif not in_step():  # of a closure that was called before this reader was made
             self.root.window.unused.add(self.session.step, self._step.losses)
 
     def leave_open(self) -> None:

@@ -7,6 +7,7 @@ one entry, kept as long as anybody listens, and neither made nor removed in the 
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
@@ -95,6 +96,16 @@ def told_of_steps(after: After, before: Before | None = None) -> Callable[[], No
     """Have functions called around each optimizer's step, as torch's global hooks are; return what ends it."""
     _HOOKS.add(before, after)
     return lambda: _HOOKS.discard(before, after)
+
+
+def in_step() -> bool:
+    """Tell whether this thread runs within an optimizer's step, as in a closure."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == _FILE and frame.f_code.co_name == "wrapper":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _in_hooks(frame: FrameType | None) -> bool:
