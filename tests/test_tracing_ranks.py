@@ -83,5 +83,5 @@ def test_nothing_is_said_of_healthy_ranks(findings, wrapper: str) -> None:
 def test_the_whole_guard_says_that_it_is_the_softwares_fault_and_whose(findings) -> None:
     for told in findings["guard"]:
         (verdict,) = told
-        assert verdict.startswith("software: step 1: on every device, log made 32 Inf")
+        assert verdict.startswith("software: step 1: on rank 1, in every execution, log made 32 Inf")
         assert "nonfinite.py:" in verdict

@@ -15,7 +15,7 @@ from bitwitness.capture.step import StepRecord
 from bitwitness.judge.fingerprint import Fingerprint
 from bitwitness.judge.localize import Located
 from bitwitness.oracle.limits import LIMIT
-from bitwitness.oracle.live import Discrepancy, compare_with_float64
+from bitwitness.oracle.live import OVERFLOWS, Discrepancy, compare_with_float64
 from bitwitness.replay.run import Replayer
 from bitwitness.sense.flops import carries_flops
 from bitwitness.stats.local import local_values
@@ -103,7 +103,7 @@ class _OperatorCheck:
             return  # what made them is at fault, if anything, not this one
         if result.outside:
             self.found = index, call, result
-        elif not result.comparable and carries_flops(call.func):
+        elif not result.comparable and result.reason != OVERFLOWS and carries_flops(call.func):
             self.unchecked.add(call.op)
 
 

@@ -63,6 +63,10 @@ class Discrepancy:
         return asdict(self)
 
 
+OVERFLOWS = "its inputs are large enough to overflow"
+"""Why a result that is not finite is not compared."""
+
+
 def compare_with_float64(call: OpCall) -> Discrepancy:
     """Recompute ``call`` from its inputs, on its device and on the CPU in float64, and compare.
 
@@ -108,7 +112,7 @@ def _compared(call: OpCall) -> Discrepancy:
     given = tensors_in([*call.args, *call.kwargs.values()])
     inputs = [local_values(t) for t in given if t.is_floating_point() and t.numel()]
     if may_overflow(call.outputs, inputs):
-        return _not_comparable("its inputs are large enough to overflow", repeats=repeats)
+        return _not_comparable(OVERFLOWS, repeats=repeats)
     # The coarsest dtype of all, since a kernel may compute in any of them.
     allowed = limit_of((*inputs, *call.outputs))
     outputs = defined_results(call)
