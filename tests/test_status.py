@@ -12,13 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import Started, forked, script
+from safetensors.torch import load_file
 from torch import nn
 
 import bitwitness as bw
 from bitwitness import Cause, Verdict
 from bitwitness.cli import main
-from bitwitness.finding import Action
+from bitwitness.finding import Action, Note
 from bitwitness.store.seal import sealed
+from bitwitness.store.writer import RunWriter
 
 TRAIN = """
 import sys, time, torch
@@ -171,6 +173,7 @@ def damages(path: Path) -> dict[str, bytes | None]:
     }
     if len(lines) > 1 and path.suffix == ".jsonl":
         found["its last line gone"] = b"".join(lines[:-1])
+        found["its first line gone"] = b"".join(lines[1:])
     return found
 
 
@@ -193,6 +196,45 @@ def test_damage_is_never_better_than_the_truth(
                 assert code == 3, (name, how, capsys.readouterr())
             shutil.rmtree(copy)
             capsys.readouterr()
+
+
+def test_damaged_evidence_is_named_beside_what_was_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with bw.NonfiniteTracer(net, out=tmp_path / "run"):
+        for number in range(3):
+            (net(torch.rand(2, 4)).abs() - 1e6 * (number == 1)).log().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (file,) = (tmp_path / "run").rglob("*.safetensors")
+    assert set(load_file(file))  # any reader of the format reads it
+    assert main(["status", str(tmp_path / "run")]) == 1
+    events = tmp_path / "run" / "rank00000" / "events.jsonl"
+    for path in (file, events):
+        for how, data in damages(path).items():
+            copy = Path(shutil.copytree(tmp_path / "run", tmp_path / "copy"))
+            name = path.relative_to(tmp_path / "run")
+            (copy / name).unlink()
+            if data is not None:
+                (copy / name).write_bytes(data)
+            capsys.readouterr()
+            assert main(["status", "-v", str(copy)]) == 3, (name, how)
+            said = capsys.readouterr().out
+            assert path is events or name.name in said, (how, said)
+            shutil.rmtree(copy)
+
+
+def test_an_event_that_is_gone_from_the_middle_is_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    writer = RunWriter(tmp_path / "run", 0, 1)
+    for step in range(4):
+        writer.event(Note("remark", step, 0, "judge"))
+    events = tmp_path / "run" / "rank00000" / "events.jsonl"
+    assert bw.Run(tmp_path / "run").problems == []
+    lines = events.read_text().splitlines(keepends=True)
+    events.write_text("".join([*lines[:2], lines[3]]))
+    run = bw.Run(tmp_path / "run")
+    assert [note.step for note in run.notes()] == [0, 1, 3]
+    assert "events.jsonl:3: events before this one are missing (it is number 4, after 2)" in "".join(run.problems)
 
 
 def test_what_has_another_shape_than_ours_is_named_though_its_checksum_is_right(

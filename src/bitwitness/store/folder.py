@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,7 @@ from bitwitness.finding import Event, Finding, Note, Verdict, event_of
 from bitwitness.store.reader import read_description, read_events
 from bitwitness.store.rows import SCHEMA
 from bitwitness.store.run import RunSource, is_recording
+from bitwitness.store.tensorfile import TensorReader
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from bitwitness.store.source import Source
 
 _SHARED = "events.jsonl"
+_KEPT = re.compile(r"rank\d+/tensors/\w[\w.-]*\.safetensors", re.ASCII)
+"""A file of tensors that an event names as its evidence, in the run folder."""
 _EXPECTED = "expected a run folder (what --out or out= names), a dump of msprobe or a folder of Ascend dump files"
 
 
@@ -199,6 +203,18 @@ class Run:
         """Look at every byte of what was recorded; what is damaged is among the `problems` from then on."""
         if self._records and isinstance(self._source, RunSource):
             self._source.check()
+        for rank in self.ranks():
+            self._note(list(dict.fromkeys(problem for event in self.events(rank) for problem in self._damage(event))))
+
+    def _damage(self, event: Event) -> list[str]:
+        """Return what is wrong with the tensors that were kept as an event's evidence."""
+        name = (event.evidence or {}).get("tensors")
+        if not isinstance(name, str) or not _KEPT.fullmatch(name):
+            return []
+        try:
+            return TensorReader(self.path / name).damage()
+        except UsageError as error:
+            return [f"{error} (evidence of step {event.step})"]
 
     def _recorded_ranks(self) -> list[int]:
         return self._source.ranks() if self._records else []

@@ -9,7 +9,7 @@ from typing import Any
 
 from bitwitness.errors import UnreadError
 from bitwitness.files.reading import parsed_json, read_bytes, read_object
-from bitwitness.store.seal import FIELD, is_intact
+from bitwitness.store.seal import FIELD, NUMBER, is_intact
 
 
 def read_events(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], list[str]]:
@@ -26,6 +26,7 @@ def read_events(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], lis
     file = Path(path)
     events: list[dict[str, Any]] = []
     problems: list[str] = []
+    last = 0
     for number, line in enumerate(read_bytes(file, "the events.jsonl of a run folder").split(b"\n"), start=1):
         if not line.strip():
             continue
@@ -39,6 +40,12 @@ def read_events(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], lis
         elif not is_intact(event):
             problems.append(f"{file}:{number}: damaged (its checksum differs), left out")
         else:
+            place = event.pop(NUMBER, None)
+            if place not in (None, last + 1, 1):  # another rank may go on with the file, and counts from 1
+                problems.append(
+                    f"{file}:{number}: events before this one are missing (it is number {place}, after {last})"
+                )
+            last = place if isinstance(place, int) else last + 1
             del event[FIELD]
             events.append(event)
     return events, problems

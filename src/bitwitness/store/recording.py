@@ -170,7 +170,7 @@ class RecordingWriter:
     def delete(self) -> None:
         """End, and delete what was written: it is of a step that never ended."""
         self.close()
-        for pattern in ("stats-*", "stacks-*", "tensors/*", SEAL):
+        for pattern in ("stats-*", "stacks-*", "tensors/step*", SEAL):
             for path in self._folder.glob(pattern):
                 path.unlink(missing_ok=True)
         with suppress(OSError):  # there is none

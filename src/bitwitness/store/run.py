@@ -116,9 +116,11 @@ class RunSource:
         """Look at every byte of the recording; what is damaged is added to `problems`."""
         for folder, seal in self._seals.items():
             found = list(seal.all_damage())
-            for path in sorted(folder.glob("tensors/*.safetensors")):
-                if path.is_file() and seal.damage(path) is None:
-                    found += TensorReader(path).damage()
+            for path in sorted(
+                folder.glob("tensors/step*.safetensors")
+            ):  # what is evidence is no part of the recording
+                damage = seal.damage(path)
+                found += TensorReader(path).damage() if damage is None else [damage]
             self.problems += [problem for problem in found if problem not in self.problems]
 
     def ranks(self) -> list[int]:

@@ -25,6 +25,8 @@ from bitwitness.files.shown import shown
 SEAL = "seal.jsonl"
 FIELD = "crc"
 """Where an object keeps its checksum."""
+NUMBER = "number"
+"""Where an event keeps its place among those that its writer has written to the file, from 1: a line that is gone is missed."""
 _CHUNK = 1 << 20
 _MOST = 256 << 20  # bytes of a seal: a line for each of a million files
 

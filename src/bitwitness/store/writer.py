@@ -25,7 +25,8 @@ from bitwitness.finding import Event, Verdict, to_jsonable
 from bitwitness.store.claim import SCHEMA, make_folder, open_private
 from bitwitness.store.life import BEAT_S, beginning, now
 from bitwitness.store.redact import redacted
-from bitwitness.store.seal import sealed
+from bitwitness.store.seal import NUMBER, sealed
+from bitwitness.store.tensorfile import ENTRY_BYTES, TensorFile
 
 _SHARED = "events.jsonl"
 _FILES_KEPT = 20  # pieces of evidence with tensors: a device that fails at every step must not fill the disk
@@ -76,6 +77,7 @@ class RunWriter:
         self._beaten = time.monotonic()
         self.problem: str | None = None
         self._torn: set[str] = set()
+        self._written: dict[str, int] = {}
         try:
             self._make_folders()
         except OSError as error:
@@ -101,17 +103,19 @@ class RunWriter:
         """Keep tensors in a safetensors file of their own; return its name in this folder, or None if that failed."""
         if self._kept >= _FILES_KEPT:
             return None
-        from safetensors.torch import save
-
         self._kept += 1
-        name = f"{self._own}/tensors/step{step:08d}-{self._kept:06d}.safetensors"
+        name = f"{self._own}/tensors/evidence-step{step:08d}-{self._kept:06d}.safetensors"
+        reserve = sum(ENTRY_BYTES + len(json.dumps(key)) for key in tensors) + 64
+        file: TensorFile | None = None
         try:
             make_folder(self.path / self._own / "tensors")
-            with open(self.path / name, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
-                file.write(save({key: tensor.cpu() for key, tensor in tensors.items()}))
+            file = TensorFile(self.path / name, reserve)
+            for key, tensor in tensors.items():
+                file.add(key, tensor.detach().cpu().contiguous())
+            file.close()
         except OSError as error:
-            with suppress(OSError):
-                (self.path / name).unlink()
+            if file is not None:
+                file.abandon()
             self._fail(error)
             return None
         return name
@@ -151,18 +155,23 @@ class RunWriter:
             _say(f"rank {self.rank}: {self.dropped} events were not recorded in {self.path}: {self.problem}")
 
     def _append(self, name: str, event: Event) -> None:
-        line = json.dumps(sealed({"time": now(), **event.to_event()}), allow_nan=False) + "\n"
-        try:
-            self._make_folders()
-            # Opened anew each time: events are few, and a full disk shows at once and not when the file is closed.
-            with open_private(self.path / name, "a") as file:
-                file.write("\n" + line if name in self._torn else line)
-        except OSError as error:
-            self._torn.add(name)  # it may end in half a line now
-            self.dropped += 1
-            self._fail(error)
-        else:
-            self._torn.discard(name)
+        with self._one_at_a_time:
+            number = self._written.get(name, 0) + 1
+            # Ranks that train each by itself share one file, in which nobody's numbers would be in order.
+            place = {} if name == _SHARED and self.world_size is None else {NUMBER: number}
+            line = json.dumps(sealed({"time": now(), **place, **event.to_event()}), allow_nan=False) + "\n"
+            try:
+                self._make_folders()
+                # Opened anew each time: events are few, and a full disk shows at once and not when the file is closed.
+                with open_private(self.path / name, "a") as file:
+                    file.write("\n" + line if name in self._torn else line)
+            except OSError as error:
+                self._torn.add(name)  # it may end in half a line now
+                self.dropped += 1
+                self._fail(error)
+            else:
+                self._written[name] = number
+                self._torn.discard(name)
 
     def _make_folders(self) -> None:
         make_folder(self.path)
