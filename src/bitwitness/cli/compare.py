@@ -53,9 +53,10 @@ def main(args: argparse.Namespace) -> int:
         refuse(args)
         code: int = run(args.a, args.b, args.json, args.csv, quiet=args.quiet)
         return code
+    from bitwitness.comparison.beside import compared_beside
     from bitwitness.comparison.recordings import compare
     from bitwitness.comparison.renamed import proposed, read_map
-    from bitwitness.comparison.table import rows_of
+    from bitwitness.comparison.table import harmless, rows_of
     from bitwitness.store.opening import open_source
 
     if args.propose_map is not None:
@@ -70,16 +71,18 @@ def main(args: argparse.Namespace) -> int:
                     table.add(cells)
 
         sinks = [sink] if tables else []
-        report = compare(
-            args.a, args.b, modules=modules, ranks=args.ranks, steps=args.steps, sinks=sinks, progress=progress
-        )
+        asked = {"modules": modules, "ranks": args.ranks, "steps": args.steps}
+        report = compare(args.a, args.b, **asked, sinks=sinks, progress=progress)
+        others = compared_beside(args.a, args.b, **asked)
+        told = report.to_dict() | others.to_dict() | {"status": others.worst(report.status)}
         for table in tables:
-            table.finish(report.to_dict())
+            table.finish(told)
     if args.json == "-":
-        print(json.dumps(report.to_dict(), indent=1, allow_nan=False))
+        print(json.dumps(told, indent=1, allow_nan=False))
     elif not args.quiet:
         _show(report)
-    return _CODES[report.status]
+        print("".join(f"{harmless(line)}\n" for line in others.lines()), end="")
+    return _CODES[others.worst(report.status)]
 
 
 @contextmanager

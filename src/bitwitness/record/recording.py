@@ -219,7 +219,7 @@ class ModelRecording(Instrument):
         if self.session.backward_depth > 1 or self.session.evaluated:
             yield
             return
-        if self.records:
+        if self.records and self.session.clock.begun:  # else another model's, after this one's step
             with self._safely("loss"):
                 self._state.read_by_none()
                 for i, root in enumerate(call.roots):

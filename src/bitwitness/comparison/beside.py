@@ -1,0 +1,69 @@
+"""The other models of two processes, each with a recording beside the one that was named: compared, too, by their numbers.
+
+Who compares the recordings of two scripts means all of them: that the first models agree is no all-clear for the second.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bitwitness.comparison.recordings import compare
+from bitwitness.comparison.report import Report
+from bitwitness.errors import UsageError
+from bitwitness.store.beside import runs_beside
+from bitwitness.store.reader import read_description
+
+
+@dataclass(slots=True)
+class Beside:
+    """What came of the other models: reports by the two folders, and what could not be compared."""
+
+    reports: list[tuple[Path, Path, Report]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """Return a line for each."""
+        told = [f"beside them, {a.name} against {b.name}: {report.conclusion}" for a, b, report in self.reports]
+        return told + [f"not compared: {problem}" for problem in self.problems]
+
+    def worst(self, status: str) -> str:
+        """Return the status of all together with one: what could not be compared counts beside findings, too."""
+        found = {status, *(report.status for *_, report in self.reports), *(["unread"] if self.problems else [])}
+        return "unread" if "unread" in found else "findings" if "findings" in found else "fine"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it ready for JSON: nothing where there are no others."""
+        if not self.reports and not self.problems:
+            return {}
+        reports = [{**report.to_dict(), "a": str(a), "b": str(b)} for a, b, report in self.reports]
+        return {"beside": reports, "beside_not_compared": self.problems}
+
+
+def compared_beside(a: str | os.PathLike[str], b: str | os.PathLike[str], **asked: Any) -> Beside:
+    """Compare the other models of the processes of two recordings; ``asked`` as of `compare`."""
+    found = Beside()
+    left, right = _others(a), _others(b)
+    named = {os.path.realpath(path) for path in (a, b)}
+    if named & {os.path.realpath(path) for path in (*left, *right)}:
+        return found  # two models of one process
+    for one, other in zip(left, right, strict=False):
+        try:
+            found.reports.append((one, other, compare(one, other, **asked)))
+        except (UsageError, OSError) as error:
+            found.problems.append(f"{one.name} against {other.name}: {error}")
+    alone = [path.name for path in (*left[len(right) :], *right[len(left) :])]
+    if alone:
+        whose = "A" if len(left) > len(right) else "B"
+        found.problems.append(f"only the process of run {whose} has {', '.join(alone)}")
+    return found
+
+
+def _others(path: str | os.PathLike[str]) -> Sequence[Path]:
+    try:
+        return runs_beside(path, read_description(Path(path)))
+    except (UsageError, OSError):  # another tool's recording, or damage that is told of elsewhere
+        return []

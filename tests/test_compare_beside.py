@@ -1,0 +1,93 @@
+"""Recordings of scripts that train several models: all of them are compared, and none is passed over in silence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import bitwitness as bw
+from bitwitness.cli import main
+
+
+def record(out: Path, *rates: float) -> Path:
+    """Train a model for each rate, one after the other, as folds of a cross-validation."""
+    torch.manual_seed(0)
+    for rate in rates:
+        net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(net.parameters(), lr=rate)
+        with bw.Recorder(net, out=out):
+            for _ in range(3):
+                net(torch.randn(4, 6)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return out
+
+
+def compared(a: Path, b: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    capsys.readouterr()
+    code = main(["compare", str(a), str(b)])
+    return code, capsys.readouterr().out
+
+
+def test_what_differs_in_the_second_model_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = record(tmp_path / "a", 0.1, 0.1), record(tmp_path / "b", 0.1, 0.01)
+    code, said = compared(a, b, capsys)
+    assert code == 1
+    assert said.startswith("no difference: everything that was compared is equal\n")
+    assert "beside them, a-2 against b-2: the runs part at 0.weight/SGD#0:optim.out" in said
+    assert "lr 0.1 against 0.01" in said
+    main(["compare", "--json", "-", str(a), str(b)])
+    told = json.loads(capsys.readouterr().out)
+    assert told["status"] == "findings"
+    assert [one["status"] for one in told["beside"]] == ["findings"]
+
+
+def test_models_that_agree_are_an_all_clear(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = record(tmp_path / "a", 0.1, 0.2, 0.3), record(tmp_path / "b", 0.1, 0.2, 0.3)
+    code, said = compared(a, b, capsys)
+    assert code == 0
+    assert said.count("beside them") == 2
+
+
+def test_a_model_that_only_one_run_has_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = record(tmp_path / "a", 0.1, 0.2), record(tmp_path / "b", 0.1)
+    code, said = compared(a, b, capsys)
+    assert code == 3
+    assert "not compared: only the process of run A has a-2" in said
+
+
+def test_a_second_model_that_cannot_be_read_is_no_all_clear(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = record(tmp_path / "a", 0.1, 0.2), record(tmp_path / "b", 0.1, 0.2)
+    for file in (tmp_path / "b-2").rglob("*.parquet"):
+        file.write_bytes(file.read_bytes()[:40])
+    code, said = compared(a, b, capsys)
+    assert code == 3
+    assert "not compared: a-2 against b-2" in said
+
+
+def test_two_models_of_one_process_are_compared_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = record(tmp_path / "a", 0.1, 0.2)
+    assert "beside" not in compared(a, tmp_path / "a-2", capsys)[1]
+    shutil.rmtree(tmp_path / "a-2")
+    assert compared(a, a, capsys)[0] == 0
+
+
+def test_a_recording_holds_no_losses_of_what_is_trained_after_it(tmp_path: Path) -> None:
+    def train(net: nn.Module) -> None:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(3):
+            net(torch.randn(4, 6)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    first, second = nn.Linear(6, 1), nn.Linear(6, 1)
+    with bw.Recorder(first, out=tmp_path / "run"):
+        train(first)
+        train(second)
+    rows = bw.Run(tmp_path / "run").rows().to_pylist()
+    assert [row["step"] for row in rows if row["op"] == "loss"] == [0, 1, 2]
