@@ -66,7 +66,7 @@ class Tape:
     problem: str | None = None
     last_scalar: torch.Tensor | None = None
     read: Line | None = None
-    """The first line that took a number out of what an output led to."""
+    """The first line that took a number out of what an output led to, or kept it in a tensor of the script's own."""
 
     def note_read(self, tensor: Any) -> None:
         """Note that a number is taken out of a tensor, which no heal will change."""
@@ -124,6 +124,7 @@ class Tape:
         call.derived = any(map(self._is_derived, call.sources()))
         if call.derived and call.mutates and first is not None and isinstance(self.source(first), Outside):
             self.written |= _storages([first])
+        self._mind_kept(call, first)
         if made:
             call.changes_outside = any(version_of(source.tensor) != source.version for source in others)
             call.changes_outside |= any(part in name for part in _UPDATES) and len(others) > 1
@@ -138,6 +139,12 @@ class Tape:
             number = len(self.calls) - 1
             for index, tensor in enumerate(made):
                 self.sources[tensor] = Result(number, index)
+
+    def _mind_kept(self, call: TapedCall, first: torch.Tensor | None) -> None:
+        """Note that a tensor of the script's own, a running mean say, keeps what an output led to: no heal changes that."""
+        if self.read is None and call.derived and call.mutates and first is not None and not first.requires_grad:
+            own = isinstance(self.source(first), Outside) or self._is_part_of_another(first)
+            self.read = call.line if own else None
 
     def _mind_randomness(self, call: TapedCall, args: Any, kwargs: Any) -> None:
         if isinstance(getattr(call.func, "__self__", None), type) or _DRAWS.match(call.name):
