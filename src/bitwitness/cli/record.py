@@ -20,7 +20,7 @@ def add_parser(verbs: Any) -> None:
         "record",
         help="record what a training script computes, to be compared later",
         usage="bitwitness record [options] [-m] SCRIPT [ARGS …]",
-        description="Runs SCRIPT as python would and records every model that it trains (or, where it trains none, runs). With "
+        description="Runs SCRIPT as python would and records every model that it calls, a frozen teacher, too. With "
         "several ranks: torchrun --nproc-per-node N -m bitwitness record SCRIPT …",
     )
     add_out(parser, "the run folder (default: recording)")
