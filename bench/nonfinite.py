@@ -202,7 +202,7 @@ class Variant:
         self.seconds: list[float] = []
         self.guard: Any = None
         if name.startswith("trace"):
-            self.guard = bw.trace_nonfinite(self.model, self.optimizer, deep_every=0)._guard.start()
+            self.guard = bw.trace_nonfinite(self.model, self.optimizer, deep_every=0).start()
         elif name == "guard":
             self.guard = bw.Guard(self.model, self.optimizer, deep_every=0, replay={"calibrate": False}).start()
         elif name == "DebugUnderflowOverflow":
