@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 import bitwitness as bw
-from bitwitness import Cause, Verdict
+from bitwitness import Cause, Note, Verdict
 from bitwitness.cli import main
-from bitwitness.finding import Action, Note
+from bitwitness.finding import Action
 from bitwitness.store.seal import sealed
 from bitwitness.store.writer import RunWriter
 
@@ -433,3 +433,24 @@ def test_what_is_closed_twice_is_told_of_once(capsys: pytest.CaptureFixture[str]
     guard.close()
     guard.close()
     assert capsys.readouterr().err.count("healthy") == 1
+
+
+def test_a_model_whose_folder_is_gone_is_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").write_text(TRAIN + TRAIN.replace("net", "other").replace("optimizer", "another"))
+    out = str(tmp_path / "run")
+    assert script(["-m", "bitwitness", "run", "--out", out, "train.py", "3", "0"], tmp_path).returncode == 0
+    assert main(["status", out]) == 0
+    shutil.rmtree(f"{out}-2")
+    assert main(["status", out]) == 3
+    assert "1 of the run folders beside it, of other models of this process, are missing" in capsys.readouterr().out
+
+
+def test_events_that_are_no_file_do_not_hide_what_else_is_told(
+    healthy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = Path(shutil.copytree(healthy, tmp_path / "copy"))
+    events = copy / "rank00000" / "events.jsonl"
+    events.unlink()
+    events.mkdir()
+    assert main(["status", "-v", str(copy)]) == 3
+    assert "events.jsonl" in capsys.readouterr().out

@@ -64,6 +64,10 @@ def _ask(path: str) -> list[_Asked]:
             others.append(_asked(Run(beside)))
         except (UsageError, OSError) as error:
             unread.append(str(error))
+    models = first.description.get("models")
+    missing = (models if isinstance(models, int) else 0) - 1 - len(others) - len(unread)
+    if missing > 0:
+        unread.append(f"{missing} of the run folders beside it, of other models of this process, are missing")
     first.doubt(unread)
     return sorted([first, *others], key=lambda one: _WORSE.index(one.health.status))
 

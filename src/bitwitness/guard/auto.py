@@ -20,7 +20,7 @@ from bitwitness.config import Config
 from bitwitness.errors import BitwitnessError
 from bitwitness.guard.children import children_guarded
 from bitwitness.guard.commands import commands_named
-from bitwitness.guard.face import Face
+from bitwitness.guard.face import Face, note_models
 from bitwitness.guard.guard import Guard
 from bitwitness.guard.roots import watched_roots
 from bitwitness.guard.steppers import Steppers
@@ -114,6 +114,7 @@ class AutoGuard(ModelSearch[Face]):
         self._calls.end()
         if self._inert:
             return
+        note_models(self.entered, self._config.out)
         for guard in reversed(self.entered):
             guard.__exit__(kind, error, trace)
         self._stack.close()

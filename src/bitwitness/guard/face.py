@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -206,3 +206,11 @@ def _check(name: str, model: nn.Module, optimizers: list[Optimizer]) -> None:
                 f"the {type(optimizer).__name__} given holds none of the parameters of {type(root).__name__}; was it made "
                 "before the model was replaced or moved?"
             )
+
+
+def note_models(faces: Sequence[Face], out: str | None) -> None:
+    """Have the first model's run folder, ``out``, tell how many models of this process have one: what is gone is missed."""
+    writers = {face.folder: face._writer for face in faces if face._writer is not None}
+    first = None if out is None else writers.get(os.path.abspath(out))
+    if first is not None and len(writers) > 1:
+        first.describe(models=len(writers))

@@ -109,7 +109,11 @@ class Run:
         except OSError as error:
             self._note([f"cannot read {shown(file)}: {error.strerror}"])
             return
-        lines, problems = read_events(file)
+        try:
+            lines, problems = read_events(file)
+        except UsageError as error:  # a folder, say: the other ranks' files may tell of a verdict
+            self._note([str(error)])
+            return
         self._note(problems)
         for number, line in enumerate(lines, start=1):
             try:
