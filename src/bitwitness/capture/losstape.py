@@ -171,9 +171,9 @@ class LossTape:
         """The last scalar that the script computed, without its graph."""
         return self._tape.last_scalar
 
-    def latest_scalar(self) -> LossGraph | None:
+    def last_computed(self) -> LossGraph | None:
         """Return what the last scalar (else output) that the script computed depends on; None if there is none."""
-        return self._tape.latest_scalar(self._find)
+        return self._tape.last_computed(self._find)
 
     def last_outputs(self) -> list[torch.Tensor]:
         """Return what is left of what the root's last forward returned."""

@@ -122,9 +122,8 @@ class Tape:
         known = {id(source.tensor) for source in others}
         made = [tensor for tensor in made if id(tensor) not in known]
         call.derived = any(map(self._is_derived, call.sources()))
-        if call.derived and call.mutates and first is not None and isinstance(self.source(first), Outside):
-            self.written |= _storages([first])
-        self._mind_kept(call, first)
+        if call.derived and call.mutates and first is not None:
+            self._mind_written(call, first)
         if made:
             call.changes_outside = any(version_of(source.tensor) != source.version for source in others)
             call.changes_outside |= any(part in name for part in _UPDATES) and len(others) > 1
@@ -140,11 +139,13 @@ class Tape:
             for index, tensor in enumerate(made):
                 self.sources[tensor] = Result(number, index)
 
-    def _mind_kept(self, call: TapedCall, first: torch.Tensor | None) -> None:
-        """Note that a tensor of the script's own, a running mean say, keeps what an output led to: no heal changes that."""
-        if self.read is None and call.derived and call.mutates and first is not None and not first.requires_grad:
-            own = isinstance(self.source(first), Outside) or self._is_part_of_another(first)
-            self.read = call.line if own else None
+    def _mind_written(self, call: TapedCall, into: torch.Tensor) -> None:
+        """Note where a call puts what an output led to; what a running mean of the script's keeps of it no heal changes."""
+        outside = isinstance(self.source(into), Outside)
+        if outside:
+            self.written |= _storages([into])
+        if self.read is None and not into.requires_grad and (outside or self._is_part_of_another(into)):
+            self.read = call.line
 
     def _mind_randomness(self, call: TapedCall, args: Any, kwargs: Any) -> None:
         if isinstance(getattr(call.func, "__self__", None), type) or _DRAWS.match(call.name):
@@ -181,7 +182,7 @@ class Tape:
         given = grads if isinstance(grads, tuple | list) else (grads,)
         return self.behind([self.source(root) for root in roots], given, find)
 
-    def latest_scalar(self, find: FindHeld) -> LossGraph | None:
+    def last_computed(self, find: FindHeld) -> LossGraph | None:
         """Return what the last scalar that the script computed depends on: a loss whose backward was never run.
 
         Where there is none, as where a loss function refuses what it is given, what the last forward returned.

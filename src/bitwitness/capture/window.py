@@ -115,10 +115,10 @@ class LossWindow:
         self.new_step()
 
     def open_loss(self, record: StepRecord) -> LossGraph | None:
-        """Return the last number that the script computed from outputs whose backward has not come; None if there is none."""
+        """Return the last number (else output) that the script has, and whose backward has not come; None if there is none."""
         if self._tape is None or all(forward.backpropagated for forward in record.forwards):
             return None
-        return self._tape.latest_scalar()
+        return self._tape.last_computed()
 
     def open_output(self, record: StepRecord) -> float | None:
         """Return a value that is not finite of an output whose backward has not come; None if there is none.

@@ -82,7 +82,7 @@ def main(args: argparse.Namespace) -> int:
     elif not args.quiet:
         _show(report)
         print("".join(f"{harmless(line)}\n" for line in others.lines()), end="")
-    return _CODES[others.worst(report.status)]
+    return _CODES[told["status"]]
 
 
 @contextmanager

@@ -108,9 +108,9 @@ def _understood(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _together(asked: list[_Asked]) -> str:
-    """Return the status of several runs: what could not be read counts beside findings, too."""
-    found = {one.health.status for one in asked}
-    return "unread" if "unread" in found else "findings" if "findings" in found else "fine"
+    from bitwitness.store.health import worst_of
+
+    return worst_of(one.health.status for one in asked)
 
 
 def _lines(one: _Asked, run: str, *, whole: bool, named: bool) -> list[str]:

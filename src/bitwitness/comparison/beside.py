@@ -15,6 +15,7 @@ from bitwitness.comparison.recordings import compare
 from bitwitness.comparison.report import Report
 from bitwitness.errors import UsageError
 from bitwitness.store.beside import runs_beside
+from bitwitness.store.health import worst_of
 from bitwitness.store.reader import read_description
 
 
@@ -32,8 +33,7 @@ class Beside:
 
     def worst(self, status: str) -> str:
         """Return the status of all together with one: what could not be compared counts beside findings, too."""
-        found = {status, *(report.status for *_, report in self.reports), *(["unread"] if self.problems else [])}
-        return "unread" if "unread" in found else "findings" if "findings" in found else "fine"
+        return worst_of([status, *(report.status for *_, report in self.reports), *["unread"] * bool(self.problems)])
 
     def to_dict(self) -> dict[str, Any]:
         """Return it ready for JSON: nothing where there are no others."""

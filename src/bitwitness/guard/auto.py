@@ -180,9 +180,12 @@ class AutoGuard(ModelSearch[Face]):
 
     def _built(self) -> None:
         """Look for models again where the script makes one: its first step is to be seen, too."""
-        if self._resting and not any(is_entered(unwrap(guard.model)) for guard in self.entered):
-            self._resting = False
-            self._begin_search()
+        try:
+            if self._resting and not any(is_entered(unwrap(guard.model)) for guard in self.entered):
+                self._resting = False
+                self._begin_search()
+        except Exception as error:
+            self._fail(error)
 
     # -- the search ----------------------------------------------------------------------------------------------
 

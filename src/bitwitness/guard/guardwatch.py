@@ -154,13 +154,17 @@ class GuardWatch(Watch):
 
     def finish(self, *, broken_off: bool) -> None:
         """Look at what the training left open; ``broken_off``: it ends by an error, as one of a loss function."""
-        record = self.reader.root.record
         self.reader.leave_open()
         with self.session.working():
-            told = self._mind_unused()
-            value = self.reader.root.window.open_output(record) if broken_off and not told else None
-            if value is not None and self.config.nonfinite.enabled:
-                self.tracing.tell(failed_on(record.step, value, self.ranks.rank))
+            if not self._mind_unused() and broken_off and self.config.nonfinite.enabled:
+                self._mind_output()
+
+    def _mind_output(self) -> None:
+        """Tell of an output that is not finite, and that the script failed on; waits for the device."""
+        record = self.reader.root.record
+        value = self.reader.root.window.open_output(record)
+        if value is not None:
+            self.tracing.tell(failed_on(record.step, value, self.ranks.rank))
 
     def _mind_unused(self) -> bool:
         """Tell of losses that the script let go unused, and that are not finite, if any; waits for the device."""

@@ -29,6 +29,8 @@ _STATEFUL = (
     "an operator that is not torch's, and gave other bits the second time: it may depend on more than its arguments"
 )
 _LONGEST_REASON = 200  # characters: torch's messages may hold whole schemas
+OVERFLOWS = "its inputs are large enough to overflow"
+"""Why a result that is not finite is not compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +63,6 @@ class Discrepancy:
     def as_dict(self) -> dict[str, Any]:
         """Return the fields by name."""
         return asdict(self)
-
-
-OVERFLOWS = "its inputs are large enough to overflow"
-"""Why a result that is not finite is not compared."""
 
 
 def compare_with_float64(call: OpCall) -> Discrepancy:

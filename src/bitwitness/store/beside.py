@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,21 +17,29 @@ _MOST = 1000
 
 
 def runs_beside(path: str | os.PathLike[str], description: Mapping[str, Any]) -> list[Path]:
-    """Return the folders in which the process of a run recorded its other models; ``description``: the run's ``run.json``."""
+    """Return the folders in which the process of a run recorded its other models; ``description``: the run's ``run.json``.
+
+    Where it cannot be told whose a folder is it counts: damage to a run of ours is no all-clear.
+    """
+    return [beside for beside, mine in _beside(path, description) if mine is not False]
+
+
+def _beside(path: str | os.PathLike[str], description: Mapping[str, Any]) -> Iterator[tuple[Path, bool | None]]:
+    """Yield the runs that lie beside one by their numbers, and whether they are of its process; None: it cannot be told."""
     process = description.get("process")
     if not isinstance(process, dict):
-        return []
-    folder, found = Path(os.path.abspath(path)), []
+        return
+    folder = Path(os.path.abspath(path))
     for number in range(2, _MOST):
         beside = folder.with_name(f"{folder.name}-{number}")
         try:
             if not (beside / "run.json").is_file():
                 break
             mine = read_description(beside).get("process") == process
-        except (UsageError, OSError):  # whose it is cannot be told: damage to a run of ours is no all-clear
-            mine = next(beside.glob("rank[0-9]*"), None) is not None
-        found += [beside] if mine else []
-    return found
+        except (UsageError, OSError):
+            yield beside, None if next(beside.glob("rank[0-9]*"), None) is not None else False
+        else:
+            yield beside, mine
 
 
 def clear_process(path: str | os.PathLike[str]) -> None:
@@ -40,11 +48,8 @@ def clear_process(path: str | os.PathLike[str]) -> None:
     What others put into the folders stays.
     """
     with suppress(UsageError):
-        description = read_description(Path(path))
-        for beside in runs_beside(path, description):
-            with suppress(UsageError):
-                if read_description(beside).get("process") == description["process"]:
-                    clear_run(beside)
-                    with suppress(OSError):  # not empty
-                        beside.rmdir()
+        for beside in [beside for beside, mine in _beside(path, read_description(Path(path))) if mine]:
+            clear_run(beside)
+            with suppress(OSError):  # not empty
+                beside.rmdir()
     clear_run(path)

@@ -208,17 +208,18 @@ class Run:
         if self._records and isinstance(self._source, RunSource):
             self._source.check()
         for rank in self.ranks():
-            self._note(list(dict.fromkeys(problem for event in self.events(rank) for problem in self._damage(event))))
+            # Several findings of a step share a file.
+            kept = ((event, (event.evidence or {}).get("tensors")) for event in self.events(rank))
+            named = {name: event.step for event, name in kept if isinstance(name, str) and _KEPT.fullmatch(name)}
+            for name, step in named.items():
+                self._note(self._damage(name, step))
 
-    def _damage(self, event: Event) -> list[str]:
-        """Return what is wrong with the tensors that were kept as an event's evidence."""
-        name = (event.evidence or {}).get("tensors")
-        if not isinstance(name, str) or not _KEPT.fullmatch(name):
-            return []
+    def _damage(self, name: str, step: int) -> list[str]:
+        """Return what is wrong with a file of tensors that were kept as a step's evidence."""
         try:
             return TensorReader(self.path / name).damage()
         except UsageError as error:
-            return [f"{error} (evidence of step {event.step})"]
+            return [f"{error} (evidence of step {step})"]
 
     def _recorded_ranks(self) -> list[int]:
         return self._source.ranks() if self._records else []

@@ -5,7 +5,7 @@ The guard ends with it, and ``bitwitness status`` gives it from the run folder.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,6 +120,12 @@ def health_of(
     elif not _ended_well(life):
         sentence = f"{life.state}{f' ({life.by})' * bool(life.by)}: {'until then ' * (not found)}{sentence}"
     return Health(status, sentence, advice, gaps, doubts, next(remarks, ""))
+
+
+def worst_of(statuses: Iterable[str]) -> str:
+    """Return the status of several answers together: what could not be read counts beside findings, too."""
+    found = set(statuses)
+    return "unread" if "unread" in found else "findings" if "findings" in found else "fine"
 
 
 def _of(table: Table, name: str) -> Table:

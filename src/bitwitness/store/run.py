@@ -116,9 +116,8 @@ class RunSource:
         """Look at every byte of the recording; what is damaged is added to `problems`."""
         for folder, seal in self._seals.items():
             found = list(seal.all_damage())
-            for path in sorted(
-                folder.glob("tensors/step*.safetensors")
-            ):  # what is evidence is no part of the recording
+            # What is evidence is no part of the recording.
+            for path in sorted(folder.glob("tensors/step*.safetensors")):
                 damage = seal.damage(path)
                 found += TensorReader(path).damage() if damage is None else [damage]
             self.problems += [problem for problem in found if problem not in self.problems]

@@ -102,17 +102,21 @@ def in_step() -> bool:
     """Tell whether this thread runs within an optimizer's step, as in a closure."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_filename == _FILE and frame.f_code.co_name == "wrapper":
+        if _is_step(frame):
             return True
         frame = frame.f_back
     return False
+
+
+def _is_step(frame: FrameType) -> bool:
+    return frame.f_code.co_filename == _FILE and frame.f_code.co_name == "wrapper"
 
 
 def _in_hooks(frame: FrameType | None) -> bool:
     """Tell whether a thread is going through an optimizer's hooks."""
     inner = ""  # what the frame that is looked at has called
     while frame is not None:
-        if frame.f_code.co_filename == _FILE and frame.f_code.co_name == "wrapper":
+        if _is_step(frame):
             return inner not in _STEPS
         inner, frame = frame.f_code.co_name, frame.f_back
     return False
