@@ -161,3 +161,56 @@ def test_a_step_that_a_pause_cuts_through_says_so(training: Training, until: str
     expected = "1 of 3 steps are sensed but cannot be run again: the guard was paused in them"
     assert (expected if until == "backward" else "1 steps went by while the guard was paused") in gaps
     assert not any("did not come from a backward" in gap for gap in gaps)
+
+
+class Halves(nn.Module):
+    """An autoencoder that the script calls, and a critic inside it that the script calls by itself, between two steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.coder = nn.Linear(6, 6)
+        self.critic = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.coder(x)
+
+    def batches(self, number: int, *, retained: bool = False) -> None:
+        coding, judging = torch.optim.Adam(self.coder.parameters()), torch.optim.Adam(self.critic.parameters())
+        for x in torch.randn(number, 5, 6):
+            made = self(x)
+            loss, judged = (made - x).pow(2).mean(), self.critic(made.detach()).mean() if retained else None
+            coding.zero_grad()
+            loss.backward(retain_graph=retained)
+            coding.step()
+            judging.zero_grad()
+            (self.critic(x).mean() - self.critic(made.detach()).mean() if judged is None else judged).backward()
+            judging.step()
+
+
+@pytest.mark.parametrize("watch", ["guard", "tracer", "recorder"])
+def test_a_part_that_trains_between_two_steps_has_steps_of_its_own_whoever_watches(watch: str, tmp_path: Path) -> None:
+    model = Halves()
+    make = {
+        "guard": lambda: bw.Guard(model, **EVERY),
+        "tracer": lambda: bw.NonfiniteTracer(model),
+        "recorder": lambda: bw.Recorder(model, out=tmp_path, level="mix"),
+    }
+    with make[watch]() as one:
+        model.batches(4)
+        assert one.session.step == 7
+    if watch == "recorder":
+        table = bw.Run(tmp_path).rows().to_pydict()
+        calls = {
+            s
+            for s, phase, module in zip(*(table[k] for k in ("step", "phase", "module")), strict=True)
+            if phase == "backward" and module.startswith("critic")
+        }
+        assert calls >= {3, 5, 7}, "from its second step on"
+
+
+@pytest.mark.parametrize("watch", ["guard", "recorder"])
+def test_two_losses_of_one_forward_are_one_step(watch: str, tmp_path: Path) -> None:
+    model = Halves()
+    with bw.Guard(model, **EVERY) if watch == "guard" else bw.Recorder(model, out=tmp_path, level="mix") as one:
+        model.batches(4, retained=True)
+        assert one.session.step == 3

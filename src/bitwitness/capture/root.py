@@ -101,7 +101,8 @@ class RootTap(ForwardTap):
     def _without_forward(self) -> None:
         """Take gradients that no recorded forward led to."""
         evaluated = self._training.evaluated
-        self._training.begin_step()
+        if evaluated:
+            self._training.begin_step()
         self._renew_if_due()
         self.unseen_backwards += 1
         if not self.regions.known and not evaluated:

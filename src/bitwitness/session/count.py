@@ -10,6 +10,7 @@ from torch.optim.optimizer import Optimizer
 from bitwitness.session.clock import StepClock, TrainingForwards
 from bitwitness.session.instrument import Kind
 from bitwitness.tap.compat import in_transform
+from bitwitness.tap.moments import BackwardCall
 from bitwitness.tap.owners import Owners, optimizers_of
 
 
@@ -43,6 +44,8 @@ class StepCount:
         self.evaluated = False
         """Whether, since the last step ended, the only forwards with gradients were taken for evaluations."""
         self._backpropagated_evaluation = False
+        self._retained = False  # a graph of the forwards that were told, for more backwards
+        self._before: list[tuple[int, int] | None] | None = None
         self._scalers: list[GradScaler] = []
         self.follow_parameters()
 
@@ -75,7 +78,7 @@ class StepCount:
         if kind not in (Kind.TRAINING, Kind.INFERENCE):
             return False
         self.forwards += kind is Kind.TRAINING
-        self.evaluated = self._backpropagated_evaluation = False
+        self.evaluated = self._backpropagated_evaluation = self._retained = False
         self._followed |= self._looked_at
         if kind is Kind.INFERENCE and self.clock.begun:
             self.clock.end_step()
@@ -91,11 +94,22 @@ class StepCount:
             self._backpropagated = self._looked_at = self._followed = False
         return first
 
+    def backward_begins(self, call: BackwardCall) -> None:
+        """Note the gradients before a backward between two steps: it may come of parts that the script calls by themselves."""
+        between = self.forwards and not (self.clock.begun or self.evaluated or self._retained)
+        self._before = self._gradients() if between and call.accumulates else None
+        self._retained |= call.retains
+
     def backward_ended(self) -> bool:
         """Count a backward; return whether a step begins with it: of a model whose parts are called, nothing else tells."""
         self._backpropagated = True
         self._backpropagated_evaluation = self.evaluated
-        return not self.forwards and self.begin_step()
+        unseen = not self.forwards or (self._before is not None and self._gradients() != self._before)
+        self._before = None
+        return unseen and self.begin_step()
+
+    def _gradients(self) -> list[tuple[int, int] | None]:
+        return [None if (grad := p.grad) is None else (id(grad), grad._version) for p in self.parameters]
 
     # -- what ends a step ----------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from bitwitness.session.clock import StepClock
 from bitwitness.session.count import StepCount
 from bitwitness.session.instrument import Forward, Kind
 from bitwitness.session.members import Members
-from bitwitness.tap.compiled import find_entry
+from bitwitness.tap.compiled import find_entry, is_compiled
 from bitwitness.tap.forwardhooks import ForwardHooks
 from bitwitness.tap.modules import unwrap
 from bitwitness.tap.moments import BackwardCall, StepListener, StepMoments
@@ -194,15 +194,23 @@ class Training(StepListener):
             return
         # A checkpoint's forward in a backward may run in a thread of autograd's own.
         thread = threading.get_ident() if self._thread.is_unknown() else None
+        if not self.backward_depth:
+            self._count.backward_begins(call)
         self._backwards.append(thread)
         try:
             with ExitStack() as stack:
                 self._members.enter(stack, "around_backward", call)
+                stack.callback(self._count_backward)
                 yield
         finally:
             self._backwards.remove(thread)
-            if not self.backward_depth and self._count.backward_ended():
-                self._tell("step_begins", self.step)
+
+    def _count_backward(self) -> None:
+        """Count the outermost backward, before anybody looks at what it left: a step may have begun with it."""
+        if self.backward_depth == 1 and self._count.backward_ended():
+            self._tell("step_begins", self.step)
+            if not any(map(is_compiled, self.root.modules())):
+                self.hook_parts()
 
     def clipping(self, gradients: list[torch.Tensor]) -> None:
         """Tell that gradients are complete, if it is the model's that are about to be clipped."""
