@@ -21,6 +21,9 @@ _UNIMPORTANT = (
 )
 _EXTREMES = frozenset(torch.finfo(dtype).max for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16))
 RECORD_OPERATORS = "record operators, too (--level mix), of the module that the script calls"
+RECORD_ALIKE = (
+    "they work on parts of the batch, which are others in each run; record both with as many ranks and micro-batches"
+)
 """What to do where nothing recorded tells who made a difference."""
 _NAMED = 4
 """Operators that are named in one sentence."""

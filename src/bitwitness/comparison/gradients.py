@@ -171,12 +171,14 @@ class GradientChains:
         loss = self._loss_ratio()
         micros = self._a.micros, self._b.micros
         ranks = self._a.ranks, self._b.ranks
-        if micros[0] != micros[1] and self._is_one(ratio * micros[0] / micros[1]):
+        kept = loss is not None and self._is_one(
+            loss
+        )  # the losses are divided, then, where micro-batches' are added up
+        by_ranks = ranks[0] != ranks[1] and self._is_one(ratio * ranks[0] / ranks[1])
+        if micros[0] != micros[1] and self._is_one(ratio * micros[0] / micros[1]) and not (by_ranks and kept):
             counts = f"{micros[0]} against {micros[1]}"
             why = f"as many times as micro-batches ({counts}): their losses are not divided by that number"
-        elif (
-            ranks[0] != ranks[1] and self._is_one(ratio * ranks[0] / ranks[1]) and (loss is None or self._is_one(loss))
-        ):
+        elif by_ranks and (loss is None or kept):
             said = f"{self._every(ratio)}, from the reduction over ranks on"
             why = f"as many times as ranks ({ranks[0]} against {ranks[1]}): their gradients are added up, and not averaged"
         elif loss is not None and abs(loss - ratio) <= self._limit() * abs(ratio):

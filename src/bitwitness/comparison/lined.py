@@ -73,7 +73,9 @@ def line_up(a: Source, b: Source, ranks: Sequence[int] | None, steps: Sequence[i
     """
     found = Lined(a, b)
     if spread_differently(a, b):
-        found.merged, found.a, found.b = True, MergedSource(a), MergedSource(b)
+        found.merged = True
+        _join_micros_of_ranks(found)
+        found.a, found.b = MergedSource(found.a), MergedSource(found.b)
     chosen = [r for r in found.a.ranks() if r in found.b.ranks() and (ranks is None or r in ranks)]
     if not chosen:
         raise UsageError(f"{a.path} has ranks {a.ranks()}, {b.path} has ranks {b.ranks()}; expected one in common")
@@ -152,6 +154,22 @@ def _weights(source: Source, rank: int, step: int) -> Fingerprint:
 def _agree(a: Fingerprint, b: Fingerprint) -> bool:
     """Return whether two steps start from the same weights, to the last bit of their norms and means."""
     return bool(a) and a == b
+
+
+def _join_micros_of_ranks(found: Lined) -> None:
+    """Put each rank's micro-batches together, too, where ranks are going to be and either run has several."""
+    frames = [
+        StepFrame(source.table(rank, step))
+        for source in (found.a, found.b)
+        for rank in source.ranks()[:1]
+        for step in source.steps(rank)[:1]
+    ]
+    if len(frames) < 2 or all(frame.micros == 1 for frame in frames) or any(map(_weights_move, frames)):
+        return
+    found.a, found.b = MergedMicros(found.a), MergedMicros(found.b)
+    found.notes.append(
+        f"run A has {frames[0].micros} and run B {frames[1].micros} micro-batches a step on each rank: put together, too"
+    )
 
 
 def _join_micros(found: Lined) -> None:

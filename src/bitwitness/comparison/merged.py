@@ -26,7 +26,6 @@ _PLACEMENT = re.compile(r"(?P<how>.*) of \[(?P<shape>[\d, ]*)\] on mesh")
 _SHARD = re.compile(r"(?:Shard\(dim=|S\()(\d+)\)")
 # Kinds of rows that mean the same on one rank as on several; the others are left out (see the module's text).
 _WHOLE = ("module", "parameter", "buffer", "optimizer", "saved", "gradient")
-_JOINED = "joined|"  # begins the reference of a value that is put together when it is asked for
 _KEY = ("kind", "phase", "module", "op", "call", "slot", "micro")
 
 Cells = dict[str, Any]
@@ -57,6 +56,9 @@ def _how(text: str | None) -> str | None:
 class MergedSource:
     """A `bitwitness.store.source.Source` of one rank, made of all ranks of another."""
 
+    _joined = "ranks|"
+    """Begins the reference of a value that is put together when it is asked for."""
+
     def __init__(self, source: Source) -> None:
         self._source = source
         self.path, self.kind, self.info, self.problems = source.path, source.kind, source.info, source.problems
@@ -79,7 +81,8 @@ class MergedSource:
         """Return the step's rows, those of all ranks put together."""
         self._parts.clear()
         ranks = self._source.ranks()
-        keyed = [_keyed(self._source.table(rank, step).to_pylist()) for rank in ranks]
+        tables = [self._source.table(rank, step) for rank in ranks]
+        keyed = [_keyed(table.to_pylist()) for table in tables]
         rows = []
         for key, first in keyed[0].items():
             others = [rows_of_rank[key] for rows_of_rank in keyed[1:] if key in rows_of_rank]
@@ -87,7 +90,10 @@ class MergedSource:
                 merged := self._merged(list(zip(ranks, [first, *others], strict=True)))
             ):
                 rows.append(merged)
-        return pa.Table.from_pylist(rows, schema=SCHEMA).replace_schema_metadata({RANKS: str(len(ranks))})
+        first = StepFrame(tables[0])
+        return pa.Table.from_pylist(rows, schema=SCHEMA).replace_schema_metadata(
+            {RANKS: str(len(ranks)), MICROS: str(first.micros), COMPUTED: first.computed}
+        )
 
     def _merged(self, parts: list[tuple[int, Cells]], batch: int | None = None) -> Cells | None:
         """Put a value together; ``batch``: what begins with this size is a part of one, and not all of something held alike."""
@@ -122,14 +128,14 @@ class MergedSource:
         if dim is None or any(cells["tensor"] is None or "|every=" in cells["tensor"] for _, cells in parts):
             row["tensor"] = None
             return
-        row["tensor"] = f"{_JOINED}{len(self._parts)}"
+        row["tensor"] = f"{self._joined}{parts[0][0]}.{len(self._parts)}"
         self._parts[row["tensor"]] = dim, parts
 
     def tensor(
         self, _rank: int, reference: str, dtype: str, shape: tuple[int, ...], layout: str | None
     ) -> torch.Tensor:
         """Return a kept value, its parts put together."""
-        if not reference.startswith(_JOINED):
+        if not reference.startswith(self._joined):
             return self._source.tensor(self._source.ranks()[0], reference, dtype, shape, layout)
         dim, parts = self._parts[reference]
         pieces = [
@@ -148,6 +154,8 @@ class MergedSource:
 class MergedMicros(MergedSource):
     """A source whose steps' micro-batches are put together: modules' values one after the other, losses added up."""
 
+    _joined = "micros|"
+
     def ranks(self) -> list[int]:
         """Return the ranks that recorded."""
         return self._source.ranks()
@@ -162,7 +170,8 @@ class MergedMicros(MergedSource):
 
     def table(self, rank: int, step: int) -> pa.Table:
         """Return the step's rows, those of all micro-batches put together."""
-        self._parts.clear()
+        own = f"{self._joined}{rank}."
+        self._parts = {name: parts for name, parts in self._parts.items() if not name.startswith(own)}
         recorded = self._source.table(rank, step)
         found = [
             row for row in recorded.to_pylist() if row["kind"] not in ("module", "saved") or row["phase"] != "backward"
@@ -185,7 +194,7 @@ class MergedMicros(MergedSource):
 
     def tensor(self, rank: int, reference: str, dtype: str, shape: tuple[int, ...], layout: str | None) -> torch.Tensor:
         """Return a kept value, its parts put together."""
-        if not reference.startswith(_JOINED):
+        if not reference.startswith(self._joined):
             return self._source.tensor(rank, reference, dtype, shape, layout)
         return super().tensor(rank, reference, dtype, shape, layout)
 
