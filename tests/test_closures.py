@@ -92,7 +92,7 @@ def test_an_optimizer_that_asks_its_closure_several_times(capsys) -> None:
 
         optimizer.step(closure)
 
-    plain, _ = train(step, kind=torch.optim.LBFGS)
+    plain, _ = train(step, kind=torch.optim.LBFGS)  # up to 20 closures a step
     weights, guard = train(step, lambda *given: bw.Guard(*given, **ALWAYS), kind=torch.optim.LBFGS)
     assert all(map(torch.equal, plain, weights))
     steps = guard.coverage()["steps"]

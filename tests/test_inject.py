@@ -1,6 +1,8 @@
 """Fault injection: when and where a fault strikes, and that it stays away else."""
 
+import os
 import random
+import sys
 import threading
 from contextlib import nullcontext
 
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import forked
 from torch import nn
 
 import bitwitness as bw
@@ -351,7 +354,8 @@ def rank_main(rank, store):
 @pytest.mark.skipif(not dist.is_available(), reason="this torch is built without torch.distributed")
 def test_collectives_of_two_ranks(tmp_path):
     store = tmp_path / "store"
-    torch.multiprocessing.spawn(rank_main, (str(store),), nprocs=2)
+    launched = forked(2, [__file__, str(store)], tmp_path / "logs")
+    assert launched.code == 0, [log.read_text() for log in launched.logs]
     first, second = (torch.load(f"{store}.{rank}") for rank in range(2))
     # each rank's local gradient of fc2's bias is 2 (a batch of two, summed); the reducer averages
     assert first["contribution"]["grad"] == second["contribution"]["grad"] == [1.0] * 4
@@ -380,3 +384,7 @@ def test_the_training_is_struck_alike_whether_a_guard_asks_or_not(how):
     losses, guard = run(guard=True)
     assert guard.verdicts
     assert losses == run(guard=False)[0]
+
+
+if __name__ == "__main__":  # a rank of `test_collectives_of_two_ranks`
+    rank_main(int(os.environ["RANK"]), sys.argv[1])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 from extent import chosen
-from ranks import forked, without_torchrun
+from ranks import forked, script, without_torchrun
 
 from bitwitness.demo.launch import torchrun
 from bitwitness.errors import EXIT_RANK_LOST
@@ -54,12 +53,7 @@ def test_a_rank_that_pauses_between_steps_is_not_lost(tmp_path: Path) -> None:
 def test_random_moments_of_the_experiments(tmp_path: Path) -> None:
     # Of the campaign: stalled in naming the operator; stopped and killed in healing.
     moments = ("3", *chosen(("22", "13"), ()))
-    done = subprocess.run(
-        [sys.executable, CAMPAIGN, "--only", *moments, "--out", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = script([CAMPAIGN, "--only", *moments, "--out", str(tmp_path)], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     told = chosen("3 trials, 3 struck (1 kill, 1 stall, 1 stop), 0 wrong", "1 trials, 1 struck (1 stall), 0 wrong")
     assert told in done.stdout

@@ -55,7 +55,7 @@ def left_open(row: dict, reason: str) -> None:
 
 
 def test_a_healthy_device_may_compute_otherwise(tmp_path: Path) -> None:
-    told = run(4, tmp_path, "odd_trials", *chosen((), ("halves later", "key bias")))
+    told = run(4, tmp_path, "odd_trials", *chosen((), ("halves later bf16", "key bias")))
     for (name, fault), row in told.items():
         if name.startswith("halves") and fault == "clean":
             assert all(row["same"])
@@ -84,7 +84,7 @@ LOSS = {"contrastive outside": "body.2/addmm", "count after the forward": "2/add
 
 
 def test_ranks_may_exchange_something_by_themselves(tmp_path: Path) -> None:
-    short = ("sync norm, backward", "contrastive", "split by hand", "reduced by hand", "local sgd")
+    short = ("sync norm, backward", "contrastive outside", "split by hand", "reduced by hand")
     told = run(4, tmp_path, "communicating_trials", *chosen((), short))
     for (name, fault), row in told.items():
         if fault == "clean":

@@ -57,7 +57,7 @@ def test_an_exit_of_the_scripts_own_changes_nothing_and_cuts_nothing_off(how: st
 
 @pytest.mark.parametrize("how", ["guard", "auto"])
 def test_an_error_of_the_scripts_own_is_shown(how: str, tmp_path: Path) -> None:
-    done = run(tmp_path, "another_error", how, auto=how == "auto", fresh=True)
+    done = run(tmp_path, "another_error", how, auto=how == "auto")
     assert done.returncode == CODE
     assert "ValueError: no luck" in done.stderr
 

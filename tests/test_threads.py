@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from extent import chosen
 from ranks import script
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -32,7 +33,7 @@ def bits(text: str) -> list[str]:
 def test_two_trainings_in_two_threads(settings: str, tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(settings)
     plain = script([JOB], tmp_path)
-    for number in range(3 if not settings else 1):
+    for number in range(chosen(3, 1)):
         arguments = ["--config", str(tmp_path / "config.toml"), "--out", str(tmp_path / f"run{number}"), JOB]
         guarded = script(["-m", "bitwitness", "run", *arguments], tmp_path)
         assert guarded.returncode == 0, guarded.stderr[-3000:]
@@ -49,7 +50,7 @@ def test_random_numbers_that_another_thread_draws_are_left_alone(settings: str, 
     (tmp_path / "config.toml").write_text(settings)
     job = str(Path(JOB).with_name("threads_drawing.py"))
     plain = script([job], tmp_path)
-    for _ in range(2):
+    for _ in range(chosen(2, 1)):
         guarded = script(["-m", "bitwitness", "run", "--config", "config.toml", job], tmp_path)
         assert guarded.returncode == 0, guarded.stderr[-3000:]
         assert bits(guarded.stdout) == bits(plain.stdout) != [], guarded.stderr[-3000:]

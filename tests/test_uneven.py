@@ -25,7 +25,7 @@ def run(ranks: int, kind: str, logs: Path) -> list[dict]:
 
 @pytest.mark.parametrize(
     ("ranks", "kind"),
-    [(3, "sgd"), (2, "throw"), (3, "zero"), *chosen([(2, "sgd"), (3, "throw"), (2, "zero")], [])],
+    [(2, "sgd"), (2, "throw"), (3, "zero"), *chosen([(3, "sgd"), (3, "throw"), (2, "zero")], [])],
 )
 def test_uneven_ranks_train_on_to_the_same_bits(ranks: int, kind: str, tmp_path: Path) -> None:
     told = run(ranks, kind, tmp_path)
@@ -40,7 +40,7 @@ def test_uneven_ranks_train_on_to_the_same_bits(ranks: int, kind: str, tmp_path:
     assert len({mine["suspicions"] for mine in told}) == 1
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", chosen([2, 3], [2]))
 def test_optimizers_that_part_in_a_join_are_no_devices_fault(ranks: int, tmp_path: Path) -> None:
     for mine in run(ranks, "adamw", tmp_path):
         assert mine["failures"] == {}

@@ -1,4 +1,4 @@
-"""Devices that compute wrongly, on four real ranks: the right rank, the right cause, the right thing done."""
+"""Devices that compute wrongly, on real ranks: the right rank, the right cause, the right thing done."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from extent import chosen
 from ranks import forked
 
 JOBS = Path(__file__).parent / "jobs"
+RANKS = chosen(4, 3)
 pytestmark = pytest.mark.ranks
 
 
@@ -24,7 +25,7 @@ def run(ranks: int, logs: Path, *names: str) -> dict[str, dict]:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    return run(4, tmp_path_factory.mktemp("verdicts"))
+    return run(RANKS, tmp_path_factory.mktemp("verdicts"))
 
 
 def only_verdict(case: dict) -> list:
@@ -41,7 +42,7 @@ def test_a_transient_is_healed_to_the_very_bits(told, name, rank, when) -> None:
     case = told[name]
     step, cause, ranks, action, *_ = only_verdict(case)
     assert (step, cause, ranks, action) == (when, "transient_hardware", [rank], "healed")
-    assert case["stopped"] == [None] * 4
+    assert case["stopped"] == [None] * RANKS
     assert case["weights_as_clean"]
 
 
@@ -60,7 +61,7 @@ def test_a_persistent_fault_is_named_down_to_the_line_and_stops_every_rank(told,
     assert where == site
     assert "every time" in message
     assert "model.py:" in message
-    assert case["stopped"] == [17] * 4
+    assert case["stopped"] == [17] * RANKS
 
 
 def test_an_intermittent_fault_that_strikes_replays_too_is_persistent(told) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from bitwitness.config import load_config
@@ -34,21 +35,24 @@ element = 7
 """
 
 
-def main(args: argparse.Namespace) -> int:
-    """Run the demo; return 0 if it ended as told in its heading."""
+def main(args: argparse.Namespace, launch: Callable[..., Launched] = torchrun) -> int:
+    """Run the demo; return 0 if it ended as told in its heading.
+
+    ``launch``: what starts the ranks, as `torchrun` does.
+    """
     load_config()  # what is wrong in the environment is said now, once, and not by every rank in its log
     if args.seed:
         from bitwitness.demo.seed import main as seed
 
-        code: int = seed(args)
+        code: int = seed(args, launch)
         return code
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="bitwitness-demo-") as scratch:
         out = fresh_folder(args.out, scratch)
-        return _run(out, args.steps, started)
+        return _run(out, args.steps, started, launch)
 
 
-def _run(out: Path, steps: int, started: float) -> int:
+def _run(out: Path, steps: int, started: float, launch: Callable[..., Launched]) -> int:
     faults = out / "faults.toml"
     faults.write_text(FAULTS)
     clean, guarded = out / "clean", out / "guarded"
@@ -61,7 +65,7 @@ def _run(out: Path, steps: int, started: float) -> int:
     )
     print("".join(f"     {line}\n" for line in FAULTS.splitlines() if line.startswith("#")), end="", flush=True)
     where = ["--clean", str(clean), "--out", str(guarded), "--faults", str(faults)]
-    launched = torchrun(RANKS, ["-m", "bitwitness.demo.train", "--steps", str(steps), *where], out / "logs", echo=False)
+    launched = launch(RANKS, ["-m", "bitwitness.demo.train", "--steps", str(steps), *where], out / "logs", echo=False)
     for log in launched.logs:
         if log.name == "stderr.log":
             print("".join(f"   {line}\n" for line in log.read_text().splitlines() if "VERDICT" in line), end="")
