@@ -78,7 +78,7 @@ innocent: .stamp-venv
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt \
 		torch==2.13.0 --requirement requirements-dev.txt
 	# compiled on all cores, without what is hardly ever imported; what does not compile is nobody's concern here
-	@$(BIN)/python -m compileall -q -j 0 -x '/tests?/|/transformers/models/|/torch/testing/_internal/' .venv/lib >/dev/null || true
+	@$(BIN)/python -m compileall -q -j 0 -x '/tests?/|/transformers/models/|/torch/(testing|ao|onnx)/|/site-packages/(pip|mypyc?|setuptools|networkx|polars|torchgen|aiohttp)/' .venv/lib >/dev/null || true
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable .
 	@touch $@
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from bitwitness.ascend import ASDBase, watch_gradient
 from bitwitness.capture.light import LightStep
@@ -124,6 +123,8 @@ def test_a_tapped_training_has_the_bits_of_an_untapped_one():
 
 
 def test_llama_is_covered_without_a_word_from_the_user_and_keeps_its_bits():
+    from transformers import LlamaConfig, LlamaForCausalLM  # here: each of pytest's workers imports each file
+
     config = LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
     )

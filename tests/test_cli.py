@@ -64,7 +64,7 @@ def test_help_answers_at_once(verb: list[str]) -> None:
 
 def test_run_leaves_the_script_as_it_is_and_passes_its_output_on(script: Path, tmp_path: Path) -> None:
     plain = ranks.script([script, "6"], tmp_path)
-    done = call("run", "--out", str(tmp_path / "run"), str(script), "6")
+    done = quick(tmp_path, "run", "--out", str(tmp_path / "run"), str(script), "6")
     assert done.returncode == 0, done.stderr
     assert done.stdout == plain.stdout
     assert "6 steps" in done.stderr
@@ -242,8 +242,8 @@ def test_a_fault_declared_in_the_environment_is_found(script: Path, tmp_path: Pa
     assert "at 7/mm:backward) never struck on rank 0: nothing of that site was computed" in done.stderr
 
 
-def test_doctor_proves_every_sensor() -> None:
-    done = call("doctor", "--json")
+def test_doctor_proves_every_sensor(tmp_path: Path) -> None:
+    done = quick(tmp_path, "doctor", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert set(found["proven"].values()) == {"sees"}

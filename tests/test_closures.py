@@ -43,12 +43,12 @@ def a_closure_that_only_gives_the_loss(net, optimizer) -> None:
     optimizer.step(lambda: loss)
 
 
-def train(step, guard=lambda *_: contextlib.nullcontext(), kind=torch.optim.SGD):
+def train(step, guard=lambda *_: contextlib.nullcontext(), kind=torch.optim.SGD, steps=STEPS):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
     optimizer = kind(net.parameters(), lr=0.05)
     with guard(net, optimizer) as watching:
-        for _ in range(STEPS):
+        for _ in range(steps):
             step(net, optimizer)
     return [p.detach() for p in net.parameters()], watching
 
@@ -92,11 +92,11 @@ def test_an_optimizer_that_asks_its_closure_several_times(capsys) -> None:
 
         optimizer.step(closure)
 
-    plain, _ = train(step, kind=torch.optim.LBFGS)  # up to 20 closures a step
-    weights, guard = train(step, lambda *given: bw.Guard(*given, **ALWAYS), kind=torch.optim.LBFGS)
+    plain, _ = train(step, kind=torch.optim.LBFGS, steps=5)  # up to 20 closures a step
+    weights, guard = train(step, lambda *given: bw.Guard(*given, **ALWAYS), kind=torch.optim.LBFGS, steps=5)
     assert all(map(torch.equal, plain, weights))
     steps = guard.coverage()["steps"]
-    assert steps["held"] == STEPS
-    assert steps["judged"] > STEPS
-    assert f"{STEPS} steps ({steps['judged']} times gradients)" in capsys.readouterr().err
+    assert steps["held"] == 5
+    assert steps["judged"] > 5
+    assert f"5 steps ({steps['judged']} times gradients)" in capsys.readouterr().err
     assert guard.coverage()["verdicts"] == []

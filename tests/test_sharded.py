@@ -15,13 +15,13 @@ KINDS = {
     2: ["plain", *chosen(["kept"], []), "accumulated", "mixed precision", "tensor parallel"],
     4: [*chosen(["plain"], []), "hybrid"],
 }
-STEPS = 8
+STEPS = chosen(8, 7)
 
 pytestmark = pytest.mark.ranks
 
 
 def run(size: int, folder: Path) -> dict[str, list[dict[str, Any]]]:
-    launched = forked(size, [str(JOB), *KINDS[size]], folder)
+    launched = forked(size, [str(JOB), str(STEPS), *KINDS[size]], folder)
     text = "\n".join(log.read_text() for log in launched.logs)
     assert launched.code == 0, text[-5000:]
     lines = [json.loads(line) for line in text.splitlines() if line.startswith('{"case"')]

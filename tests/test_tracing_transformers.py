@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import bitwitness as bw
 
@@ -27,6 +26,8 @@ class Struck(nn.Module):
 
 
 def gpt2(attention: str) -> tuple[nn.Module, Struck, str]:
+    from transformers import GPT2Config, GPT2LMHeadModel  # here: each of pytest's workers imports each file
+
     config = GPT2Config(n_layer=2, n_head=2, n_embd=32, n_positions=24, attn_implementation=attention, **SMALL)
     model = GPT2LMHeadModel(config)
     model.transformer.h[1].mlp.act = struck = Struck(model.transformer.h[1].mlp.act)
@@ -34,6 +35,8 @@ def gpt2(attention: str) -> tuple[nn.Module, Struck, str]:
 
 
 def llama(attention: str) -> tuple[nn.Module, Struck, str]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     config = LlamaConfig(
         num_hidden_layers=2,
         num_attention_heads=2,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ CONV, LSTM = Training(make=Conv), Training(make=Recurrent)
 DROPPING = Training(make=lambda: w.GPT(0.2))
 SGD = Training(optimizer="SGD", lr=0.1)
 WEIGHT = "b.1.f1.weight"
+Recordings = Callable[[Training, str, str], Path | None]
 
 # What B does otherwise, and words of the sentence that tells it.
 PLANTED: dict[str, tuple[Training, Training, tuple[str, ...]]] = {
@@ -157,15 +159,30 @@ def cases(names: dict[str, Any]) -> list[tuple[str, str, str]]:
     return chosen(every, short)
 
 
-def compared(folder: Path, a: Training, b: Training, level: str, content: str) -> bw.Report:
-    runs = [run.record(folder / name, level=level, content=content) for name, run in (("a", a), ("b", b))]
-    return bw.compare(*runs)
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> Recordings:
+    """Recordings of the trainings that many are compared with, made when they are first asked for."""
+    made: dict[tuple[int, str, str], Path] = {}
+
+    def record(training: Training, level: str, content: str) -> Path | None:
+        if not any(training is one for one in (GPT, CONV, LSTM, DROPPING, SGD)):
+            return None
+        key = id(training), level, content
+        made[key] = made.get(key) or training.record(tmp_path_factory.mktemp("usual"), level=level, content=content)
+        return made[key]
+
+    return record
+
+
+def compared(usual: Recordings, folder: Path, a: Training, b: Training, level: str, content: str) -> bw.Report:
+    first = usual(a, level, content) or a.record(folder / "a", level=level, content=content)
+    return bw.compare(first, b.record(folder / "b", level=level, content=content))
 
 
 @pytest.mark.parametrize(("name", "level", "content"), cases(PLANTED))
-def test_what_was_planted_is_said(tmp_path: Path, name: str, level: str, content: str) -> None:
+def test_what_was_planted_is_said(usual: Recordings, tmp_path: Path, name: str, level: str, content: str) -> None:
     a, b, words = PLANTED[name]
-    report = compared(tmp_path, a, b, level, content)
+    report = compared(usual, tmp_path, a, b, level, content)
     assert report.status == "findings", report.conclusion
     if level == "ops" and name in ("statistics of micro-batches", "undivided, other precisions", "mean of means"):
         return  # whose operators were not put together
@@ -185,9 +202,9 @@ def test_what_was_planted_is_said(tmp_path: Path, name: str, level: str, content
 
 
 @pytest.mark.parametrize(("name", "level", "content"), cases(EQUAL))
-def test_what_is_equal_is_fine(tmp_path: Path, name: str, level: str, content: str) -> None:
+def test_what_is_equal_is_fine(usual: Recordings, tmp_path: Path, name: str, level: str, content: str) -> None:
     a, b = EQUAL[name]
-    report = compared(tmp_path, a, b, level, content)
+    report = compared(usual, tmp_path, a, b, level, content)
     assert report.status == "fine", report.conclusion
     assert not report.suspects
     if "other precision" in name:
@@ -225,8 +242,8 @@ def test_steps_that_only_one_run_has_are_named(tmp_path: Path) -> None:
     assert not any("only" in note for note in bw.compare(a, b, steps="0").notes)
 
 
-def test_another_batch_accuses_nobody(tmp_path: Path) -> None:
-    report = compared(tmp_path, GPT, GPT.but(batch=4), "mix", "stats")
+def test_another_batch_accuses_nobody(usual: Recordings, tmp_path: Path) -> None:
+    report = compared(usual, tmp_path, GPT, GPT.but(batch=4), "mix", "stats")
     assert report.status == "unread"
     assert not report.suspects
     assert "not given the same batch" in report.conclusion

@@ -20,16 +20,13 @@ SELECTION = (
     "aux_vae_kl_attribute",
     "call_blocks_walked",
     "class_level_state_and_closure",
-    "device_context_default_dtype",
     "exit_nonzero_code",
-    "gen_wgan_gp",
     "grad_dqn_clamp_data",
     "grad_sam_data",
     "inplace_logits_temperature_mask",
     "loss_inside_model",
     "memory_moco_queue",
     "penalty_l1_from_step",
-    "random_stochastic_depth",
     "retry_on_runtime_error",
 )
 SCRIPTS = sorted(path.stem for path in ZOO.glob("*.py")) if EVERYTHING else SELECTION

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from bitwitness import Guard, TrainingStopped
 from bitwitness.testing import EVERY_STEP, FaultyDevice, contained, from_mapping
 
-STEPS = 8
+STEPS = int(sys.argv[1])
 ALWAYS = {**EVERY_STEP, "self_test": True}
 
 
@@ -139,7 +139,7 @@ def main() -> None:
     kinds = (
         ["plain", "kept", "accumulated", "mixed precision"] + (["hybrid"] if size == 4 else []) + ["tensor parallel"]
     )
-    only = sys.argv[1:]
+    only = sys.argv[2:]
     for kind in kinds:
         if only and kind not in only:
             continue

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-STEPS, FIRST = 12, 7
+STEPS, FIRST = 10, 6
 MAIN = {"scale": 1.0}
 
 

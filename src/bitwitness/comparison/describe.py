@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bitwitness.comparison.frame import Node
+from bitwitness.comparison.frame import Node, StepFrame
 
 _UNIMPORTANT = (
     "names",
@@ -21,13 +21,20 @@ _UNIMPORTANT = (
 )
 _EXTREMES = frozenset(torch.finfo(dtype).max for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16))
 RECORD_OPERATORS = "record operators, too (--level mix), of the module that the script calls"
-RECORD_ALIKE = (
+_RECORD_ALIKE = (
     "they work on parts of the batch, which are others in each run; record both with as many ranks and micro-batches"
 )
 """What to do where nothing recorded tells who made a difference."""
 _NAMED = 4
 """Operators that are named in one sentence."""
 _PLACES = ("device", "layout", "pin_memory", "non_blocking")
+
+
+def made_by_nothing(a: StepFrame, b: StepFrame, *, operators: bool) -> str:
+    """Say that nothing that was compared made a value differ, and what to record; ``operators``: whether these were."""
+    if (a.ranks, a.micros) != (b.ranks, b.micros):
+        return f"operators were not compared: {_RECORD_ALIKE}"
+    return "no recorded operator made it so" + ("" if operators else f": {RECORD_OPERATORS}")
 
 
 def in_chain(nodes: Sequence[Node]) -> str:

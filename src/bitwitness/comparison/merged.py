@@ -90,9 +90,9 @@ class MergedSource:
                 merged := self._merged(list(zip(ranks, [first, *others], strict=True)))
             ):
                 rows.append(merged)
-        first = StepFrame(tables[0])
+        frame = StepFrame(tables[0])
         return pa.Table.from_pylist(rows, schema=SCHEMA).replace_schema_metadata(
-            {RANKS: str(len(ranks)), MICROS: str(first.micros), COMPUTED: first.computed}
+            {RANKS: str(len(ranks)), MICROS: str(frame.micros), COMPUTED: frame.computed}
         )
 
     def _merged(self, parts: list[tuple[int, Cells]], batch: int | None = None) -> Cells | None:

@@ -18,13 +18,7 @@ from bitwitness.comparison.align import Pair
 from bitwitness.comparison.allowance import roundoff
 from bitwitness.comparison.casts import CASTS, other_dtype
 from bitwitness.comparison.changes import BITS_DIFFER, moved
-from bitwitness.comparison.describe import (
-    RECORD_ALIKE,
-    RECORD_OPERATORS,
-    argument_differences,
-    in_chain,
-    is_another_class_alone,
-)
+from bitwitness.comparison.describe import argument_differences, in_chain, is_another_class_alone, made_by_nothing
 from bitwitness.comparison.differences import NEGLIGIBLE, Differences
 from bitwitness.comparison.frame import Node
 from bitwitness.comparison.operands import Operands
@@ -200,10 +194,8 @@ class Reasons:
     def of_value(self, row_a: int, row_b: int) -> Reason:
         """Return the reason of a gradient that no recorded operator made."""
         words = in_words(self.a, self.b, row_a, row_b)
-        if (self.a.ranks, self.a.micros) != (self.b.ranks, self.b.micros):
-            return Reason("unknown", f"it differs ({words}), and operators were not compared: {RECORD_ALIKE}")
-        hint = "" if self._differences.has_operators else f": {RECORD_OPERATORS}"
-        return Reason("unknown", f"it differs ({words}), and no recorded operator made it so{hint}")
+        why = made_by_nothing(self.a, self.b, operators=self._differences.has_operators)
+        return Reason("unknown", f"it differs ({words}), and {why}")
 
     def of_lone(self, pair: Pair, row_a: int, row_b: int) -> Reason | None:
         """Return that a node which only one run has made a value, if that is why the value differs."""
