@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import recording
+from jobs import recording, split
 from ranks import forked
 
 import bitwitness as bw
@@ -83,3 +83,53 @@ def test_a_changed_weight_is_named_across_shardings(runs: Path, a: str, b: str) 
     report = compared(runs, a, b)
     assert report.first is not None
     assert report.first.site.startswith("blocks.1.fc1/Linear#0:forward")
+
+
+DTYPES = ("fp32", "bf16")
+SPLIT = [f"{d}-2-{wrong}" for d in DTYPES for wrong in ("right", "summed", "undivided", "row")]
+
+
+@pytest.fixture(scope="module")
+def splits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One training on two ranks with two micro-batches each, and on one rank with one, two and four."""
+    folder = tmp_path_factory.mktemp("splits")
+    job = JOB.with_name("split.py")
+    launched = forked(
+        2, [str(job), str(folder), *SPLIT, "fp32-1-right", "bf16-1-right"], tmp_path_factory.mktemp("logs")
+    )
+    assert launched.code == 0, [log.read_text() for log in launched.logs]
+    for dtype in DTYPES:
+        for micros in (1, 2, 4):
+            split.train(folder, f"{dtype}-{micros}-right")
+    return folder
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("a", "b"), [("1-{}-1", "2-{}-1"), ("1-{}-1", "2-{}-2"), ("1-{}-2", "2-{}-2"), ("1-{}-4", "2-{}-2")]
+)
+def test_one_batch_may_be_split_over_ranks_and_micro_batches(splits: Path, a: str, b: str, dtype: str) -> None:
+    report = bw.compare(*(splits / f"{one.format(dtype)}-right" for one in (a, b)))
+    assert report.merged
+    assert report.status == "fine", report.conclusion
+    assert report.rows > 60
+    assert b.endswith("1") or "micro-batches a step on each rank: put together, too" in "".join(report.notes)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("micros", [1, 2])
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("summed", ("every gradient", "2 times", "as many times as ranks (1 against 2)")),
+        ("undivided", ("every gradient", "2 times", "from the backward on")),
+        ("row", ("1/weight", "operators were not compared", "as many ranks and micro-batches")),
+    ],
+)
+def test_what_is_wrong_in_a_batch_that_is_split_is_said(
+    splits: Path, wrong: str, words: tuple[str, ...], micros: int, dtype: str
+) -> None:
+    report = bw.compare(splits / f"1-{dtype}-{micros}-right", splits / f"2-{dtype}-2-{wrong}")
+    assert report.status == "findings"
+    for word in words:
+        assert word in report.conclusion
