@@ -12,7 +12,7 @@ from ranks import forked
 
 JOB = Path(__file__).parent / "jobs" / "sharded.py"
 KINDS = {
-    2: ["plain", *chosen(["kept"], []), "accumulated", "mixed precision", "tensor parallel"],
+    2: ["plain", *chosen(["kept", "mixed precision"], []), "accumulated", "tensor parallel"],
     4: [*chosen(["plain"], []), "hybrid"],
 }
 STEPS = chosen(8, 7)

@@ -6,13 +6,11 @@ The harness is ``bench/innocent.py``; a short selection runs here, all of them i
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from extent import EVERYTHING
+from ranks import script
 
 ROOT = Path(__file__).parent.parent
 ZOO = ROOT / "tests" / "zoo"
@@ -37,9 +35,8 @@ def wrong(tmp_path_factory):
     """What went wrong, by script."""
     folder = tmp_path_factory.mktemp("zoo")
     only = [] if EVERYTHING else [word for name in SELECTION for word in ("--only", name)]
-    done = subprocess.run(
+    done = script(
         [
-            sys.executable,
             ROOT / "bench" / "innocent.py",
             *only,
             *([] if EVERYTHING else ["--once"]),
@@ -50,10 +47,8 @@ def wrong(tmp_path_factory):
             "--timeout",
             "240",
         ],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
+        folder,
+        timeout=3600,
     )
     assert (folder / "wrong.json").exists(), done.stderr
     found = json.loads((folder / "wrong.json").read_text())
@@ -62,9 +57,9 @@ def wrong(tmp_path_factory):
 
 
 @pytest.mark.timeout(3600 if EVERYTHING else 1200)
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_training_is_neither_disturbed_nor_misjudged(wrong, script):
-    assert wrong[script] == []
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_training_is_neither_disturbed_nor_misjudged(wrong, name):
+    assert wrong[name] == []
 
 
 def test_the_zoo_is_large_and_stands_alone():
