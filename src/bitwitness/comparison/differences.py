@@ -19,6 +19,8 @@ NEGLIGIBLE = 1e-6
 """Relative change by which statistics of equal numbers may differ, taken by another number of threads."""
 _MOST = 0.5
 """Share of the products in other dtypes, from which on two runs compute in different precisions throughout."""
+FINE = 2.0**-20
+"""Unit roundoff up to which rounding leaves no gradient of float32 a thousandth off, whatever the depth; TF32's is 2**-11."""
 _CANCELLED = 1e-3
 """Share of the usual gradient below which one may be rounding errors alone, as a key's bias has none."""
 _LATER = 4.0
@@ -193,6 +195,21 @@ class Differences:
         if not products and self.a.computed and self.a.computed == self.b.computed:
             return roundoff(self.a.computed)
         return max((self.roundoff(*rows) for rows in products), default=0.0)
+
+    @cached_property
+    def rewritten(self) -> float:
+        """The unit roundoff of the coarse dtype that both runs compute in, where operators are written otherwise in them; else 0.
+
+        The same mathematics in other operators is rounded at other places then, and so is all that comes of it, in whatever
+        dtype that is: gradients in float32, too.
+        """
+        coarse = roundoff(self.a.computed) if self.a.computed == self.b.computed else 0.0
+        if coarse <= FINE or self.precisions is not None:
+            return 0.0
+        alone = [[node for node in self.alignment.lone(first=first) if node.kind == "op"] for first in (True, False)]
+        recast = (pair for pair in self.alignment.pairs if pair.a.kind == "op" and pair.outputs)
+        other = all(alone) or any(len(set(self.dtypes(*pair.outputs[0]))) > 1 for pair in recast)
+        return coarse if other else 0.0
 
     @cached_property
     def has_operators(self) -> bool:

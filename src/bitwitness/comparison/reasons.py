@@ -222,7 +222,8 @@ class Reasons:
 
     def _from_view(self, pair: Pair, row_a: int, change: float, made: float) -> Reason | None:
         """Return the reason of an input whose maker's results differ by ``made``: less than it explains."""
-        own = max(roundoff(self.a.text("dtype", row_a)), self._differences.roundoff_inside)
+        differences = self._differences
+        own = max(roundoff(self.a.text("dtype", row_a)), differences.roundoff_inside, differences.rewritten)
         if pair.a.kind == "module" or self._differences.parted_before:
             return None  # of values that differ already, a part may differ more than the whole
         if change <= self._differences.slack * self._differences.viewed(max(made, self._earlier.noise) + own):

@@ -88,7 +88,8 @@ class SettledModules:
 
     def _agree(self, row_a: int, row_b: int) -> bool:
         differences = self._differences
-        limit = max(_AGREE * differences.roundoff(row_a, row_b), _NOISE * differences.earlier.noise)
+        own = max(differences.roundoff(row_a, row_b), differences.rewritten)
+        limit = max(_AGREE * own, _NOISE * differences.earlier.noise)
         limit = min(limit * (_LATER if differences.earlier.noise else 1.0), _MOST)
         return self._differences.change_of[row_a] <= limit
 

@@ -20,9 +20,11 @@ from bitwitness.comparison.relation import numbers_of
 from bitwitness.comparison.settled import SettledModules
 from bitwitness.comparison.suspect import Exceeding, Suspect
 from bitwitness.comparison.updates import Updates
+from bitwitness.oracle.names import canonical
 
 _HARMLESS = ("missing", "computed", "unknown", "view")
 """Reasons that do not matter inside a module whose results agree."""
+_ARITHMETIC = ("add", "div", "mul", "sub")
 _FILLING = 1e30
 """Magnitude of what attention masks are filled with, beside which the changes of all other values vanish from norms."""
 _ILL_CONDITIONED = 1000.0
@@ -100,11 +102,14 @@ class SuspectSearch:
         frames = self.differences.a, self.differences.b
         other = any(frames[0].shapes[i] != frames[1].shapes[j] for i, j in pair.inputs)
         # An argument of something else (a sum over other dimensions) is a way of writing, and so are those of a backward:
-        # they follow from what the forward is written in. A loss that is summed may be divided by what follows.
+        # they follow from what the forward is written in. A loss that is summed may be divided by what follows, and so may
+        # any number be that something is multiplied by.
         written = suspect.reason == "argument" and (
-            other or pair.a.phase == "backward" or "reduction '" in suspect.text
+            other or pair.a.phase == "backward" or "reduction '" in suspect.text or canonical(pair.a.op) in _ARITHMETIC
         )
-        return (suspect.reason in _HARMLESS or written) and self.settled.holds(pair)
+        # Nor does it matter that one run is more exact in some operators than both are in their products.
+        exact = suspect.reason == "dtype" and self.differences.rewritten > 0.0
+        return (suspect.reason in _HARMLESS or written or exact) and self.settled.holds(pair)
 
     def _is_seen_inside(self, pair: Pair) -> bool:
         """Return whether a module's result was made by an operator that is recorded itself."""
@@ -206,7 +211,8 @@ class SuspectSearch:
 
     def _allowed(self, pair: Pair, out: int, carried: list[float]) -> float:
         differences = self.differences
-        return allowed(differences.a, differences.b, pair, out, carried, differences.roundoff_inside)
+        inside = max(differences.roundoff_inside, differences.rewritten)
+        return allowed(differences.a, differences.b, pair, out, carried, inside)
 
     def _worst(self, pair: Pair, results: list[float]) -> tuple[float, float, int]:
         """Return what is explained and what is seen, of the result that exceeds it most, and which that is."""

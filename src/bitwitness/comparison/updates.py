@@ -8,7 +8,7 @@ from statistics import median
 
 from bitwitness.comparison.align import Pair
 from bitwitness.comparison.chains import parameter_of
-from bitwitness.comparison.differences import Differences
+from bitwitness.comparison.differences import FINE, Differences
 from bitwitness.comparison.gradients import GradientChains
 from bitwitness.comparison.reasons import Reason, Reasons
 from bitwitness.comparison.relation import in_words_of_link
@@ -23,8 +23,8 @@ _COARSE = 32.0
 _LIKE_OTHERS, _LIKE_OTHERS_MOST = 8.0, 0.7
 """There, too: times what half of the step's gradients stay within, and up to where; how rounding grows along a depth that was
 not recorded is seen in all gradients alike."""
-_FINE = 2.0**-20
-"""Unit roundoff up to which rounding leaves no gradient of float32 a thousandth off, whatever the depth; TF32's is 2**-11."""
+_REWRITTEN = 0.05
+"""The most that the same mathematics, written otherwise and computed in a coarse dtype, may change a gradient by."""
 _FOLLOWED = 4.0
 """Times its maker's change up to which a value shows that same change."""
 
@@ -62,7 +62,7 @@ class Updates:
         """What gradients may differ by where the runs compute in different precisions; 0 where in the same."""
         differences = self._differences
         if not differences.roundoff_inside:
-            return 0.0
+            return min(_COARSE * differences.rewritten, _REWRITTEN)
         if differences.precisions and not differences.has_operators and differences.earlier.last is not None:
             return math.inf  # by how much weights that rounding moved apart turn gradients, modules alone do not show
         changes = [
@@ -70,7 +70,7 @@ class Updates:
             for pair in differences.alignment.pairs
             if pair.a.kind == "gradient" and pair.outputs
         ]
-        coarse = differences.roundoff_inside > _FINE
+        coarse = differences.roundoff_inside > FINE
         like_others = min(_LIKE_OTHERS * median(changes), _LIKE_OTHERS_MOST) if changes and coarse else 0.0
         return max(_COARSE * differences.roundoff_inside, like_others)
 
