@@ -27,6 +27,7 @@ _RECORD_ALIKE = (
 """What to do where nothing recorded tells who made a difference."""
 _NAMED = 4
 """Operators that are named in one sentence."""
+_DIMENSIONS = ("dim", "dims", "dim0", "dim1", "start_dim", "end_dim")
 _PLACES = ("device", "layout", "pin_memory", "non_blocking")
 
 
@@ -43,11 +44,14 @@ def in_chain(nodes: Sequence[Node]) -> str:
     return ", ".join(names if len(names) <= _NAMED else [*names[:2], "…", names[-1]])
 
 
-def argument_differences(a: dict[str, Any], b: dict[str, Any], precisions: tuple[str, str] | None = None) -> list[str]:
+def argument_differences(
+    a: dict[str, Any], b: dict[str, Any], precisions: tuple[str, str] | None = None, *, rank: int = 0
+) -> list[str]:
     """Return ``name: value against value`` for each argument that differs and that numbers may depend on.
 
     ``precisions``: the dtypes that the runs compute in, where these are not the same; then arguments that are dtypes do not
-    count, nor those that are each dtype's largest or smallest number, as masks are filled with.
+    count, nor those that are each dtype's largest or smallest number, as masks are filled with. ``rank``: how many dimensions
+    the first input has; the last one may be called by its number or be -1.
     """
     first, second = _named(a), _named(b)
     found = []
@@ -58,6 +62,8 @@ def argument_differences(a: dict[str, Any], b: dict[str, Any], precisions: tuple
         return [] if is_operator else [f"{kinds[0]} against {kinds[1]}"]
     for name in [*first, *(name for name in second if name not in first)]:
         x, y = first.get(name, "(default)"), second.get(name, "(default)")
+        if name in _DIMENSIONS and _counted(x, rank) == _counted(y, rank):
+            continue
         if precisions and any(isinstance(value, dict) and "dtype" in value for value in (x, y)):
             continue
         if precisions and all(_is_extreme(value) for value in (x, y)) and (x > 0) == (y > 0):
@@ -67,6 +73,14 @@ def argument_differences(a: dict[str, Any], b: dict[str, Any], precisions: tuple
         if x != y and name not in _UNIMPORTANT and name not in _PLACES and not _is_tensor(x, y):
             found.append(f"{name} {_meant(name, x)} against {_meant(name, y)}")
     return found
+
+
+def _counted(value: Any, rank: int) -> Any:
+    """Return dimensions counted from the first one; one in a list is that one."""
+    if isinstance(value, list):
+        found = [_counted(one, rank) for one in value]
+        return found[0] if len(found) == 1 else found
+    return value + rank if isinstance(value, int) and value < 0 else value
 
 
 def is_another_class_alone(a: dict[str, Any], b: dict[str, Any]) -> bool:

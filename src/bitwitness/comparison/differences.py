@@ -198,7 +198,7 @@ class Differences:
 
     @cached_property
     def rewritten(self) -> float:
-        """The unit roundoff of the coarse dtype that both runs compute in, where operators are written otherwise in them; else 0.
+        """The unit roundoff of the coarse dtype that both runs compute in, where operators are written otherwise; else 0.
 
         The same mathematics in other operators is rounded at other places then, and so is all that comes of it, in whatever
         dtype that is: gradients in float32, too.

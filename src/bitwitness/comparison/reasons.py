@@ -123,7 +123,8 @@ class Reasons:
         carried = max((differences.change_of[row] for row, _ in pair.inputs), default=0.0)
         first, second = self.a.text("args", pair.a.rows[0]), self.b.text("args", pair.b.rows[0])
         if first != second and worst > max(NEGLIGIBLE * _SURE, _FOLLOWED * carried * (carried < NEGLIGIBLE)):
-            differing = argument_differences(arguments(first), arguments(second), differences.precisions)
+            rank = len(self.a.shapes[pair.inputs[0][0]]) if pair.inputs else 0
+            differing = argument_differences(arguments(first), arguments(second), differences.precisions, rank=rank)
             same_formula = worst <= _OTHER_CLASS and is_another_class_alone(arguments(first), arguments(second))
             matters = over or carried == 0.0 or worst > differences.roundoff(*pair.outputs[0])
             if differing and matters and not same_formula:

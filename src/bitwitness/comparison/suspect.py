@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bitwitness.comparison.align import Pair
-from bitwitness.comparison.frame import StepFrame
+from bitwitness.comparison.frame import Node, StepFrame
 
 
 @dataclass(slots=True)
@@ -33,6 +33,8 @@ class Suspect:
     micro: int = 0
     line: str = ""
     pair: Pair | None = None
+    lone: Node | None = None
+    """The operator, where only one run has it."""
     rows: tuple[int, int] | None = None
     """What differs, where it is not the results: rows of A and B."""
 

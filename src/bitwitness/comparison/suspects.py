@@ -14,17 +14,14 @@ from bitwitness.comparison.absent import absences
 from bitwitness.comparison.align import Pair
 from bitwitness.comparison.allowance import allowed
 from bitwitness.comparison.differences import NEGLIGIBLE, Differences
+from bitwitness.comparison.harmless import Harmless
 from bitwitness.comparison.noted import of_absence, of_cause
 from bitwitness.comparison.reasons import Reason, Reasons
 from bitwitness.comparison.relation import numbers_of
 from bitwitness.comparison.settled import SettledModules
 from bitwitness.comparison.suspect import Exceeding, Suspect
 from bitwitness.comparison.updates import Updates
-from bitwitness.oracle.names import canonical
 
-_HARMLESS = ("missing", "computed", "unknown", "view")
-"""Reasons that do not matter inside a module whose results agree."""
-_ARITHMETIC = ("add", "div", "mul", "sub")
 _FILLING = 1e30
 """Magnitude of what attention masks are filled with, beside which the changes of all other values vanish from norms."""
 _ILL_CONDITIONED = 1000.0
@@ -56,6 +53,7 @@ class SuspectSearch:
         self._hidden: dict[int, float] = {}
         self._inside: dict[tuple[str, str, int], float] = {}
         self.settled = SettledModules(differences)
+        self._harmless = Harmless(differences, self.settled)
         self._out = 0  # which of its results the node that is looked at differs in most
         self._updates = Updates(differences, self._reasons)
         self.exceeding: list[Exceeding] = []
@@ -75,7 +73,7 @@ class SuspectSearch:
                 continue  # what reads them is looked at first
             suspect = self._look(pair)
             self._reasons.remember(pair)
-            if suspect is not None and self._is_harmless(pair, suspect):
+            if suspect is not None and self._harmless.holds(pair, suspect):
                 self.cleared += suspect.change > suspect.explained
                 continue
             if suspect is not None and not (pair.a.kind == "module" and self._is_named_inside(pair.a.module)):
@@ -96,20 +94,6 @@ class SuspectSearch:
             yield of_cause(cause, self._rank, self._step)
         self._earlier.named = self._reasons.named
         self._earlier.parted |= bool(self.exceeding)
-
-    def _is_harmless(self, pair: Pair, suspect: Suspect) -> bool:
-        """Return whether a suspect is inside a module whose results agree, and says nothing that stands by itself."""
-        frames = self.differences.a, self.differences.b
-        other = any(frames[0].shapes[i] != frames[1].shapes[j] for i, j in pair.inputs)
-        # An argument of something else (a sum over other dimensions) is a way of writing, and so are those of a backward:
-        # they follow from what the forward is written in. A loss that is summed may be divided by what follows, and so may
-        # any number be that something is multiplied by.
-        written = suspect.reason == "argument" and (
-            other or pair.a.phase == "backward" or "reduction '" in suspect.text or canonical(pair.a.op) in _ARITHMETIC
-        )
-        # Nor does it matter that one run is more exact in some operators than both are in their products.
-        exact = suspect.reason == "dtype" and self.differences.rewritten > 0.0
-        return (suspect.reason in _HARMLESS or written or exact) and self.settled.holds(pair)
 
     def _is_seen_inside(self, pair: Pair) -> bool:
         """Return whether a module's result was made by an operator that is recorded itself."""
@@ -168,7 +152,7 @@ class SuspectSearch:
         """Note whether a node's results differ by more than rounding, or how much rounding there is."""
         differences = self.differences
         # What reads a real difference has one, too, even where it is small: else the next reader would look like its maker.
-        if worst > explained or (differing and worst > 0):
+        if worst > explained or (differing and worst > 0 and pair.a.number not in self._harmless.ends):
             differences.real.add(pair.a.number)
             self._real_modules.add(pair.a.module)
             innocent = differences.is_cancelled(pair) or self.settled.holds(pair)
@@ -287,5 +271,6 @@ class SuspectSearch:
             stack=int(frame.stack[node.rows[0]]),
             micro=node.micro,
             pair=None if reason.lone else pair,
+            lone=reason.lone,
             rows=reason.rows,
         )

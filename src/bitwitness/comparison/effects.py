@@ -1,0 +1,110 @@
+"""Where a difference ends: all that an operator leads to comes to results that agree, so that it is a way of writing.
+
+The values that an operator's results flow into are followed, through operators that only one run has and through matched ones
+whose results differ, up to matched results that agree within rounding. A path that ends in a gradient, an update or a value
+of which nobody knows who read it has no such end.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from functools import cached_property
+
+from bitwitness.comparison.align import Pair
+from bitwitness.comparison.allowance import roundoff
+from bitwitness.comparison.differences import Differences
+from bitwitness.comparison.frame import Node, StepFrame
+
+_ENOUGH = 16
+"""Numbers whose agreement tells that nothing is left of a difference: fewer may agree by chance."""
+_MOST = 10_000
+"""Nodes that are followed; a way of writing is not longer."""
+
+
+class Effects:
+    """Follows what one operator's results lead to, in one step of one rank.
+
+    Parameters
+    ----------
+    differences
+        The step.
+    agrees
+        Tells whether all results of a pair agree within rounding.
+
+    """
+
+    def __init__(self, differences: Differences, agrees: Callable[[Pair], bool]) -> None:
+        self._differences = differences
+        self._agrees = agrees
+
+    def end(self, node: Node, *, first: bool) -> set[int] | None:
+        """Return where all that a node of run A (``first``) or B leads to ends; None if something of it does not.
+
+        Returns
+        -------
+        set of int
+            Numbers, in A, of the matched nodes whose results agree.
+
+        """
+        readers, pairs = (self._readers_a, self._pairs_a) if first else (self._readers_b, self._pairs_b)
+        ends: set[int] = set()
+        seen, waiting = {node.number}, [node]
+        while waiting:
+            if len(seen) > _MOST:
+                return None
+            one = waiting.pop()
+            found = readers.get(one.number, [])
+            if not found and (one is node or self._is_large(one, first=first)):
+                return None  # what read it was not recorded
+            for reader in found:
+                pair = pairs.get(reader.number)
+                if pair is not None and self._tells(pair):
+                    ends.add(pair.a.number)
+                elif reader.kind != "op":
+                    return None
+                elif reader.number not in seen:
+                    seen.add(reader.number)
+                    waiting.append(reader)
+        return ends
+
+    def _tells(self, pair: Pair) -> bool:
+        """Return whether the results of a pair agree, and would not if something of a difference were left."""
+        if not self._agrees(pair):
+            return False
+        return pair.a.kind != "op" or any(
+            self._differences.a.numbers["min"][row] < self._differences.a.numbers["max"][row]
+            and self._differences.a.count[row] >= _ENOUGH
+            and roundoff(self._differences.a.text("dtype", row)) > 0.0
+            for row, _ in pair.outputs
+        )
+
+    def _is_large(self, node: Node, *, first: bool) -> bool:
+        frame = self._differences.a if first else self._differences.b
+        return any(frame.count[row] >= _ENOUGH and roundoff(frame.text("dtype", row)) > 0.0 for row in node.outputs)
+
+    @cached_property
+    def _pairs_a(self) -> dict[int, Pair]:
+        return {pair.a.number: pair for pair in self._differences.alignment.pairs}
+
+    @cached_property
+    def _pairs_b(self) -> dict[int, Pair]:
+        return {pair.b.number: pair for pair in self._differences.alignment.pairs}
+
+    @cached_property
+    def _readers_a(self) -> dict[int, list[Node]]:
+        return _readers(self._differences.a)
+
+    @cached_property
+    def _readers_b(self) -> dict[int, list[Node]]:
+        return _readers(self._differences.b)
+
+
+def _readers(frame: StepFrame) -> dict[int, list[Node]]:
+    """Return who reads what each node made; modules hand on what is in them, and read nothing themselves."""
+    found: defaultdict[int, list[Node]] = defaultdict(list)
+    for node in frame.nodes:
+        if node.kind != "module":
+            for number in {int(frame.producer[row]) for row in node.rows} - {-1, node.number}:
+                found[number].append(node)
+    return found
