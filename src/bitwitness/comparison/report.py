@@ -70,7 +70,8 @@ class Report:
         Whether operators were compared, and the values themselves.
     cleared
         How many operators (of all steps) differ by more than rounding inside modules whose results agree: ways of writing, and
-        branches that lead nowhere.
+        branches that lead nowhere. ``made_up_for``: the first module among them whose results differ, though nothing of that is
+        left later.
     merged
         The runs are spread differently over ranks; all ranks were put together.
 
@@ -106,6 +107,7 @@ class Report:
     matched: int = 0
     lone: int = 0
     cleared: int = 0
+    made_up_for: Exceeding | None = None
 
     def note(self, text: str) -> None:
         """Note how runs were lined up, once."""
@@ -173,6 +175,8 @@ class Report:
         said = "no operator differs by more than rounding explains"
         if self.cleared:
             said = f"what modules return differs by no more than rounding explains ({self.cleared} operators inside do)"
+        if self.made_up_for is not None:
+            said = f"{said}, but for {self.made_up_for}, of which nothing is left in what follows"
         return f"reordering-level differences only: {said}{nearest}"
 
     @property

@@ -139,6 +139,7 @@ def _compare_step(
     report.exceeding += search.exceeding[: _LISTED - len(report.exceeding)]
     report.unexplained = report.unexplained or search.unexplained
     report.cleared += search.cleared
+    report.made_up_for = report.made_up_for or search.made_up_for
     report.nearest = max(filter(None, (report.nearest, search.nearest)), key=lambda one: one.ratio, default=None)
     report.problems += [] if values is None else values.problems
     _count(report, differences, search.settled)
@@ -182,7 +183,9 @@ def _compared_by_weights(
     If they do not, the batch may have been another one, and nothing is said of them.
     """
     a, b = of_weights(a), of_weights(b)
-    differences = Differences(a, b, align(a, b, settings.modules), replace(known, named=dict(known.named)))
+    differences = Differences(
+        a, b, align(a, b, settings.modules), replace(known, named=dict(known.named), read=dict(known.read))
+    )
     search = SuspectSearch(differences, place.rank, place.step)
     if not has_gradients(a) or not has_gradients(b) or list(search.suspects()) or search.exceeding:
         return False

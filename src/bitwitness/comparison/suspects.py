@@ -22,6 +22,7 @@ from bitwitness.comparison.settled import SettledModules
 from bitwitness.comparison.suspect import Exceeding, Suspect
 from bitwitness.comparison.updates import Updates
 
+_RETURNED = ("module", "forward")
 _FILLING = 1e30
 """Magnitude of what attention masks are filled with, beside which the changes of all other values vanish from norms."""
 _ILL_CONDITIONED = 1000.0
@@ -62,6 +63,8 @@ class SuspectSearch:
         """How many operators differ by more than is explained inside modules whose results agree."""
         self.unexplained: Exceeding | None = None
         """The first that differs by more than is explained, whatever was found of it."""
+        self.made_up_for: Exceeding | None = None
+        """The first module that returns something else, of which nothing is left in what a module around it returns."""
         self.nearest: Exceeding | None = None
         """What came nearest to what is explained, of all that stayed within."""
 
@@ -123,6 +126,9 @@ class SuspectSearch:
         differences = self.differences
         results = [differences.change_of[row] for row, _ in pair.outputs]
         differences.largest[pair.a.number] = max(results, default=0.0)
+        if pair.a.kind == "optimizer":
+            read = [differences.change_of[row] for row in self._read(pair)]
+            self._earlier.read[pair.a.module] = max([self._earlier.read.get(pair.a.module, 0.0), *read])
         if any(numbers_of(differences.a, row).top > _FILLING for row, _ in pair.outputs):
             self._hidden[pair.a.number] = max(self._carried(pair), default=0.0)
         if max(results, default=0.0) == 0.0:
@@ -156,6 +162,8 @@ class SuspectSearch:
             differences.real.add(pair.a.number)
             self._real_modules.add(pair.a.module)
             innocent = differences.is_cancelled(pair) or self.settled.holds(pair)
+            if innocent and self.made_up_for is None and worst > explained and (pair.a.kind, pair.a.phase) == _RETURNED:
+                self.made_up_for = self._exceeding(pair, worst, explained)
             if self.unexplained is None and worst > explained and not innocent:
                 self.unexplained = self._exceeding(pair, worst, explained)
             return
@@ -217,7 +225,16 @@ class SuspectSearch:
         makers = [int(differences.a.producer[row]) for row, _ in pair.inputs]
         changes = [differences.change_of[row] for row, _ in pair.inputs]
         inside = self._inside.get((pair.a.module, pair.a.phase, pair.a.micro), 0.0) if pair.a.kind == "module" else 0.0
+        if pair.a.kind == "optimizer":
+            read = self._earlier.read.get(pair.a.module, 0.0)
+            changes = [
+                max(c, read) if row in self._read(pair) else c for c, (row, _) in zip(changes, pair.inputs, strict=True)
+            ]
         return [max(change, self._hidden.get(made, 0.0), inside) for change, made in zip(changes, makers, strict=True)]
+
+    def _read(self, update: Pair) -> list[int]:
+        """Return the rows, in A, of the gradients that an update reads."""
+        return [row for row, _ in update.inputs if self.differences.a.text("slot", row) == "grad"]
 
     def _note_inside(self, pair: Pair, change: float) -> None:
         """Note what rounding changed in a module's results for those around it: theirs are made of them."""

@@ -1,0 +1,87 @@
+"""The same mathematics written otherwise is no difference, in float32 and in bfloat16; a mistake beside it is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from rewritten import MODELS, Model
+
+import bitwitness as bw
+
+DTYPES = ("float32", "bfloat16")
+
+
+def record(
+    folder: Path, name: str, dtype: str, content: str, *, other: bool, plant: Callable[[Model], None] | None
+) -> Path:
+    torch.manual_seed(0)
+    model = MODELS[name](other=other)
+    if plant is not None:
+        plant(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    generator = torch.Generator().manual_seed(1)
+    with bw.Recorder(model, out=folder, content=content):
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+                loss = model.loss(*model.batch(generator))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return folder
+
+
+def compared(
+    folder: Path, name: str, dtype: str, content: str = "stats", plant: Callable[[Model], None] | None = None
+) -> bw.Report:
+    a = record(folder / "a", name, dtype, content, other=False, plant=None)
+    return bw.compare(a, record(folder / "b", name, dtype, content, other=True, plant=plant))
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize("content", ["stats", "tensors"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_written_otherwise_is_no_difference(tmp_path: Path, name: str, dtype: str, content: str) -> None:
+    report = compared(tmp_path, name, dtype, content)
+    assert report.status == "fine", report.conclusion
+    assert not report.suspects
+
+
+def steeper(model: Model) -> None:
+    model.a.weight.register_hook(lambda grad: grad * 1.1)
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_gradient_that_is_too_large_is_named_beside_what_is_written_otherwise(
+    tmp_path: Path, name: str, dtype: str
+) -> None:
+    report = compared(tmp_path, name, dtype, plant=steeper)
+    assert report.status == ("unread" if name == "Scan" else "findings")  # most of whose operators have no counterpart
+    assert "a/weight#0:grad" in report.conclusion, report.conclusion
+
+
+def larger(model: Model) -> None:
+    with torch.no_grad():
+        model.a.weight[1] *= 1.5
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["Ode", "Scan", "Logits"])
+def test_a_weight_that_differs_is_named_beside_what_is_written_otherwise(tmp_path: Path, name: str, dtype: str) -> None:
+    report = compared(tmp_path, name, dtype, plant=larger)
+    assert "a.weight differs" in report.conclusion
+
+
+def test_what_a_norm_makes_up_for_is_said(tmp_path: Path) -> None:
+    def scaled(model: Model) -> None:
+        model.a.register_forward_hook(lambda _module, _args, out: out * 1.05)
+
+    report = compared(tmp_path, "Norm", "float32", plant=scaled)
+    assert report.status == "fine"
+    assert "but for a/Linear#0:forward.out0" in report.conclusion
+    assert "of which nothing is left in what follows" in report.conclusion
