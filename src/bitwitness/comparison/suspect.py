@@ -102,8 +102,9 @@ class EarlierSteps:
     """What is known of one rank's earlier steps.
 
     ``named``: the latest change of each parameter and buffer, by name; ``read``: the largest change of each gradient that an
-    optimizer has read, by the parameter's name: its moments hold that, though a later gradient agrees; ``noise``: the largest change so far that rounding
-    explained; ``parted``: something differed by more; ``last``: the step before, of both runs.
+    optimizer has read, by the parameter's name (its moments hold that, though a later gradient agrees); ``noise``: the
+    largest change so far that rounding explained; ``parted``: something differed by more; ``last``: the step before, of both
+    runs.
     """
 
     named: dict[str, float] = field(default_factory=dict)
