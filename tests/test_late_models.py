@@ -92,3 +92,23 @@ def test_the_step_that_a_closures_model_is_found_in_is_told(tmp_path: Path, caps
     told = capsys.readouterr().err
     assert "not covered: its first step went by before this model was found" in told
     assert "unused" not in told
+
+
+def test_a_part_that_its_optimizer_steps_later_is_found_when_it_is_called(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = nn.ModuleDict({"body": nn.Linear(4, 4), "head": nn.Linear(4, 2), "late": nn.Linear(4, 3)})
+    optimizer = torch.optim.Adam(parts.parameters(), lr=0.01)
+    with auto(tmp_path / "run") as found:
+        for step in range(8):
+            hidden = torch.relu(parts["body"](torch.randn(8, 4)))
+            optimizer.zero_grad()
+            parts["head"](hidden).square().mean().backward()
+            if step in (3, 5):
+                late = parts["late"](hidden.detach())
+                (late if step == 3 else torch.log(late - 100)).square().mean().backward()
+            optimizer.step()
+        assert found._resting
+    told = capsys.readouterr().err
+    assert "[rank 0, Linear, model 3] VERDICT step 4: software" in told or "log made" in told
+    assert "model 3] NOT healthy" in told

@@ -22,6 +22,8 @@ class _Seen:
     state: tuple[int, ...] = ()
     tries: int = 0
     missing: tuple[nn.Parameter, ...] = ()
+    idle: tuple[nn.Parameter, ...] = ()
+    """Parameters that nobody watches and that had no gradient as yet: a part of the model that is called later."""
 
 
 class Unguarded:
@@ -42,11 +44,14 @@ class Unguarded:
         new = seen is None
         if seen is None:
             seen = self._seen[optimizer] = _Seen()
-        if seen.state == state and (not seen.missing or seen.tries > _TRIES):
+        settled = seen.state == state and (not seen.missing or seen.tries > _TRIES)
+        if settled and not any(p.grad is not None for p in seen.idle):
             return new
         watched = {id(parameter) for root in roots for parameter in root.parameters()}
         seen.state = state
-        seen.missing = tuple(p for p in parameters_of(optimizer) if p.grad is not None and id(p) not in watched)
+        unwatched = [p for p in parameters_of(optimizer) if p.requires_grad and id(p) not in watched]
+        seen.missing = tuple(p for p in unwatched if p.grad is not None)
+        seen.idle = tuple(p for p in unwatched if p.grad is None)
         seen.tries = seen.tries + 1 if seen.missing else 0
         if seen.missing:
             self._named[id(optimizer)] = (type(optimizer).__name__, {id(p): tuple(p.shape) for p in seen.missing})
@@ -57,7 +62,7 @@ class Unguarded:
     @property
     def looked_for(self) -> bool:
         """Whether some optimizer's parameters are worth looking for."""
-        return any(seen.missing and seen.tries <= _TRIES for seen in self._seen.values())
+        return any(seen.idle or (seen.missing and seen.tries <= _TRIES) for seen in self._seen.values())
 
     def optimizers(self) -> list[Optimizer]:
         """Return those that have stepped and are still there."""
