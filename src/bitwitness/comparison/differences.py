@@ -173,11 +173,12 @@ class Differences:
 
     @property
     def slack(self) -> float:
-        """Times what rounding explains of operators that is left to them: more than one in later steps of two precisions.
+        """Times what rounding explains of operators that is left to them: more than one in later steps of coarse dtypes.
 
-        By then rounding has moved the weights apart, of which statistics show no more than the norms.
+        Of two precisions, or where operators are `rewritten`: by then rounding has moved the weights apart, of which statistics
+        show no more than the norms.
         """
-        return _LATER if self.precisions is not None and self.earlier.last is not None else 1.0
+        return _LATER if (self.precisions or self.rewritten) and self.earlier.last is not None else 1.0
 
     @cached_property
     def roundoff_inside(self) -> float:

@@ -12,6 +12,19 @@ from bitwitness.oracle.names import canonical
 _HARMLESS = ("missing", "computed", "unknown", "view")
 """Reasons that do not matter where nothing is left of a difference."""
 _ARITHMETIC = ("add", "div", "mul", "sub")
+_FILLED = (
+    "arange",
+    "empty",
+    "full",
+    "masked_fill",
+    "new_full",
+    "new_ones",
+    "new_zeros",
+    "ones",
+    "scalar_tensor",
+    "zeros",
+)
+"""Operators that make something to work on, or fill what is masked: a softmax makes as much of minus infinity as of -1e9."""
 
 
 class Harmless:
@@ -51,12 +64,12 @@ class Harmless:
 
         Those of something else (a sum over other dimensions) may, and so may those of a backward: they follow from what the
         forward is written in. A loss that is summed may be divided by what follows, and so may any number be that something
-        is multiplied by.
+        is multiplied by; and memory to work on may have any shape.
         """
         a, b = self._differences.a, self._differences.b
         other = any(a.shapes[i] != b.shapes[j] for i, j in pair.inputs)
-        arithmetic = pair.a.kind == "op" and canonical(pair.a.op) in _ARITHMETIC
-        return other or arithmetic or pair.a.phase == "backward" or "reduction '" in suspect.text
+        means = pair.a.kind == "op" and canonical(pair.a.op) in (*_ARITHMETIC, *_FILLED)
+        return other or means or pair.a.phase == "backward" or "reduction '" in suspect.text
 
     def _has_no_effect(self, pair: Pair, suspect: Suspect) -> bool:
         sides = [(pair.a, True), (pair.b, False)] if suspect.lone is None else [(suspect.lone, suspect.side == "a")]

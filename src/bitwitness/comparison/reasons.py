@@ -207,7 +207,8 @@ class Reasons:
         first, second = differences.dtypes(row_a, row_b)
         if lone.op in CASTS and (first != second or differences.precisions is not None):
             return None  # told as the dtype of what reads it, or of the run
-        if change <= differences.viewed(self._earlier.noise + differences.roundoff(row_a, row_b)):
+        own = max(differences.roundoff(row_a, row_b), differences.roundoff_inside)
+        if change <= max(differences.viewed(self._earlier.noise + own), differences.rewritten):
             return None
         if differences.differed_before(lone, first=lone_a is not None):
             return None

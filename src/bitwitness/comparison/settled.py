@@ -91,6 +91,8 @@ class SettledModules:
         own = max(differences.roundoff(row_a, row_b), differences.rewritten)
         limit = max(_AGREE * own, _NOISE * differences.earlier.noise)
         limit = min(limit * (_LATER if differences.earlier.noise else 1.0), _MOST)
+        if differences.rewritten and differences.earlier.last is not None:
+            limit = max(limit, _MOST * differences.slack)
         return self._differences.change_of[row_a] <= limit
 
     def _gradients_agree(self, path: str) -> bool:

@@ -22,6 +22,7 @@ from bitwitness.comparison.settled import SettledModules
 from bitwitness.comparison.suspect import Exceeding, Suspect
 from bitwitness.comparison.updates import Updates
 
+_UNSEEN = 1e-12
 _RETURNED = ("module", "forward")
 _FILLING = 1e30
 """Magnitude of what attention masks are filled with, beside which the changes of all other values vanish from norms."""
@@ -226,9 +227,12 @@ class SuspectSearch:
         changes = [differences.change_of[row] for row, _ in pair.inputs]
         inside = self._inside.get((pair.a.module, pair.a.phase, pair.a.micro), 0.0) if pair.a.kind == "module" else 0.0
         if pair.a.kind == "optimizer":
-            read = self._earlier.read.get(pair.a.module, 0.0)
+            # Where there is rounding, statistics that agree leave room for gradients that are rounding errors alone.
+            unseen = _UNSEEN if self._earlier.noise and not differences.has_values else 0.0
+            read, rows = max(self._earlier.read.get(pair.a.module, 0.0), unseen), self._read(pair)
             changes = [
-                max(c, read) if row in self._read(pair) else c for c, (row, _) in zip(changes, pair.inputs, strict=True)
+                max(c, read) if row in rows and not differences.a.hashed[row] else c
+                for c, (row, _) in zip(changes, pair.inputs, strict=True)
             ]
         return [max(change, self._hidden.get(made, 0.0), inside) for change, made in zip(changes, makers, strict=True)]
 
