@@ -4,41 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from compare_zoo import Case, record
 from extent import chosen
 from rewritten import MODELS, Model
+from torch import nn
 
 import bitwitness as bw
 
 DTYPES = ("float32", "bfloat16")
 
 
-def record(
-    folder: Path, name: str, dtype: str, content: str, *, other: bool, plant: Callable[[Model], None] | None
-) -> Path:
-    torch.manual_seed(0)
-    model = MODELS[name](other=other)
-    if plant is not None:
-        plant(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    generator = torch.Generator().manual_seed(1)
-    with bw.Recorder(model, out=folder, content=content):
-        for _ in range(2):
-            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
-                loss = model.loss(*model.batch(generator))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return folder
+def case(name: str, dtype: str, *, other: bool, plant: Callable[[Model], None] | None = None) -> Case:
+    def make() -> nn.Module:
+        model = MODELS[name](other=other)
+        if plant is not None:
+            plant(model)
+        return model
+
+    def loss(model: Any, generator: torch.Generator) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+            return model.loss(*model.batch(generator))
+
+    return Case(make, loss)
 
 
 def compared(
     folder: Path, name: str, dtype: str, content: str = "stats", plant: Callable[[Model], None] | None = None
 ) -> bw.Report:
-    a = record(folder / "a", name, dtype, content, other=False, plant=None)
-    return bw.compare(a, record(folder / "b", name, dtype, content, other=True, plant=plant))
+    a = record(folder / "a", case(name, dtype, other=False), content=content)
+    return bw.compare(a, record(folder / "b", case(name, dtype, other=True, plant=plant), content=content))
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")

@@ -47,6 +47,7 @@ class Effects:
             Numbers, in A, of the matched nodes whose results agree.
 
         """
+        frame = self._differences.a if first else self._differences.b
         readers, pairs = (self._readers_a, self._pairs_a) if first else (self._readers_b, self._pairs_b)
         ends: set[int] = set()
         seen, waiting = {node.number}, [node]
@@ -55,7 +56,7 @@ class Effects:
                 return None
             one = waiting.pop()
             found = readers.get(one.number, [])
-            if not found and (one is node or self._is_large(one, first=first)):
+            if not found and (one is node or any(_is_large(frame, row) for row in one.outputs)):
                 return None  # what read it was not recorded
             for reader in found:
                 pair = pairs.get(reader.number)
@@ -72,16 +73,10 @@ class Effects:
         """Return whether the results of a pair agree, and would not if something of a difference were left."""
         if not self._agrees(pair):
             return False
+        a = self._differences.a
         return pair.a.kind != "op" or any(
-            self._differences.a.numbers["min"][row] < self._differences.a.numbers["max"][row]
-            and self._differences.a.count[row] >= _ENOUGH
-            and roundoff(self._differences.a.text("dtype", row)) > 0.0
-            for row, _ in pair.outputs
+            _is_large(a, row) and a.numbers["min"][row] < a.numbers["max"][row] for row, _ in pair.outputs
         )
-
-    def _is_large(self, node: Node, *, first: bool) -> bool:
-        frame = self._differences.a if first else self._differences.b
-        return any(frame.count[row] >= _ENOUGH and roundoff(frame.text("dtype", row)) > 0.0 for row in node.outputs)
 
     @cached_property
     def _pairs_a(self) -> dict[int, Pair]:
@@ -98,6 +93,10 @@ class Effects:
     @cached_property
     def _readers_b(self) -> dict[int, list[Node]]:
         return _readers(self._differences.b)
+
+
+def _is_large(frame: StepFrame, row: int) -> bool:
+    return bool(frame.count[row] >= _ENOUGH and roundoff(frame.text("dtype", row)) > 0.0)
 
 
 def _readers(frame: StepFrame) -> dict[int, list[Node]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -116,13 +115,12 @@ class StepFrame:
         """The dtype in which most of the recorded operators that sum products have their results; empty without any."""
         if told := (self.table.schema.metadata or {}).get(COMPUTED.encode()):
             return str(told.decode())
-        rows = np.flatnonzero(self.texts["kind"].equals("op"))
-        found = Counter(
-            self.text("dtype", row)
-            for row in rows.tolist()
-            if canonical(self.text("op", row)) in PRODUCTS and self.text("slot", row).startswith("out")
-        )
-        return found.most_common(1)[0][0] if found else ""
+        ops, slots, dtypes = (self.texts[name] for name in ("op", "slot", "dtype"))
+        products = [code for code, word in enumerate(ops.words) if canonical(word) in PRODUCTS]
+        results = [code for code, word in enumerate(slots.words) if word.startswith("out")]
+        rows = self.texts["kind"].equals("op") & np.isin(ops.codes, products) & np.isin(slots.codes, results)
+        found = dtypes.codes[rows & (dtypes.codes >= 0)]
+        return dtypes.words[int(np.bincount(found).argmax())] if found.size else ""
 
     def text(self, name: str, row: int) -> str:
         """Return a row's string in a column; empty if there is none."""

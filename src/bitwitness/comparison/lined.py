@@ -174,9 +174,11 @@ def _join_micros_of_ranks(found: Lined) -> None:
 
 def _join_micros(found: Lined) -> None:
     """Put micro-batches together where one run has more of them than the other."""
+    if found.merged:  # and each rank's micro-batches with them
+        return
     place = found.places[0]
     first, second = StepFrame(found.a.table(place.rank, place.step)), StepFrame(found.b.table(place.rank, place.step_b))
-    if first.micros == second.micros or found.merged:
+    if first.micros == second.micros:
         return
     if _weights_move(first) or _weights_move(second):
         least = min(first.micros, second.micros)

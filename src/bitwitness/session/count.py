@@ -7,6 +7,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer
 
+from bitwitness.capture.ledger import GradientLedger
 from bitwitness.session.clock import StepClock, TrainingForwards
 from bitwitness.session.instrument import Kind
 from bitwitness.tap.compat import in_transform
@@ -45,7 +46,7 @@ class StepCount:
         """Whether, since the last step ended, the only forwards with gradients were taken for evaluations."""
         self._backpropagated_evaluation = False
         self._retained = False  # a graph of the forwards that were told, for more backwards
-        self._before: list[tuple[int, int] | None] | None = None
+        self._between = False  # two steps, when the backward began that runs
         self._scalers: list[GradScaler] = []
         self.follow_parameters()
 
@@ -53,6 +54,7 @@ class StepCount:
         """Find out anew whose steps count: the model's parameters were replaced."""
         self.parameters = list(self._root.parameters())
         self.owners = Owners(self.parameters, None)
+        self._ledger = GradientLedger(self.parameters)
 
     def trained(self) -> None:
         """Take the model for one that is trained: forwards without gradients are evaluations."""
@@ -96,20 +98,19 @@ class StepCount:
 
     def backward_begins(self, call: BackwardCall) -> None:
         """Note the gradients before a backward between two steps: it may come of parts that the script calls by themselves."""
-        between = self.forwards and not (self.clock.begun or self.evaluated or self._retained)
-        self._before = self._gradients() if between and call.accumulates else None
+        seen = self.clock.begun or self.evaluated or self._retained
+        self._between = self.forwards > 0 and call.accumulates and not seen
+        if self._between:
+            self._ledger.open()
         self._retained |= call.retains
 
     def backward_ended(self) -> bool:
         """Count a backward; return whether a step begins with it: of a model whose parts are called, nothing else tells."""
         self._backpropagated = True
         self._backpropagated_evaluation = self.evaluated
-        unseen = not self.forwards or (self._before is not None and self._gradients() != self._before)
-        self._before = None
+        unseen = not self.forwards or (self._between and self._ledger.moved())
+        self._between = False
         return unseen and self.begin_step()
-
-    def _gradients(self) -> list[tuple[int, int] | None]:
-        return [None if (grad := p.grad) is None else (id(grad), grad._version) for p in self.parameters]
 
     # -- what ends a step ----------------------------------------------------------------------------------------
 
