@@ -46,7 +46,7 @@ def main() -> None:
 def build() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
     """Return the model, the same each time, and its optimizer."""
     torch.manual_seed(0)
-    model = DistributedDataParallel(ByteGPT(layers=3, context=CONTEXT))
+    model = DistributedDataParallel(ByteGPT(width=128, layers=3, context=CONTEXT))
     return model, torch.optim.AdamW(model.parameters(), lr=3e-4)
 
 
