@@ -88,9 +88,11 @@ def script(
     timeout: float = 800.0,
     environment: dict[str, str] | None = None,
     warn: tuple[str, ...] = (),
+    imported: tuple[str, ...] = (),
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python -W WARN… ARGUMENTS`` (a script or ``-m module``, and its arguments) in a folder; as `subprocess.run`.
 
+    ``imported``: modules that it needs and finds imported, too, besides torch and the package.
     What depends on torch or the package not being imported yet (the order of "at exit") is tested in interpreters of their own.
 
     Raises
@@ -107,6 +109,7 @@ def script(
             "where": str(where),
             "timeout": timeout,
             "warn": warn,
+            "imported": imported,
         }
         code = _ask({**asked, "environment": environment or {}})
         out, err = ((Path(logs) / name).read_text() for name in ("stdout.log", "stderr.log"))

@@ -26,6 +26,7 @@ ALWAYS = {**EVERY_STEP, "self_test": True}
 KERNELS_UNSEEN = (
     "compiled kernels themselves are not checked on deep steps; their matrix products were checked in an eager"
 )
+COMPILER = ("functorch.compile", "torch._dynamo.backends.debugging", "torch._functorch.aot_autograd")
 FORMS = ("wrapped", "in place", "submodule", "submodule in place", "function", "optimizer")
 
 # What torch itself says while it compiles, about nobody's code.
@@ -263,9 +264,10 @@ def test_a_script_whose_model_is_compiled(tmp_path: Path) -> None:
     """)
     )
     for form in ("wrapped", "in place"):
-        plain = script([path, form], tmp_path)
+        plain = script([path, form], tmp_path, imported=COMPILER)
         assert plain.returncode == 0, plain.stderr
-        watched = script(["-m", "bitwitness", "run", path, form], tmp_path, warn=("error::UserWarning",))
+        run = ["-m", "bitwitness", "run", path, form]
+        watched = script(run, tmp_path, warn=("error::UserWarning",), imported=COMPILER)
         assert watched.returncode == 0, watched.stderr
         assert watched.stdout == plain.stdout
         assert "4 of 4 parameters, 4 steps" in watched.stderr
@@ -273,7 +275,8 @@ def test_a_script_whose_model_is_compiled(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
-    launched = forked(3, [str(JOBS / "compiled.py"), chosen("all", "some")], tmp_path_factory.mktemp("compiled"))
+    job = [str(JOBS / "compiled.py"), chosen("all", "some")]
+    launched = forked(3, job, tmp_path_factory.mktemp("compiled"), imported=COMPILER)
     text = "\n".join(log.read_text() for log in launched.logs)
     assert launched.code == 0, text[-4000:]
     cases = [json.loads(line) for line in text.splitlines() if line.startswith('{"case"')]
