@@ -11,6 +11,15 @@ from ranks import forked
 
 JOBS = Path(__file__).parent / "jobs"
 RANKS = chosen(4, 3)
+EACH = (
+    "transient backward flip",
+    "transient forward tile",
+    "persistent forward column",
+    "persistent layer norm",
+    "intermittent",
+    "weight",
+    "collective",
+)
 pytestmark = pytest.mark.ranks
 
 
@@ -25,7 +34,7 @@ def run(ranks: int, logs: Path, *names: str) -> dict[str, dict]:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    return run(RANKS, tmp_path_factory.mktemp("verdicts"))
+    return run(RANKS, tmp_path_factory.mktemp("verdicts"), *chosen((), EACH))
 
 
 def only_verdict(case: dict) -> list:
@@ -50,7 +59,7 @@ def test_a_transient_is_healed_to_the_very_bits(told, name, rank, when) -> None:
     ("name", "rank", "site"),
     [
         ("persistent forward column", 2, "layers.1.mlp.up/addmm#0:forward.out0"),
-        ("persistent backward row", 0, "layers.0.mlp.down/mm#0:backward.out0"),
+        *chosen([("persistent backward row", 0, "layers.0.mlp.down/mm#0:backward.out0")], []),
         ("persistent layer norm", 1, "norm/native_layer_norm#0:forward.out0"),
     ],
 )
@@ -70,7 +79,7 @@ def test_an_intermittent_fault_that_strikes_replays_too_is_persistent(told) -> N
     assert "intermittently" in message
 
 
-@pytest.mark.parametrize("name", ["weight", "optimizer state", "collective"])
+@pytest.mark.parametrize("name", ["weight", *chosen(["optimizer state"], []), "collective"])
 def test_corrupt_state_is_its_own_cause(told, name) -> None:
     _, cause, ranks, action, where, message = only_verdict(told[name])
     assert (cause, ranks, action) == ("corrupt_state", [1], "stopped")

@@ -16,13 +16,10 @@ ROOT = Path(__file__).parent.parent
 ZOO = ROOT / "tests" / "zoo"
 SELECTION = (
     "aux_vae_kl_attribute",
-    "call_blocks_walked",
     "class_level_state_and_closure",
-    "exit_nonzero_code",
     "grad_dqn_clamp_data",
     "grad_sam_data",
     "inplace_logits_temperature_mask",
-    "loss_inside_model",
     "memory_moco_queue",
     "penalty_l1_from_step",
     "retry_on_runtime_error",

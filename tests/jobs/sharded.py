@@ -110,17 +110,18 @@ def told(case: str, **mine) -> None:
         print(json.dumps({"case": case, "ranks": everyone}), flush=True)
 
 
-def identity(kind: str) -> None:
+def identity(kind: str) -> list:
+    """Return the lines of the plain training."""
     plain, *_ = train(kind)
     watched, guard, _ = train(kind, lambda m, o: Guard(m, o, deep_every=2, **ALWAYS))
     table = guard.coverage()
     kept = ("suspicions", "dismissed", "verdicts", "failures", "not_covered", "local_gradients", "replay")
     table = {name: table[name] for name in kept} | {"checked": table["operators"]["share_checked"]}
     told(f"identity {kind}", same=plain == watched, table=table)
+    return plain
 
 
-def fault(kind: str, name: str, **how) -> None:
-    clean, *_ = train(kind)
+def fault(kind: str, clean: list, name: str, **how) -> None:
     what = {"site": "*down/mm:backward", "rank": 1, "kind": "multiply", "factor": 1e4, "pattern": "all", **how}
     with FaultyDevice(from_mapping({"fault": [what]}), rank=dist.get_rank()) as device:
         lines, guard, stopped = train(
@@ -143,10 +144,10 @@ def main() -> None:
     for kind in kinds:
         if only and kind not in only:
             continue
-        identity(kind)
-        fault(kind, "transient", steps=[5], times=1)
+        clean = identity(kind)
+        fault(kind, clean, "transient", steps=[5], times=1)
         if kind in ("plain", "hybrid"):
-            fault(kind, "persistent", from_step=5)
+            fault(kind, clean, "persistent", from_step=5)
     time.sleep(0.2)  # gloo's threads let go of the last exchange before the interpreter ends
     dist.destroy_process_group()
 
