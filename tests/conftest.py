@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from pathlib import Path
 
@@ -19,17 +18,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the files that start several processes first: at the end short ones fill what is left of two cores."""
     slow = {item.path for item in items if item.get_closest_marker("ranks") or item.path.stem in SLOW}
     items.sort(key=lambda item: item.path not in slow)
-
-
-def pytest_collection_finish() -> None:
-    """Keep what was imported out of the collector's rounds: a fifteenth of the suite's time goes there otherwise."""
-    gc.collect()
-    gc.freeze()
-
-
-def pytest_sessionfinish() -> None:
-    """Leave nothing out at the end: libraries complain of what is never collected."""
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,7 @@ ALWAYS = {**EVERY_STEP, "self_test": True}
 KERNELS_UNSEEN = (
     "compiled kernels themselves are not checked on deep steps; their matrix products were checked in an eager"
 )
-COMPILER = ("functorch.compile", "torch._dynamo.backends.debugging", "torch._functorch.aot_autograd")
+COMPILER = ("functorch.compile", "torch._dynamo.backends.debugging")
 FORMS = ("wrapped", "in place", "submodule", "submodule in place", "function", "optimizer")
 
 # What torch itself says while it compiles, about nobody's code.

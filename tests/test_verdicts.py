@@ -11,15 +11,13 @@ from ranks import forked
 
 JOBS = Path(__file__).parent / "jobs"
 RANKS = chosen(4, 3)
-EACH = (
-    "transient backward flip",
-    "transient forward tile",
-    "persistent forward column",
-    "persistent layer norm",
-    "intermittent",
-    "weight",
-    "collective",
-)
+TRANSIENT = [("transient backward flip", 1, 4), ("transient forward tile", 2, 3)]
+PERSISTENT = [
+    ("persistent forward column", 2, "layers.1.mlp.up/addmm#0:forward.out0"),
+    *chosen([("persistent backward row", 0, "layers.0.mlp.down/mm#0:backward.out0")], []),
+    ("persistent layer norm", 1, "norm/native_layer_norm#0:forward.out0"),
+]
+CORRUPT = ["weight", *chosen(["optimizer state"], []), "collective"]
 pytestmark = pytest.mark.ranks
 
 
@@ -34,7 +32,8 @@ def run(ranks: int, logs: Path, *names: str) -> dict[str, dict]:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    return run(RANKS, tmp_path_factory.mktemp("verdicts"), *chosen((), EACH))
+    struck = [name for name, *_ in (*TRANSIENT, *PERSISTENT)]
+    return run(RANKS, tmp_path_factory.mktemp("verdicts"), *struck, "intermittent", *CORRUPT)
 
 
 def only_verdict(case: dict) -> list:
@@ -44,9 +43,7 @@ def only_verdict(case: dict) -> list:
     return case["verdicts"][0]
 
 
-@pytest.mark.parametrize(
-    ("name", "rank", "when"), [("transient backward flip", 1, 4), ("transient forward tile", 2, 3)]
-)
+@pytest.mark.parametrize(("name", "rank", "when"), TRANSIENT)
 def test_a_transient_is_healed_to_the_very_bits(told, name, rank, when) -> None:
     case = told[name]
     step, cause, ranks, action, *_ = only_verdict(case)
@@ -55,14 +52,7 @@ def test_a_transient_is_healed_to_the_very_bits(told, name, rank, when) -> None:
     assert case["weights_as_clean"]
 
 
-@pytest.mark.parametrize(
-    ("name", "rank", "site"),
-    [
-        ("persistent forward column", 2, "layers.1.mlp.up/addmm#0:forward.out0"),
-        *chosen([("persistent backward row", 0, "layers.0.mlp.down/mm#0:backward.out0")], []),
-        ("persistent layer norm", 1, "norm/native_layer_norm#0:forward.out0"),
-    ],
-)
+@pytest.mark.parametrize(("name", "rank", "site"), PERSISTENT)
 def test_a_persistent_fault_is_named_down_to_the_line_and_stops_every_rank(told, name, rank, site) -> None:
     case = told[name]
     step, cause, ranks, action, where, message = only_verdict(case)
@@ -79,7 +69,7 @@ def test_an_intermittent_fault_that_strikes_replays_too_is_persistent(told) -> N
     assert "intermittently" in message
 
 
-@pytest.mark.parametrize("name", ["weight", *chosen(["optimizer state"], []), "collective"])
+@pytest.mark.parametrize("name", CORRUPT)
 def test_corrupt_state_is_its_own_cause(told, name) -> None:
     _, cause, ranks, action, where, message = only_verdict(told[name])
     assert (cause, ranks, action) == ("corrupt_state", [1], "stopped")
