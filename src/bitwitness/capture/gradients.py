@@ -12,7 +12,7 @@ How they are reached depends on who owns them:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -51,16 +51,25 @@ class LocalGradients:
     norms_only
         Where gradients are still there at the hold point, describe them by their norms alone, which tell whether they are
         finite at a third of the price; `describe` tells more.
+    left
+        Tells the positions of gradients that an earlier step has left behind: they are none of this step's, and read as zeros.
 
     """
 
     def __init__(
-        self, wrapper: nn.Module, parameters: list[nn.Parameter], device: torch.device, *, norms_only: bool = False
+        self,
+        wrapper: nn.Module,
+        parameters: list[nn.Parameter],
+        device: torch.device,
+        *,
+        norms_only: bool = False,
+        left: Callable[[], frozenset[int]] = frozenset,
     ) -> None:
         self._wrapper = wrapper
         self._parameters = parameters
         self._device = device
         self._norms_only = norms_only
+        self._left_behind = left
         self._latest: Features | None = None
         self._early: dict[int, Features] = {}
         self._parts: list[Features | None] = [None] * len(parameters)
@@ -112,8 +121,7 @@ class LocalGradients:
         if self.mode == "reduce":
             return
         if self.mode != "hooks":
-            grads = [p.grad for p in self._parameters]
-            self._latest = features_with_absent(grads, self._device, hashed=hashed)
+            self._latest = features_with_absent(self._grads(), self._device, hashed=hashed)
             return
         self._latest = self.joined([part or self._unreduced.get(index) for index, part in enumerate(self._parts)])
         self._parts = [None] * len(self._parts)
@@ -205,11 +213,16 @@ class LocalGradients:
     def describe(self) -> Features:
         """Describe the gradients at the hold point in full, where `take` was brief."""
         with own_work(), torch.no_grad():
-            return features_with_absent([p.grad for p in self._parameters], self._device, hashed=False)
+            return features_with_absent(self._grads(), self._device, hashed=False)
+
+    def _grads(self) -> list[torch.Tensor | None]:
+        """Return the step's gradients; None for absent ones, and for those that an earlier step has left behind."""
+        left = self._left_behind()
+        return [None if index in left else p.grad for index, p in enumerate(self._parameters)]
 
     def _norms(self) -> Features:
         none = torch.zeros(0, device=self._device)
-        norms = norms_of([none if p.grad is None else p.grad for p in self._parameters], self._device).float()
+        norms = norms_of([none if grad is None else grad for grad in self._grads()], self._device).float()
         return Features(norms, norms, torch.zeros(0, dtype=torch.int64, device=self._device))
 
     def with_hashes(self, features: Features) -> Features:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 
+import torch
 from torch import nn
+from torch.utils.weak import TensorWeakRef
 
 Entry = tuple[int, int] | None
 
@@ -29,6 +31,22 @@ class GradientLedger:
         self._parameters = parameters
         self._noted: list[Entry] | None = None
         self._opened: list[Entry] = []
+        self._begun: list[tuple[TensorWeakRef, int] | None] | None = None
+        self.left: frozenset[int] = frozenset()
+        """Positions of gradients that an earlier step left behind, and no backward of this one has added to, when last seen."""
+
+    def begin(self) -> None:
+        """Take the gradients as they are before the first backward since `forget`."""
+        if self._begun is None:
+            grads = [p.grad for p in self._parameters]
+            # References, not identities: a new tensor may lie where one was that is gone.
+            self._begun = [None if grad is None else (TensorWeakRef(grad), grad._version) for grad in grads]
+
+    def see(self) -> None:
+        """Find out which gradients were there before the first backward, and are as they were: `left`."""
+        if self._begun is not None and any(self._begun):
+            pairs = enumerate(zip(self._begun, self._parameters, strict=True))
+            self.left = frozenset(i for i, (begun, p) in pairs if begun is not None and _is_still(begun, p.grad))
 
     def open(self) -> None:
         """Take the gradients as they are before a backward."""
@@ -41,10 +59,11 @@ class GradientLedger:
     def note(self) -> None:
         """Take the gradients as they are now for those of the last backward."""
         self._noted = self._read()
+        self.see()
 
     def forget(self) -> None:
-        """Expect nothing."""
-        self._noted = None
+        """Expect nothing: what comes belongs to another step, or begins anew."""
+        self._noted, self._begun, self.left = None, None, frozenset()
 
     def change(self) -> Change:
         """Compare the gradients with what was noted; nothing noted is no change."""
@@ -57,3 +76,8 @@ class GradientLedger:
 
     def _read(self) -> list[Entry]:
         return [None if (grad := p.grad) is None else (id(grad), grad._version) for p in self._parameters]
+
+
+def _is_still(begun: tuple[TensorWeakRef, int], grad: torch.Tensor | None) -> bool:
+    before, version = begun
+    return grad is not None and before() is grad and grad._version == version

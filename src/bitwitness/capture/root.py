@@ -17,7 +17,7 @@ from bitwitness.capture.graphwalk import sketch
 from bitwitness.capture.ledger import Change
 from bitwitness.capture.step import ForwardRecord
 from bitwitness.capture.structure import nbytes
-from bitwitness.stats import total_of
+from bitwitness.stats import norms_of
 from bitwitness.tap.modes import scripts_modes_off
 from bitwitness.tap.moments import BackwardCall
 from bitwitness.tap.ownwork import own_work
@@ -57,10 +57,10 @@ class RootTap(ForwardTap):
 
     def _note_start(self) -> None:
         """See what lies in the gradients before the step's first backward adds to it."""
-        record, present = self.record, [p.grad for p in self.parameters.values() if p.grad is not None]
-        record.start_norm = total_of(present, self.device) if present else None
-        # zero_grad(set_to_none=False): -0.0 + 0.0 is +0.0, so a replay must start from zeros, too
-        record.zero_start = record.start_norm is not None
+        present = {i: p.grad for i, p in enumerate(self.parameters.values()) if p.grad is not None}
+        norms = norms_of(list(present.values()), self.device) if present else ()
+        self.record.start_norms = dict(zip(present, norms, strict=True))
+        self.ledger.begin()
 
     def _walk(self, call: BackwardCall) -> None:
         """Find what this backward reaches, before it frees its graph."""
@@ -92,6 +92,7 @@ class RootTap(ForwardTap):
             if not recorded:
                 self._without_forward()
             self.ledger.note()
+            self.record.left = self.ledger.left
         else:  # what another model's backward reduces is none of this one's
             self.capturer.traffic = without(self._traffic, read_traffic(), self.capturer.traffic)
         self.window.backward_ended(reached=reached)
@@ -153,6 +154,7 @@ class RootTap(ForwardTap):
     def _run_local_gradients(self) -> None:
         try:
             if self.ledger.moved():
+                self.ledger.see()
                 with own_work(), torch.no_grad():
                     self._local_gradients()
         except Exception as error:

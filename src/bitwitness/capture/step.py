@@ -128,8 +128,10 @@ class StepRecord:
     looked_at: bool = False
     """Whether its gradients were complete, and read: what comes later belongs to another record."""
     forwards: list[ForwardRecord] = field(default_factory=list)
-    zero_start: bool = False
-    start_norm: torch.Tensor | None = None
+    start_norms: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Norms (0-d) of the gradients that lay there before the first backward, by the parameter's position."""
+    left: frozenset[int] = frozenset()
+    """Positions of those that an earlier step left there and no backward of this one has added to: none of this step's."""
     versions: list[int] = field(default_factory=list)
     hooks: list[tuple[Any, ...]] | None = None
     roots: dict[int, list[weakref.ref[torch.Tensor]]] = field(default_factory=dict)
@@ -146,6 +148,17 @@ class StepRecord:
 
     cleared: bool = False
     """Whether gradients of an earlier backward of the step were zeroed, and the forwards behind them forgotten."""
+
+    @property
+    def zero_start(self) -> bool:
+        """Whether gradients were added to what was there; a replay is told only of zeros, which turn -0.0 into +0.0."""
+        return not self.start_norms.keys() <= self.left
+
+    @property
+    def start_norm(self) -> torch.Tensor | None:
+        """The sum of the norms of what gradients were added to; None where nothing was there."""
+        norms = [norm for index, norm in self.start_norms.items() if index not in self.left]
+        return torch.stack(norms).sum() if norms else None
 
     def give_up(self, reason: str) -> None:
         """Say why this step cannot be run again; the first reason stands."""

@@ -25,10 +25,17 @@ from bitwitness.tap.modes import scripts_modes_back
 _STATELESS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 
 
-def write_back(parameters: list[nn.Parameter], good: list[torch.Tensor | None]) -> None:
-    """Overwrite the gradients in place (references that a clipping function already took stay valid)."""
+def write_back(
+    parameters: list[nn.Parameter], good: list[torch.Tensor | None], left: frozenset[int] = frozenset()
+) -> None:
+    """Overwrite the gradients in place (references that a clipping function already took stay valid).
+
+    ``left``: positions of those that are none of the step's, and stay.
+    """
     with torch.no_grad():
-        for parameter, grad in zip(parameters, good, strict=True):
+        for index, (parameter, grad) in enumerate(zip(parameters, good, strict=True)):
+            if index in left:
+                continue
             if parameter.grad is not None and grad is not None:
                 parameter.grad.copy_(grad)
             elif parameter.grad is not grad:
@@ -44,7 +51,7 @@ def heal_alone(
     """
     if good.grads is None or good.buffers is None:
         raise ReplayError("the replay did not keep its gradients")
-    write_back(parameters, good.grads)
+    write_back(parameters, good.grads, record.left)
     if good.whole:
         write_losses(record, good.losses)
     if not keep_buffers:
@@ -132,9 +139,11 @@ def heal_together(
             write_losses(record, [root for loss in losses for root in loss or ()])
     finally:
         replayer.keeper.put(buffers)
-        for parameter, grad in zip(parameters, held, strict=True):
+        for index, (parameter, grad) in enumerate(zip(parameters, held, strict=True)):
             new = parameter.grad
-            if grad is not None and new is not None:
+            if index in record.left:
+                parameter.grad = grad
+            elif grad is not None and new is not None:
                 with torch.no_grad():
                     grad.copy_(new)
                 parameter.grad = grad

@@ -36,9 +36,9 @@ class PassReplay:
         self._through_leaves: bool | None = None
         self._had_gradients: list[bool] = []
 
-    def begin(self) -> None:
-        """Say that an execution begins; note which parameters the training gave a gradient."""
-        self._had_gradients = [p.grad is not None for p in self._parameters.values()]
+    def begin(self, left: frozenset[int]) -> None:
+        """Say that an execution begins; note which parameters the training gave a gradient, but for those ``left`` behind."""
+        self._had_gradients = [p.grad is not None and i not in left for i, p in enumerate(self._parameters.values())]
 
     def run(
         self,

@@ -132,7 +132,7 @@ class Replayer:
         self._demand(strict=strict)
         self._held.know(beside(passes))
         totals: list[torch.Tensor | None] = [None] * len(self.parameters)
-        self._passes.begin()
+        self._passes.begin(record.left)
         done = Execution(features_with_absent([], self.device), torch.zeros(0))
         outputs: list[torch.Tensor] = []
         self._forwards.results = [] if keep else None

@@ -32,7 +32,10 @@ class StepGradients:
 
     def __init__(self, root: RootTap, rank: int, *, norms_only: bool) -> None:
         parameters = list(root.parameters.values())
-        self.local = LocalGradients(root.wrapper, parameters, root.device, norms_only=norms_only)
+        ledger = root.ledger  # renewed with the parameters, as this is
+        self.local = LocalGradients(
+            root.wrapper, parameters, root.device, norms_only=norms_only, left=lambda: ledger.left
+        )
         self.edits = Edits(root, self.local)
         self._reader = LightReader(root, self.local, rank)
         self.losses: list[torch.Tensor] = []
