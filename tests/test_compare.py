@@ -45,7 +45,7 @@ PLANTED = {
 }
 MODES = [("mix", "stats"), ("ops", "stats"), ("modules", "stats"), ("mix", "tensors"), ("mix", "hash")]
 PLANTED_IN_ALL_MODES = [(n, d, mode) for n, ds in PLANTED.items() for d in ds for mode in MODES]
-# All of two architectures in statistics of everything; of the other modes every fourth difference, in an architecture by
+# All of one architecture in statistics of everything; of the other modes every fourth difference, in an architecture by
 # turns. `make campaign` goes through all of them.
 BY_TURNS = [
     (names[(i + turn) % len(names)], difference, mode)
@@ -53,9 +53,7 @@ BY_TURNS = [
     for i, difference in enumerate(sorted({d for ds in PLANTED.values() for d in ds}))
     if i % 4 == turn and (names := [n for n, ds in PLANTED.items() if difference in ds])
 ]
-SHORT = [
-    case for case in PLANTED_IN_ALL_MODES if (case[0] in ("gpt", "conv") and case[2] == MODES[0]) or case in BY_TURNS
-]
+SHORT = [case for case in PLANTED_IN_ALL_MODES if (case[0] == "gpt" and case[2] == MODES[0]) or case in BY_TURNS]
 CHOSEN = chosen(PLANTED_IN_ALL_MODES, SHORT)
 
 
@@ -115,7 +113,10 @@ def test_the_first_wrong_operator_is_named(
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [*((name, MODES[0]) for name in PLANTED), *((n, MODES[3]) for n in chosen(PLANTED, ["conv"]))],
+    [
+        *((name, MODES[0]) for name in chosen(PLANTED, ["llama", "vit"])),
+        *((name, MODES[3]) for name in chosen(PLANTED, ["conv"])),
+    ],
     ids=str,
 )
 def test_reordering_is_no_error(tmp_path: Path, clean: Clean, name: str, mode: tuple[str, str]) -> None:
@@ -146,7 +147,9 @@ def larger_row(model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "threads"), [*((mode, 1) for mode in chosen(MODES, MODES[:2])), *((mode, 2) for mode in MODES)], ids=str
+    ("mode", "threads"),
+    [*((mode, 1) for mode in chosen(MODES, [])), *((mode, 2) for mode in chosen(MODES, MODES[:4]))],
+    ids=str,
 )
 def test_one_row_of_a_weight(tmp_path: Path, clean: Clean, mode: tuple[str, str], threads: int) -> None:
     level, content = mode

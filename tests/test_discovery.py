@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from extent import chosen
 from ranks import forked
 from torch import nn
 
@@ -419,7 +420,7 @@ def test_the_wrapper_is_guarded_whatever_ran_before_it_was_made(tmp_path: Path) 
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("trainer", ["lightning", "lightning_methods", "transformers", "accelerate"])
+@pytest.mark.parametrize("trainer", ["lightning_methods", "transformers", "accelerate", *chosen(["lightning"], [])])
 def test_trainers_are_guarded_at_their_wrapper(trainer: str, tmp_path: Path) -> None:
     pytest.importorskip(trainer.partition("_")[0])
     launched = forked(2, [str(JOBS / "trainers.py"), trainer, str(tmp_path)], tmp_path / "logs")

@@ -15,7 +15,7 @@ import bitwitness as bw
 from bitwitness.testing import EVERY_STEP
 
 ALWAYS = EVERY_STEP
-STEPS, LATE = 12, (6, 9)
+STEPS, LATE = 8, (4, 6)
 
 
 def double(gradient):

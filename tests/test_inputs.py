@@ -23,7 +23,7 @@ INPUTS = Path(__file__).parents[1] / "bench" / "inputs.py"
 
 
 def test_no_bad_input_gives_a_traceback_a_hang_or_a_wrong_all_clear(tmp_path: Path) -> None:
-    done = script([str(INPUTS), "--trials", chosen("10000", "300"), "--seed", "7"], tmp_path)
+    done = script([str(INPUTS), "--trials", chosen("10000", "150"), "--seed", "7"], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert "0 wrong" in done.stdout
 

@@ -27,7 +27,7 @@ import bitwitness as bw
 from bitwitness.testing import EVERY_STEP, FaultyDevice, load_faults
 
 ALWAYS = {"act": "protect", **EVERY_STEP}
-STEPS, LATE = 10, 5
+STEPS, LATE = 7, 3
 COUNT = {"n": 0}
 VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("count", default=0)
 

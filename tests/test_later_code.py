@@ -18,7 +18,7 @@ import bitwitness as bw
 from bitwitness.testing import EVERY_STEP
 
 ALWAYS = {"act": "protect", **EVERY_STEP}
-STEPS, LATE = 10, 4
+STEPS, LATE = 7, 3
 
 
 class Net(nn.Module):

@@ -68,7 +68,7 @@ def test_a_truncated_file_is_named_and_the_rest_is_read(run: Path, size: int) ->
         RunSource(run)
 
 
-@settings(max_examples=chosen(25, 10), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=chosen(25, 6), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example([(0.25380136002151704, 128)])  # a name that is no text
 @given(st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=8))
 def test_flipped_bytes_end_in_nothing_but_our_own_error(run: Path, good: Path, flips: list[tuple[float, int]]) -> None:

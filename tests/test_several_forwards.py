@@ -13,13 +13,13 @@ import bitwitness as bw
 from bitwitness.testing import EVERY_STEP, FaultyDevice, load_faults
 
 ALWAYS = {"act": "protect", **EVERY_STEP}
-STEPS = 8
+STEPS = 6
 FAULT = """
 [[fault]]
 kind = "multiply"
 factor = 64.0
 site = "0/addmm#0:forward.out0"
-from_step = 5
+from_step = 3
 times = 1
 """
 
@@ -79,7 +79,7 @@ def test_a_fault_in_the_first_of_them_is_healed(loss: str, tmp_path) -> None:
     with FaultyDevice(load_faults(faults)) as device:
         weights, guard = train(LOSSES[loss], guarded=True)
     assert len(device.fired) == 1
-    assert guard.coverage()["verdicts"] == ["step 5: transient_hardware [0] healed"]
+    assert guard.coverage()["verdicts"] == ["step 3: transient_hardware [0] healed"]
     assert all(map(torch.equal, plain, weights))
 
 
@@ -180,7 +180,7 @@ def test_running_statistics_of_micro_batches_are_healed_or_left(between, tmp_pat
     faults.write_text(FAULT)
     with FaultyDevice(load_faults(faults)):
         weights, guard = accumulate(guarded=True, between=between)
-    assert guard.coverage()["verdicts"] == ["step 5: transient_hardware [0] healed"]
+    assert guard.coverage()["verdicts"] == ["step 3: transient_hardware [0] healed"]
     healed = [torch.equal(a, b) for a, b in zip(plain, weights, strict=True)]
     if between is not statistics_moved:
         assert all(healed)

@@ -14,7 +14,7 @@ import bitwitness as bw
 from bitwitness.testing import EVERY_STEP
 
 ALWAYS = {"act": "protect", **EVERY_STEP}
-STEPS = 12
+STEPS = 8
 
 
 class Counting(torch.Tensor):

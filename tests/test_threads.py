@@ -41,7 +41,7 @@ def test_two_trainings_in_two_threads(settings: str, tmp_path: Path) -> None:
         assert "VERDICT" not in guarded.stderr
         assert "not recorded" not in guarded.stderr, guarded.stderr
         covered = re.findall(r"(?:healthy|known.*|NOT.*)[:;] (\d+) of (\d+) parameters, (\d+) steps", guarded.stderr)
-        assert covered == [("8", "8", "60")] * 2, guarded.stderr
+        assert covered == [("8", "8", "30")] * 2, guarded.stderr
         assert len(re.findall(r", model 2\] (?:healthy|not known)", guarded.stderr)) == 1, guarded.stderr
 
 
@@ -67,7 +67,7 @@ def test_a_recording_holds_no_operators_of_another_thread(tmp_path: Path) -> Non
     for folder in ("run", "run-2"):
         rows = [row for row in bw.Run(tmp_path / folder).rows().to_pylist() if row["kind"] == "op"]
         products = [row for row in rows if (row["op"], row["phase"], row["slot"]) == ("addmm", "forward", "out0")]
-        assert 50 <= len(products) <= 100
+        assert 25 <= len(products) <= 50
         assert len({row["module"] for row in products}) == 2
         drawing += any("dropout" in row["op"] or "bernoulli" in row["op"] for row in rows)
     assert drawing == 1

@@ -25,22 +25,22 @@ def run(tmp_path: Path, case: str, faults: str = "") -> tuple[int, str]:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_fault_that_wanders_is_convicted(rank: int, tmp_path: Path) -> None:
-    fault = f'[[fault]]\nsite = "2/addmm*:forward*"\nrank = {rank}\nsteps = [10]\nkind = "bitflip"\nbit = 30\n'
+    fault = f'[[fault]]\nsite = "2/addmm*:forward*"\nrank = {rank}\nsteps = [6]\nkind = "bitflip"\nbit = 30\n'
     code, told = run(tmp_path, "plain", fault)
     assert code == 1, told
-    assert f"VERDICT step 10: persistent_hardware, action stopped: rank {rank}:" in told
+    assert f"VERDICT step 6: persistent_hardware, action stopped: rank {rank}:" in told
     assert "in 2/addmm#0:forward.out0" in told
     assert told.count("VERDICT") == 1
 
 
 def test_a_heal_does_not_take_its_own_replay_for_the_scripts_change_of_the_buffers(tmp_path: Path) -> None:
     fault = (
-        '[[fault]]\nsite = "0/addmm#0:forward.out0"\nrank = 1\nfrom_step = 10\ntimes = 1\nkind = "multiply"\nfactor = 64.0\n'
+        '[[fault]]\nsite = "0/addmm#0:forward.out0"\nrank = 1\nfrom_step = 6\ntimes = 1\nkind = "multiply"\nfactor = 64.0\n'
         'pattern = "all"\n'
     )
     code, told = run(tmp_path, "normed", fault)
     assert code == 0, told
-    assert "VERDICT step 10: transient_hardware, action healed: rank 1:" in told
+    assert "VERDICT step 6: transient_hardware, action healed: rank 1:" in told
     assert "stay as they are" not in told
 
 
@@ -58,6 +58,6 @@ def test_the_other_models_reduction_is_no_exchange_in_the_loss(tmp_path: Path) -
     assert code == 0, told
     assert "VERDICT" not in told
     covered = re.findall(r"(?:healthy|known.*|NOT.*): (\d+) of (\d+) parameters, (\d+) steps", told)
-    assert covered == [("4", "4", "14"), ("4", "4", "14")], told
-    kept_from = [int(count) for count in re.findall(r"in (\d+) of 14 steps the loss code outside the model", told)]
+    assert covered == [("4", "4", "9"), ("4", "4", "9")], told
+    kept_from = [int(count) for count in re.findall(r"in (\d+) of 9 steps the loss code outside the model", told)]
     assert max(kept_from, default=0) <= 2, told  # the buckets are made anew once

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 Watch = Callable[[nn.Module, Any], AbstractContextManager[Any]]
-STEPS = 12
+STEPS = 9
 _DATA = torch.Generator()
 
 
@@ -127,9 +127,9 @@ def skipped_where_not_finite(watch: Watch):
     with watch(net, optimizer):
         for step in range(STEPS):
             x, y = draw()
-            if step in (4, 10):
+            if step in (4, 7):
                 x = x * 1e30  # an overflow in the data
-            loss = net(x, y * (1e30 if step in (4, 10) else 1.0))
+            loss = net(x, y * (1e30 if step in (4, 7) else 1.0))
             loss.backward()
             norm = nn.utils.clip_grad_norm_(net.parameters(), 1.0)
             lines.append(bits(net, [loss.item()], optimizer))

@@ -79,7 +79,7 @@ class Scenario:
     optimizer: str = "adamw"
     ddp: dict[str, Any] = field(default_factory=dict)
     set_to_none: bool = True
-    steps: int = 6
+    steps: int = 5
 
     def __str__(self) -> str:
         parts = [self.model, self.optimizer, *(f"{k}={v}" for k, v in self.ddp.items())]

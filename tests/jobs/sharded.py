@@ -145,9 +145,9 @@ def main() -> None:
         if only and kind not in only:
             continue
         clean = identity(kind)
-        fault(kind, clean, "transient", steps=[5], times=1)
+        fault(kind, clean, "transient", steps=[3], times=1)
         if kind in ("plain", "hybrid"):
-            fault(kind, clean, "persistent", from_step=5)
+            fault(kind, clean, "persistent", from_step=3)
     time.sleep(0.2)  # gloo's threads let go of the last exchange before the interpreter ends
     dist.destroy_process_group()
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-STEPS, FIRST = 10, 6
+STEPS, FIRST = 7, 4
 MAIN = {"scale": 1.0}
 
 

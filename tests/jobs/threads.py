@@ -10,7 +10,7 @@ from torch import nn
 
 from bitwitness.stats import bit_hash
 
-STEPS = 60
+STEPS = 30
 
 
 def build() -> nn.Module:

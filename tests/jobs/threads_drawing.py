@@ -9,7 +9,7 @@ from torch import nn
 
 from bitwitness.stats import bit_hash
 
-STEPS = 50
+STEPS = 25
 
 
 def train(model: nn.Module, batches: torch.Tensor | None) -> None:

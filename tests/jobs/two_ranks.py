@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-STEPS = 14
+STEPS = 9
 
 
 def build(*sizes: int) -> nn.Module:

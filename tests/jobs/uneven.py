@@ -65,9 +65,9 @@ def train(guarded: bool) -> tuple[list, Guard | None]:
     with guard or nullcontext():
         even(3)
         epoch(3 + 4 * rank)
-        even(9)
+        even(5)
         epoch(2 if rank else 0)
-        even(9)
+        even(5)
     return lines, guard
 
 

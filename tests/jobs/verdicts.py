@@ -118,7 +118,7 @@ def run(name: str, fault: dict | None, scenario: Scenario, act: str) -> dict:
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    scenario = Scenario("gpt", clip=1.0, steps=8)
+    scenario = Scenario("gpt", clip=1.0, steps=6)
     only = sys.argv[1:]
     clean = run("clean", None, scenario, "protect")
     for name, fault in CASES.items():

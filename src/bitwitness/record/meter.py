@@ -22,6 +22,8 @@ _HALVES = (torch.float16, torch.bfloat16)
 _WIDE_DEVICES = ("cpu", "cuda")  # that compute in float64
 _AT_HAND = 1 << 20
 """Elements of the buffer for half types: 4 MiB of float32. To have such memory from the system each time costs a pass."""
+_TWO_PASSES = 1 << 16
+"""Elements from which on a CPU finds both extremes quicker in two passes than in torch's one (88 against 106 us at 2^19)."""
 
 
 class Meter:
@@ -102,7 +104,7 @@ class Meter:
             return self._exactly(values)
         if dtype in _HALVES or dtype.itemsize == 1:
             values = self._buffer.float32(values)  # their own range and precision are too narrow for sums
-        least, most = values.aminmax()
+        least, most = (values.amin(), values.amax()) if count > _TWO_PASSES else values.aminmax()
         low, high = least.item(), most.item()
         total = values.sum().item()
         l2 = quick_l2(values)

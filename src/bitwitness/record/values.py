@@ -112,9 +112,9 @@ class Values:
             with unseen(), torch.no_grad():
                 # One order for all: strided sums are slow, and their rounding depends on the number of threads.
                 ordered = values if values.is_contiguous() else in_memory_order(values)
-                self._meter.measure(
-                    number, ordered, self._before.get(_place(storage, values)) if self._before else None
-                )
+                # Expected once: after that, whatever lies there is new.
+                expected = self._before.pop(_place(storage, values), None) if self._before else None
+                self._meter.measure(number, ordered, expected)
                 kept = None if self._keeper is None else self._keeper.keep(number, values, site.short)
             known = self._known[key] = number, kept
             if overwritten:
