@@ -23,5 +23,5 @@ def test_every_kind_of_training_is_healed(tmp_path: Path) -> None:
     for training in told:  # the last one computes its loss outside the model, from outputs that were wrong
         assert training["struck"] == 1, training
         assert training["failures"] == {}
-        assert training["verdicts"] == ["step 4: transient_hardware [1] healed"], training
+        assert training["verdicts"] == ["step 5: transient_hardware [1] healed"], training
         assert training["same"] == ranks, training

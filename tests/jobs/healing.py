@@ -12,28 +12,28 @@ from scenarios import Scenario, train
 from bitwitness import Guard
 from bitwitness.testing import FaultyDevice, from_mapping
 
-ONCE = {"rank": 1, "steps": [4], "times": 1}
+ONCE = {"rank": 1, "steps": [5], "times": 1}
 FLIP = {**ONCE, "kind": "exponent_msb"}
 TRAININGS = [
-    (Scenario("gpt", steps=6, ddp={"gradient_as_bucket_view": True}), {**FLIP, "site": "layers.1.mlp.up/mm:backward"}),
-    (Scenario("gpt", steps=6, ddp={"static_graph": True}), {**FLIP, "site": "layers.1.mlp.up/mm:backward"}),
-    (Scenario("gpt", steps=6, accumulate=3, clip=1.0), {**FLIP, "site": "layers.1.mlp.up/mm:backward"}),
+    (Scenario("gpt", steps=7, ddp={"gradient_as_bucket_view": True}), {**FLIP, "site": "layers.1.mlp.up/mm:backward"}),
+    (Scenario("gpt", steps=7, ddp={"static_graph": True}), {**FLIP, "site": "layers.1.mlp.up/mm:backward"}),
+    (Scenario("gpt", steps=7, accumulate=3, clip=1.0), {**FLIP, "site": "layers.1.mlp.up/mm:backward"}),
     (
-        Scenario("gpt", steps=6, autocast=torch.bfloat16, set_to_none=False),
+        Scenario("gpt", steps=7, autocast=torch.bfloat16, set_to_none=False),
         {**FLIP, "site": "layers.0.attention.qkv/mm:backward"},
     ),
     (
-        Scenario("conv", steps=6, scaler=True, autocast=torch.float16),
+        Scenario("conv", steps=7, scaler=True, autocast=torch.float16),
         {**FLIP, "site": "body.4/convolution_backward:backward"},
     ),
-    (Scenario("lstm", steps=6), {**FLIP, "site": "lstm/mkldnn_rnn_layer_backward:backward"}),
-    (Scenario("hf", steps=6, accumulate=2), {**FLIP, "site": "transformer.h.0.mlp.c_fc/mm:backward"}),
+    (Scenario("lstm", steps=7), {**FLIP, "site": "lstm/mkldnn_rnn_layer_backward:backward"}),
+    (Scenario("hf", steps=7, accumulate=2), {**FLIP, "site": "transformer.h.0.mlp.c_fc/mm:backward"}),
     (
-        Scenario("unused", steps=6, ddp={"find_unused_parameters": True}),
+        Scenario("unused", steps=7, ddp={"find_unused_parameters": True}),
         {**FLIP, "site": "head/mm:backward"},
     ),
     (
-        Scenario("conv", steps=6, optimizer="sgd"),
+        Scenario("conv", steps=7, optimizer="sgd"),
         {**ONCE, "site": "body.4/convolution:forward", "kind": "multiply", "factor": 1e6, "pattern": "all"},
     ),
 ]
