@@ -29,6 +29,8 @@ _SMALL = 1e-3
 """Times the usual size of a gradient, below which one may be rounding errors alone."""
 _COARSE = 16.0
 """Unit roundoffs of the coarser precision up to which a factor counts as exact, where runs compute in different ones."""
+_EXACT = 1e-6
+"""How far the logarithm of a power of two may be from a whole number: factors are taken from norms of equal numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +82,15 @@ class GradientChains:
         """Return how many times run B's loss scale is A's, which optimizers do not see; None where it is the same."""
         if len(self._weighty) < 2 or self._differences.parted_before:
             return None
-        first, last = (self._common([(c.a[stage], c.b[stage]) for c in self._weighty]) for stage in (0, 2))
-        if first is None or last is None or first <= 0 or self._is_one(first) or not self._is_one(last):
+        # Numbers that float16 holds with fewer digits, being small, are rounded otherwise under another scale.
+        noise = _COARSE * max(self._differences.coarse, self._differences.roundoff_inside)
+        first, last = (self._common([(c.a[s], c.b[s]) for c in self._weighty], least=noise) for s in (0, 2))
+        if first is None or last is None or first <= 0 or self._is_one(first, noise) or not self._is_one(last, noise):
             return None
-        # Of gradients that are clipped in both runs the size says nothing of what was done to the loss.
+        # Of gradients that are clipped in both runs the size says nothing of what was done to the loss; scales are powers of 2.
         own = self._usual
-        return first if self._is_one(own[0]) and self._is_one(own[1] * first) else None
+        unscales = self._is_one(own[0]) or _is_power_of_two(own[0])
+        return first if unscales and self._is_one(own[1] * first / own[0], noise) else None
 
     def edited(self, chain: Chain) -> tuple[float | None, float | None] | None:
         """Return by what a gradient was multiplied between backward and optimizer in each run, where that differs."""
@@ -125,16 +130,18 @@ class GradientChains:
             return None
         return 1.0 if frame.value[rows[0]] == frame.value[last] else factor(frame, rows[0], frame, last)
 
-    def _common(self, rows: Sequence[tuple[int | None, int | None]], within: StepFrame | None = None) -> float | None:
-        """Return the one factor between pairs of rows, of A and B or both of one run, if there is one."""
+    def _common(
+        self, rows: Sequence[tuple[int | None, int | None]], within: StepFrame | None = None, least: float = 0.0
+    ) -> float | None:
+        """Return the one factor between pairs of rows, of A and B or both of one run, if there is one; ``least``: noise."""
         a, b = within or self._a, within or self._b
-        least = 0.0 if within else self._noise
+        least = 0.0 if within else max(self._noise, least)
         found = [None if i is None or j is None else factor(a, i, b, j, least) for i, j in rows]
         known = [one for one in found if one is not None]
         if not known or len(known) < _MOST * len(found):
             return None
         middle = median(known)
-        agreeing = sum(abs(one - middle) <= self._limit() * abs(middle) for one in known)
+        agreeing = sum(abs(one - middle) <= max(self._limit(), least) * abs(middle) for one in known)
         return middle if agreeing >= _MOST * len(found) else None
 
     def _limit(self) -> float:
@@ -149,8 +156,8 @@ class GradientChains:
         """How far gradients may be from an exact factor where the runs compute in different precisions."""
         return _COARSE * self._differences.roundoff_inside
 
-    def _is_one(self, ratio: float) -> bool:
-        return abs(ratio - 1.0) <= self._limit()
+    def _is_one(self, ratio: float, least: float = 0.0) -> bool:
+        return abs(ratio - 1.0) <= max(self._limit(), least)
 
     # -- causes --------------------------------------------------------------------------------------------------
 
@@ -273,3 +280,8 @@ class GradientChains:
                 if row is not None:
                     squares[number] += numbers_of(frame, row).l2 ** 2
         return math.sqrt(squares[0]), math.sqrt(squares[1])
+
+
+def _is_power_of_two(number: float) -> bool:
+    exponent = math.log2(number) if number > 0 else 0.5
+    return abs(exponent - round(exponent)) < _EXACT

@@ -208,7 +208,7 @@ class Reasons:
         if lone.op in CASTS and (first != second or differences.precisions is not None):
             return None  # told as the dtype of what reads it, or of the run
         own = max(differences.roundoff(row_a, row_b), differences.roundoff_inside)
-        if change <= max(differences.viewed(self._earlier.noise + own), differences.rewritten):
+        if change <= max(differences.viewed(self._earlier.noise + own), differences.rewritten, differences.drifted):
             return None
         if differences.differed_before(lone, first=lone_a is not None):
             return None
@@ -228,7 +228,8 @@ class Reasons:
         own = max(roundoff(self.a.text("dtype", row_a)), differences.roundoff_inside, differences.rewritten)
         if pair.a.kind == "module" or self._differences.parted_before:
             return None  # of values that differ already, a part may differ more than the whole
-        if change <= self._differences.slack * self._differences.viewed(max(made, self._earlier.noise) + own):
+        limit = differences.slack * differences.viewed(max(made, self._earlier.noise) + own)
+        if change <= max(limit, differences.drifted):
             return None
         slot = self.a.text("slot", row_a)
         return Reason(

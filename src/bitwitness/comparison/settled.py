@@ -93,6 +93,7 @@ class SettledModules:
         limit = min(limit * (_LATER if differences.earlier.noise else 1.0), _MOST)
         if differences.rewritten and differences.earlier.last is not None:
             limit = max(limit, _MOST * differences.slack)
+        limit = max(limit, differences.drifted)
         return self._differences.change_of[row_a] <= limit
 
     def _gradients_agree(self, path: str) -> bool:

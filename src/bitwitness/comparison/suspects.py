@@ -214,7 +214,7 @@ class SuspectSearch:
         noisy = [c if c == 0.0 else max(c, self._earlier.noise) for c in carried]
         best = (math.inf, 0.0, 0)
         for i, change in enumerate(results):
-            explained = differences.slack * self._allowed(pair, i, noisy)
+            explained = max(differences.slack * self._allowed(pair, i, noisy), differences.drifted)
             ratio = change / explained if explained else math.inf
             if i == 0 or ratio > best[1] / best[0]:
                 best = (explained, change, i)
