@@ -14,7 +14,8 @@ from bitwitness.comparison.report import Report
 from bitwitness.store.opening import open_source
 
 JOB = Path(__file__).parent / "jobs" / "recording.py"
-CASES = [*(f"{w}-{what}" for w in ("ddp", "fsdp", "tp") for what in ("none", "weight")), "ddp-residual"]
+CASES = [f"{wrapper}-{what}" for wrapper in ("ddp", "fsdp", "tp") for what in ("none", "weight")]
+CASES += ["ddp-residual", "hand-none", "hand-own"]
 pytestmark = pytest.mark.ranks
 
 
@@ -46,6 +47,14 @@ def test_a_missing_residual_on_one_rank_is_named_there_and_only_there(runs: Path
     assert report.first.side == "a"
     assert {suspect.rank for suspect in report.suspects} == {1}  # rank 0 received its difference with the gradients
     assert "blocks.1/add#0:forward" in report.only_a
+
+
+def test_a_gradient_that_one_run_does_not_reduce_is_named(runs: Path) -> None:
+    report = compared(runs, "hand-none", "hand-own")
+    assert report.first is not None
+    assert report.first.site.startswith("blocks.1.fc1/weight#0:grad")
+    assert "is the same on all ranks in run A, and each rank's own in run B: it is not reduced" in report.first.text
+    assert "'" not in compared(runs, "hand-none", "hand-none").conclusion
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp", "tp"])

@@ -142,6 +142,29 @@ def test_a_skipped_step_leaves_gradients_to_be_read_and_optimizers_as_they_were(
     assert all(all(row) for row in norms)
 
 
+def test_what_a_wrong_backward_gave_to_a_loose_parameter_is_not_in_the_norm_that_clips(capsys) -> None:
+    def run() -> tuple[list[torch.Tensor], torch.Tensor, list[float]]:
+        torch.manual_seed(0)
+        net, warmth = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), nn.Parameter(torch.zeros(()))
+        optimizer, norms = torch.optim.SGD([*net.parameters(), warmth], lr=0.01), []
+        with bw.Guard(net, act="protect", deep_every=0, trend={"z": 1e-9, "warmup": 1}, self_test=False):
+            for x, y in batches():
+                optimizer.zero_grad()
+                (net(x) * warmth.exp() - y).square().mean().backward()
+                norms.append(float(nn.utils.clip_grad_norm_([*net.parameters(), warmth], 0.5)))
+                optimizer.step()
+        return [p.detach().clone() for p in net.parameters()], warmth.detach(), norms
+
+    fault = FAULT | {"site": "2/addmm:forward", "factor": 1e30, "pattern": "all"}
+    with FaultyDevice(from_mapping({"fault": [fault]})) as device:
+        weights, warmth, norms = run()
+    assert len(device.fired) == 1
+    said = capsys.readouterr().err
+    assert "healed with it; 1 parameters outside the model, which the same backward reached, are not stepped" in said
+    assert all(bool(p.isfinite().all()) for p in [*weights, warmth])
+    assert max(norms) < 1e3
+
+
 class TwoModels:
     """Two models in one backward, each with a guard and an optimizer of its own; ``second`` reads what ``first`` gives."""
 
@@ -173,7 +196,7 @@ def test_what_a_wrong_backward_gave_to_another_model_is_not_stepped(capsys) -> N
             both.step(x, y, 1e9, None)
     assert len(device.fired) == 1
     said = capsys.readouterr().err
-    assert "healed with it; 2 parameters of other models, which the same backward reached, are not stepped" in said
+    assert "healed with it; 2 parameters outside the model, which the same backward reached, are not stepped" in said
     (struck,) = re.findall(r"VERDICT step (\d+): transient_hardware, action healed", said)
     plain = TwoModels()
     for number, (x, y) in enumerate(batches()):
@@ -192,7 +215,7 @@ def test_it_is_said_where_another_model_was_stepped_before_the_guard_could_look(
             both.step(x, y, None, None)  # the first model's optimizer steps before the second's
     assert len(device.fired) == 1
     said = capsys.readouterr().err
-    assert "healed with it; 2 parameters of other models were stepped with what the same backward gave them" in said
+    assert "healed with it; 2 parameters outside the model were stepped with what the same backward gave them" in said
 
 
 def test_two_models_of_one_backward_are_each_healed_by_their_own_guard(capsys) -> None:
@@ -246,5 +269,5 @@ def test_what_a_healed_backward_gave_to_a_model_that_has_its_own_is_cleared_by_t
         found = run()
     said = capsys.readouterr().err
     assert len(device.fired) == 1
-    assert "healed with it; 4 parameters of other models, which the same backward reached, are not stepped" in said
+    assert "healed with it; 4 parameters outside the model, which the same backward reached, are not stepped" in said
     assert found == expected

@@ -207,6 +207,7 @@ class Training:
     scale: float = 1.0
     reduction: str = "mean"
     autocast: bool = False
+    scaler: float = 0.0  # the first scale of a gradient scaler, with float16
     seed: int = 3
     mkldnn: bool = True
     prepare: Change | None = None
@@ -276,14 +277,18 @@ class Training:
         return found
 
     def _step(self, model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> None:
+        scaler = torch.amp.GradScaler("cpu", self.scaler, enabled=bool(self.scaler))
         for part, target in zip(x.chunk(self.micros), y.chunk(self.micros), strict=True):
-            with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            dtype = torch.float16 if self.scaler else torch.bfloat16
+            with torch.autocast("cpu", dtype, enabled=self.autocast or bool(self.scaler)):
                 if isinstance(model, Returning):
                     loss = model(part, target)["loss"]
                 else:
                     loss = F.cross_entropy(model(part).flatten(0, -2), target.flatten(), reduction=self.reduction)
                     loss = loss / target.numel() if self.mean_of_sum else loss
-            (loss * self.scale / (self.micros if self.divide else 1)).backward()
+            scaler.scale(loss * self.scale / (self.micros if self.divide else 1)).backward()
+        if self.scaler:
+            scaler.unscale_(optimizer)
         if self.unscale:
             for p in model.parameters():
                 p.grad.div_(self.scale)

@@ -1,7 +1,8 @@
 """Trainings on several ranks, each recorded: ``python recording.py FOLDER CASE …``.
 
-A case is the wrapper (``ddp``, ``fsdp``, ``tp``), a dash, and what is different: ``none``, ``residual`` (rank 1 leaves one
-out), ``weight`` (one row of a weight is larger, on the rank that holds it).
+A case is the wrapper (``ddp``, ``fsdp``, ``tp``; ``hand``: the script reduces the gradients), a dash, and what is different:
+``none``, ``residual`` (rank 1 leaves one out), ``weight`` (one row of a weight is larger, on the rank that holds it), ``own``
+(one gradient is not reduced).
 """
 
 from __future__ import annotations
@@ -61,7 +62,14 @@ def build(case: str, rank: int) -> nn.Module:
         for block in net.blocks:
             parallelize_module(block, mesh, {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()})
         return net
-    return DistributedDataParallel(net)
+    return net if wrapper == "hand" else DistributedDataParallel(net)
+
+
+def reduced_by_hand(net: nn.Module, case: str) -> None:
+    for name, parameter in net.named_parameters():
+        if case != "hand-own" or name != "blocks.1.fc1.weight":
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
 
 
 def train(case: str, out: Path, rank: int) -> None:
@@ -73,6 +81,8 @@ def train(case: str, out: Path, rank: int) -> None:
         for _ in range(2):
             loss = model(torch.randn(6, 16, generator=generator)).square().mean()
             loss.backward()
+            if case.startswith("hand"):
+                reduced_by_hand(model, case)
             optimizer.step()
             optimizer.zero_grad()
     if rank == 0 or alike:

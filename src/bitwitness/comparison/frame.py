@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -139,6 +140,19 @@ class StepFrame:
         if self._nodes is None:
             self._nodes = _nodes(self)
         return self._nodes
+
+    def sizes(self, node: Node) -> list[int]:
+        """Return how many elements each result of a node has."""
+        return [int(self.count[row]) for row in node.outputs]
+
+    def sizes_of_modules(self, modules: Mapping[str, str]) -> dict[tuple[str, str, int], list[list[int]]]:
+        """Return the `sizes` of each module's calls, by phase, path and micro-batch; ``modules``: other names for paths."""
+        found: dict[tuple[str, str, int], list[list[int]]] = {}
+        for node in self.nodes:
+            if node.kind == "module":
+                place = node.phase, modules.get(node.module, node.module), node.micro
+                found.setdefault(place, []).append(self.sizes(node))
+        return found
 
     def stats(self, row: int) -> dict[str, Any]:
         """Return a row's statistics, None where they are not known."""

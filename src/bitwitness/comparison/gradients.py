@@ -89,8 +89,20 @@ class GradientChains:
             return None
         # Of gradients that are clipped in both runs the size says nothing of what was done to the loss; scales are powers of 2.
         own = self._usual
-        unscales = self._is_one(own[0]) or _is_power_of_two(own[0])
+        unscales = self._is_one(own[0]) or _is_power_of_two(own[0]) or self._is_by_scalers(first)
         return first if unscales and self._is_one(own[1] * first / own[0], noise) else None
+
+    def _is_by_scalers(self, ratio: float) -> bool:
+        """Return whether losses are multiplied by powers of two, as gradient scalers do, run B's ``ratio`` times run A's."""
+        a, b = self._a, self._b
+        for pair in self._differences.alignment.pairs:
+            alone = pair.a.op == "mul" and all(a.count[row] == 1 for row in pair.a.rows)
+            for i, j in pair.inputs if alone else ():
+                first, second = numbers_of(a, i).max, numbers_of(b, j).max
+                powers = first > 1 and second > 1 and _is_power_of_two(first) and _is_power_of_two(second)
+                if powers and self._is_one(second / (ratio * first)):
+                    return True
+        return False
 
     def edited(self, chain: Chain) -> tuple[float | None, float | None] | None:
         """Return by what a gradient was multiplied between backward and optimizer in each run, where that differs."""

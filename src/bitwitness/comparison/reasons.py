@@ -201,7 +201,7 @@ class Reasons:
     def of_lone(self, pair: Pair, row_a: int, row_b: int) -> Reason | None:
         """Return that a node which only one run has made a value, if that is why the value differs."""
         differences, change = self._differences, self._differences.change_of[row_a]
-        lone_a, lone_b = differences.lone_makers(row_a, row_b)
+        lone_a, lone_b = differences.lone_makers_near(pair, row_a, row_b)
         lone = lone_a or lone_b
         assert lone is not None  # noqa: S101 - the caller asked
         first, second = differences.dtypes(row_a, row_b)

@@ -13,6 +13,7 @@ from bitwitness.comparison.batches import has_gradients, of_weights, other_batch
 from bitwitness.comparison.changes import changes
 from bitwitness.comparison.conditions import conditions
 from bitwitness.comparison.differences import Differences
+from bitwitness.comparison.exchanged import not_exchanged
 from bitwitness.comparison.frame import Node, StepFrame
 from bitwitness.comparison.gradients import OF_ALL_GRADIENTS
 from bitwitness.comparison.lined import Place, line_up
@@ -130,6 +131,7 @@ def _compare_step(
     for suspect in search.suspects():
         kept = suspect if values is None else values.refine(suspect)
         if kept is not None:
+            kept.text = not_exchanged(kept, a, b, place) or kept.text
             report.suspects.append(kept)
     report.kept |= values is not None
     if not report.conditions:

@@ -20,6 +20,10 @@ _ENOUGH = 16
 """Numbers that a module has to return for their agreement to clear what is inside: a loss may agree by chance."""
 _MOST = 0.02
 """The same as a relative change, for dtypes whose unit roundoff is large."""
+_DRIFTED = 0.75
+"""Times what a later step's values may differ by: modules' results were seen to differ by up to 0.7 of that."""
+_BY_STATISTICS, _BY_VALUES = 0.25, 0.5
+"""The most of that: what a norm makes of anything at all has statistics that differ by little more."""
 
 Call = tuple[str, str, int]
 """A module's path, phase and micro-batch."""
@@ -93,7 +97,9 @@ class SettledModules:
         limit = min(limit * (_LATER if differences.earlier.noise else 1.0), _MOST)
         if differences.rewritten and differences.earlier.last is not None:
             limit = max(limit, _MOST * differences.slack)
-        limit = max(limit, differences.drifted)
+        limit = max(
+            limit, min(_DRIFTED * differences.drifted, _BY_VALUES if differences.has_values else _BY_STATISTICS)
+        )
         return self._differences.change_of[row_a] <= limit
 
     def _gradients_agree(self, path: str) -> bool:

@@ -93,7 +93,7 @@ class _OperatorCheck:
     def compare(self, call: OpCall) -> None:
         """Compare a call that has just run."""
         index, self._count = self._count, self._count + 1
-        # Results in float64 or integers have no limit that a device could be held to.
+        # Results in integers have no limit that a device could be held to.
         if self.found is not None or not any(t.dtype in LIMIT for t in call.outputs):
             return
         if self._kept is not None:

@@ -28,11 +28,12 @@ the checksum's threshold at most, with constant factors (torch 2.13 on a CPU).
 """
 ACCUMULATION = 4.0
 """What the order of summation leaves in a product, in units of u_sum sqrt(n) times the size of its terms."""
-LIMIT = {torch.bfloat16: 0.05, torch.float16: 0.02, torch.float32: 2e-3}
+LIMIT = {torch.bfloat16: 0.05, torch.float16: 0.02, torch.float32: 2e-3, torch.float64: 2e-3}
 """Errors of a whole result, by L2, that no healthy operator shows: some ten times what rounding one result leaves,
 sums included.
 
-For float32 that is four times what TF32 leaves (2^-11), which a healthy device may be set to.
+For float32 that is four times what TF32 leaves (2^-11), which a healthy device may be set to. For float64 it is the same, since
+accelerators without float64 may compute in float32: what is wrong by more is wrong in any case.
 """
 SINGLE = 8
 """Times the limit that one element may be off, beside its own size and the result's usual one: the largest of a

@@ -68,7 +68,7 @@ class Responder:
         moved = buffers_moved(self._root.replayer, record)  # asked before a heal, which moves them itself
         if judgement.heal and unhealable is None and self._heal(outcome, record, moved):
             self._heal_results(outcome)
-            also = self._leave_out(record) + _unhealed(record, moved=moved)
+            also = self._leave_out(record, emptied=True) + _unhealed(record, moved=moved)
             return replace(verdict, action=Action.HEALED, message=f"{verdict.message}; healed with it{also}"), None
         if judgement.heal or judgement.skip:
             self.skip.begin(record.number)
@@ -77,20 +77,20 @@ class Responder:
                 why = unhealable
             elif judgement.heal:
                 why = f"{_TRIES} lockstep replays did not give the agreed gradients"
-            also = self._leave_out(record)
+            also = self._leave_out(record, emptied=False)
             return replace(
                 verdict, action=Action.SKIPPED, message=f"{verdict.message}; step skipped: {why}{also}"
             ), None
         return verdict, None
 
-    def _leave_out(self, record: StepRecord) -> str:
-        """Keep what the step gave to other models from being used; return what is to be said of it."""
+    def _leave_out(self, record: StepRecord, *, emptied: bool) -> str:
+        """Keep what the step gave to other parameters from being used; return what is to be said of it."""
         waiting, stepped = map(self._root.unguarded, record.others())
-        said, kept = "", self.skip.leave_out(waiting)
+        said, kept = "", self.skip.leave_out(waiting, emptied=emptied)
         if kept:
-            said = f"; {kept} parameters of other models, which the same backward reached, are not stepped"
+            said = f"; {kept} parameters outside the model, which the same backward reached, are not stepped"
         if stepped:
-            said += f"; {len(stepped)} parameters of other models were stepped with what the same backward gave them"
+            said += f"; {len(stepped)} parameters outside the model were stepped with what the same backward gave them"
         return said
 
     def _unhealable(self, record: StepRecord) -> str | None:

@@ -52,9 +52,16 @@ class Skip:
         for optimizer in self._stepping:
             self._take(optimizer)
 
-    def leave_out(self, others: Sequence[nn.Parameter]) -> int:
-        """Let no optimizer use the gradients that other parameters have now, until they are cleared; return how many do."""
+    def leave_out(self, others: Sequence[nn.Parameter], *, emptied: bool) -> int:
+        """Let no optimizer use the gradients that other parameters have now, until they are cleared; return how many do.
+
+        ``emptied``: with zeros in them, so that the norm by which the script is about to clip all gradients is not theirs.
+        """
         self._left_out = {id(p): p for p in others if p.grad is not None}
+        with torch.no_grad():
+            for parameter in self._left_out.values() if emptied else ():
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
         for optimizer in self._stepping if self._left_out else ():
             self._take(optimizer)
         return len(self._left_out)

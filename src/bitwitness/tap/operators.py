@@ -119,6 +119,11 @@ class OperatorTap(TorchDispatchMode):
         self._tracker.__enter__()
 
     @property
+    def is_asleep(self) -> bool:
+        """Whether it shows nothing, though it may stand on a stack of modes."""
+        return self._asleep
+
+    @property
     def is_on_here(self) -> bool:
         """Whether it stands on this thread's stack of modes."""
         return self in dispatch_modes()

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 import torch
 
 from bitwitness.tap.compat import dynamo
+from bitwitness.tap.modules import in_backward
 from bitwitness.tap.operators import OperatorTap
 
 
@@ -34,9 +35,14 @@ class OperatorWindow:
     def close(self) -> None:
         """Show them no more; other modes stay as they are."""
         eager, self._eager = self._eager, None
+        # An optimizer that runs inside a backward ends the window there, where the stack is autograd's copy of the thread's.
+        inside = in_backward()
         if eager is None:
+            if self._tap.is_asleep and self._tap.is_on_here and not inside:
+                self._tap.wake()
+                self._tap.__exit__(None, None, None)
             return
-        if self._tap.is_on_here:
+        if self._tap.is_on_here and not inside:
             self._tap.__exit__(None, None, None)
         else:
             self._tap.sleep()
