@@ -88,7 +88,7 @@ class AutoGuard(ModelSearch[Face]):
     def _begin_anew(self) -> None:
         super()._begin_anew()
         self._contents: dict[Face, frozenset[tuple[int, bool]]] = {}
-        self._trained = 0
+        self._numbers, self._trained = dict[Face, int](), set[int]()  # of models; of those that are watched no more
         # Called without gradients, or inside a backward: there is no forward to guard, but a name to tell.
         self._met: WeakSet[nn.Module] = WeakSet()
         self._threads: defaultdict[int, _Met] = defaultdict(_Met)
@@ -230,8 +230,7 @@ class AutoGuard(ModelSearch[Face]):
         if any(map(is_compiled, root.modules())):
             self._ended = True
             self._calls.end()
-        guard = self._begin_guard(root, self._trained + len(self.entered))
-        if guard is None:
+        if (guard := self._begin_guard(root)) is None:
             return
         if is_alone(root):
             self._here.fresh.append(guard)
@@ -240,13 +239,13 @@ class AutoGuard(ModelSearch[Face]):
         if guard.watch is not None:
             unseen = isinstance(guard, Guard) and in_step()  # whose closure was not known when the step began
             guard.watch.late = self._unguarded.steps_of(root) or int(unseen)
-        kwargs = keywords_of_call()
-        if module is not None and kwargs is not None:
+        if module is not None and (kwargs := keywords_of_call()) is not None:
             guard.session.join_call(module, args, kwargs)
 
-    def _begin_guard(self, root: nn.Module, number: int) -> Face | None:
-        """Enter a guard; ``number``: how many models came before. Return None where that cannot be, which is said."""
-        config = self._config
+    def _begin_guard(self, root: nn.Module) -> Face | None:
+        """Enter a guard, with the first number that no model has; return None where that cannot be, which is said."""
+        config, used = self._config, {*self._numbers.values(), *self._trained}
+        number = min({*range(len(used) + 1)} - used)
         if number and config.out is not None:
             config = replace(config, out=f"{config.out}-{number + 1}")
         try:
@@ -255,7 +254,7 @@ class AutoGuard(ModelSearch[Face]):
         except BitwitnessError as error:
             self._reporter.say(f"{type(unwrap(root)).__name__} trains unguarded: {error}")
             return None
-        self._contents[guard] = contents(root)
+        self._contents[guard], self._numbers[guard] = contents(root), number
         self.entered.append(guard)
         if number and guard.reporter is not None:
             guard.reporter.model = f"{type(unwrap(root)).__name__}, model {number + 1}"
@@ -273,7 +272,8 @@ class AutoGuard(ModelSearch[Face]):
                 met.fresh.remove(one)
         del self._contents[one]
         self._steppers.forget(one)
-        self._trained += one.let_go()
+        number = self._numbers.pop(one)
+        self._trained |= {number} if one.let_go() else set()
 
     # -- blocks --------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from bitwitness.capture.step import Pass, StepRecord
+from bitwitness.replay.quiet import no_warnings
 from bitwitness.replay.run import Around, Execution, Replayer
 from bitwitness.stats import Features
 from bitwitness.tap.modes import scripts_modes_back
@@ -62,7 +63,7 @@ class LockstepReplayer(Replayer):
         self._sync(reduce=group.sync)
         found = self._passes.starts(group, outputs, around, {})
         done.note(found)
-        with around(), scripts_modes_back(backward=True):
+        with around(), no_warnings(), scripts_modes_back(backward=True):
             torch.autograd.backward(found.roots, found.grads)
 
     def _sync(self, *, reduce: bool) -> None:

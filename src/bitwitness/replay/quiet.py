@@ -52,7 +52,7 @@ def quiet(root: nn.Module, *, since: int | None = None) -> Iterator[None]:
             _nothing_printed("stdout"),
             _nothing_printed("stderr"),
             _nothing_logged(),
-            _no_warnings(),
+            no_warnings(),
             _nothing_written(since),
             _nothing_looked_at(since),
             _no_open_file_used(),
@@ -177,7 +177,7 @@ def _written_since(file: Any, moment: int) -> bool:
         return False
 
 
-def _no_warnings() -> AbstractContextManager[None]:
+def no_warnings() -> AbstractContextManager[None]:
     """Have this thread's warnings reach nobody, a list of the script's neither; which were given before stays known."""
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
