@@ -174,6 +174,25 @@ def test_copies_that_are_trained_for_a_few_steps_are_let_go_with_their_optimizer
     assert 1 <= most <= 2
 
 
+def test_a_model_that_is_guarded_anew_keeps_its_folder(tmp_path: Path) -> None:
+    """The first model is let go when a third is called that holds neither, before any of them was stepped."""
+    torch.manual_seed(0)
+    maker = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    critic = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(2, 8)), nn.ReLU(), nn.Linear(8, 1))
+    first, second = (torch.optim.Adam(net.parameters(), 0.01) for net in (maker, critic))
+    out = tmp_path / "run"
+    with auto(out) as found:
+        for _ in range(3):
+            made = maker(torch.randn(6, 4))
+            second.zero_grad()
+            (critic(torch.randn(6, 2)).mean() - critic(made).mean()).backward(retain_graph=True)
+            second.step()
+            first.zero_grad()
+            critic(made).mean().backward()
+            first.step()
+        assert {guard.folder for guard in found.entered} == {str(out), f"{out}-2"}
+
+
 def test_tapes_of_several_models_do_not_hear_one_anothers_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     heard = 0
     called = LossTape.called

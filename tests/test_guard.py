@@ -94,6 +94,22 @@ def test_a_persistent_fault_alone_is_proven_by_the_operator() -> None:
     assert "model.py:" in str(stop.value)
 
 
+def test_a_model_in_float64_is_judged_too() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    fault = {"site": "2/addmm:forward", "from_step": 12, "kind": "multiply", "factor": 1e3, "pattern": "all"}
+    often = {"trend": {"z": 1e-9, "warmup": 1}, "self_test": False}
+    with FaultyDevice(from_mapping({"fault": [fault]})), bw.Guard(net, optimizer, **often) as guard:
+        for _ in range(14):
+            net(torch.randn(6, 4).double()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    verdicts = guard.coverage()["verdicts"]
+    assert verdicts[:1] == ["step 12: persistent_hardware [0] reported"], verdicts
+    assert "2/addmm#0:forward.out0" in str(guard.verdicts[0].site)
+
+
 def test_a_nan_batch_is_the_datas_fault(capsys: pytest.CaptureFixture) -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)

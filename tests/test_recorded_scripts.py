@@ -92,6 +92,41 @@ def test_a_part_that_was_called_first_is_recorded_with_its_model(
     assert "0" in {row["module"] for row in bw.Run(out).rows().to_pylist()}
 
 
+def test_optimizers_inside_the_backward_leave_a_whole_recording(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def script() -> None:
+        net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+        optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in net.parameters()}
+
+        def use(parameter: torch.Tensor) -> None:
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        for parameter in net.parameters():
+            parameter.register_post_accumulate_grad_hook(use)
+        for _ in range(4):
+            net(torch.randn(3, 4)).square().mean().backward()
+
+    assert recorded(script, tmp_path / "run", capsys) == [str(tmp_path / "run")]
+    rows = bw.Run(tmp_path / "run").rows().to_pylist()
+    products = [row["step"] for row in rows if (row["op"], row["phase"], row["slot"]) == ("addmm", "forward", "out0")]
+    assert products == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+
+
+def test_what_is_on_the_meta_device_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def script() -> None:
+        train(nn.Linear(4, 2))
+        with torch.device("meta"):
+            nn.Linear(4, 2)(torch.ones(3, 4))
+        with torch.device("meta"):
+            train(nn.Linear(4, 2))
+
+    assert recorded(script, tmp_path / "run", capsys) == [str(tmp_path / "run")]
+    assert bw.Run(tmp_path / "run").steps() == [0, 1]
+
+
 def test_a_model_that_infers_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def script() -> None:
         net = nn.Linear(4, 2).eval().requires_grad_(requires_grad=False)

@@ -440,6 +440,12 @@ def test_a_model_whose_folder_is_gone_is_missed(tmp_path: Path, capsys: pytest.C
     out = str(tmp_path / "run")
     assert script(["-m", "bitwitness", "run", "--out", out, "train.py", "3", "0"], tmp_path).returncode == 0
     assert main(["status", out]) == 0
+    # Where ranks share folders any of them may have been the first to claim one: they are of one job, then.
+    for name in (out, f"{out}-2"):
+        text = json.loads((Path(name) / "run.json").read_text()) | {"job": "one"}
+        text["process"] |= {"pid": text["process"]["pid"] + (name != out)}
+        (Path(name) / "run.json").write_text(json.dumps(sealed({k: v for k, v in text.items() if k != "crc"})))
+    assert main(["status", out]) == 0
     shutil.rmtree(f"{out}-2")
     assert main(["status", out]) == 3
     assert "1 of the run folders beside it, of other models of this process, are missing" in capsys.readouterr().out

@@ -87,7 +87,8 @@ class AutoRecorder(ModelSearch[Recorder]):
     def _consider(self, module: nn.Module, args: Any) -> None:
         if module in self._passed or in_backward():
             return
-        if next(unwrap(module).parameters(), None) is None:
+        first = next(unwrap(module).parameters(), None)
+        if first is None or first.is_meta:  # the latter holds no numbers
             self._passed.update(module.modules())
         elif root_of(module) is not None and self._take_over(module, module):  # else it comes back as, or in, a model
             self._passed.update(module.modules())

@@ -84,8 +84,8 @@ class Log:
     def see(self, site: Site, tensor: torch.Tensor, *, overwritten: bool = False) -> NodeValue | None:
         """Note a value now, to be added later; None if its site is not recorded. ``overwritten``: see `Values.note`.
 
-        Inside a transform of ``torch.func`` the operators beneath it are recorded, and not the tensors that stand for many; of a
-        model on the meta device, which holds no numbers, nothing is.
+        Inside a transform of ``torch.func`` the operators beneath it are recorded, and not the tensors that stand for many;
+        of a model on the meta device, which holds no numbers, nothing is.
         """
         if not self.selection.wants(site) or in_transform() or tensor.is_meta:
             return None

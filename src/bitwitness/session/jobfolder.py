@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from datetime import timedelta
+from uuid import uuid4
 
 import torch.distributed as dist
 
@@ -18,6 +19,16 @@ from bitwitness.tap.compat import default_store
 def in_job() -> bool:
     """Return whether this process is one of several ranks of a job."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def job_name() -> str | None:
+    """Return a name that the ranks of this job have in common, and no other job's; None for one process alone."""
+    if not in_job():
+        return None
+    with suppress(RuntimeError, NotImplementedError):
+        found = default_store().compare_set("bitwitness/job", "", uuid4().hex)
+        return found.decode() if isinstance(found, bytes) else str(found)
+    return None
 
 
 def job_folder(out: str, deadline_s: float) -> tuple[str, bool]:

@@ -15,7 +15,7 @@ from bitwitness.errors import TrainingStopped, UsageError
 from bitwitness.files.shown import shown
 from bitwitness.ranks import Ranks
 from bitwitness.ranks.process_groups import join_ranks
-from bitwitness.session.jobfolder import in_job, job_folder
+from bitwitness.session.jobfolder import in_job, job_folder, job_name
 from bitwitness.store import RunWriter, claim_folder, release_folder
 from bitwitness.store.life import this_process
 from bitwitness.store.reader import read_description
@@ -148,6 +148,8 @@ def _claim(out: str, ranks: Ranks, deadline_s: float) -> RunWriter:
     else:
         path = ranks.broadcast_text(str(claim_folder(out)) if ranks.rank == 0 else "", 0)
         writer = RunWriter(path, ranks.rank, ranks.size)
+    if writer.keeps_run and (job := job_name()) is not None:
+        writer.describe(job=job)
     if writer.keeps_run and path != os.path.abspath(out) and not _is_of_this_process(out):
         sys.stderr.write(f"bitwitness: {shown(out)} holds a run already; this one is recorded in {shown(path)}\n")
     return writer

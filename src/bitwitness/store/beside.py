@@ -27,6 +27,7 @@ def runs_beside(path: str | os.PathLike[str], description: Mapping[str, Any]) ->
 def _beside(path: str | os.PathLike[str], description: Mapping[str, Any]) -> Iterator[tuple[Path, bool | None]]:
     """Yield the runs that lie beside one by their numbers, and whether they are of its process; None: it cannot be told."""
     process = description.get("process")
+    job = description.get("job")
     if not isinstance(process, dict):
         return
     folder = Path(os.path.abspath(path))
@@ -35,7 +36,9 @@ def _beside(path: str | os.PathLike[str], description: Mapping[str, Any]) -> Ite
         try:
             if not (beside / "run.json").is_file():
                 break
-            mine = read_description(beside).get("process") == process
+            other = read_description(beside)
+            # Another rank of the job may have been the first to claim a folder that its ranks share.
+            mine = other.get("process") == process or (job is not None and other.get("job") == job)
         except (UsageError, OSError):
             yield beside, None if next(beside.glob("rank[0-9]*"), None) is not None else False
         else:
