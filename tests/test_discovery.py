@@ -193,6 +193,22 @@ def test_a_model_that_is_guarded_anew_keeps_its_folder(tmp_path: Path) -> None:
         assert {guard.folder for guard in found.entered} == {str(out), f"{out}-2"}
 
 
+def test_a_layer_that_is_put_in_later_is_watched(capsys) -> None:
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with auto():
+        for number in range(8):
+            if number == 3:
+                net.insert(2, nn.Linear(8, 8))
+                optimizer.add_param_group({"params": net[2].parameters()})
+            optimizer.zero_grad()
+            net(torch.randn(3, 4)).square().mean().backward()
+            optimizer.step()
+    said = capsys.readouterr().err
+    assert "bitwitness [rank 0] healthy: 4 of 6 parameters, 4 steps" in said
+    assert "model 2] healthy: 6 of 6 parameters, 4 steps" in said
+
+
 def test_tapes_of_several_models_do_not_hear_one_anothers_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     heard = 0
     called = LossTape.called

@@ -17,9 +17,10 @@ _NAMED = 4  # parameters that are named at the end
 
 @dataclass
 class _Seen:
-    """What is known of one optimizer; ``state`` says of which guards and groups it is true."""
+    """What is known of one optimizer; ``state`` says of which guards it is true, ``sizes`` of how large groups."""
 
     state: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
     tries: int = 0
     missing: tuple[nn.Parameter, ...] = ()
     idle: tuple[nn.Parameter, ...] = ()
@@ -37,14 +38,13 @@ class Unguarded:
         self._named: dict[int, tuple[str, dict[int, tuple[int, ...]]]] = {}
 
     def stepped(self, optimizer: Optimizer) -> bool:
-        """Note a step; return whether this optimizer is seen for the first time."""
+        """Note a step; return whether this optimizer is seen for the first time, or was given more parameters since."""
         roots = watched_roots()
-        state = (*(id(root) for root in roots), *(len(group["params"]) for group in optimizer.param_groups))
-        seen = self._seen.get(optimizer)
-        new = seen is None
-        if seen is None:
-            seen = self._seen[optimizer] = _Seen()
-        settled = seen.state == state and (not seen.missing or seen.tries > _TRIES)
+        state, sizes = tuple(map(id, roots)), tuple(len(group["params"]) for group in optimizer.param_groups)
+        seen = self._seen.setdefault(optimizer, _Seen())
+        new = seen.sizes != sizes
+        seen.sizes = sizes
+        settled = not new and seen.state == state and (not seen.missing or seen.tries > _TRIES)
         if settled and not any(p.grad is not None for p in seen.idle):
             return new
         watched = {id(parameter) for root in roots for parameter in root.parameters()}
