@@ -43,7 +43,7 @@ def test_single_process(scenario: Scenario) -> None:
 @pytest.mark.parametrize("ranks", [3])  # an odd number: sums and buckets are split unevenly; healing is tried on four
 def test_ranks(ranks: int, tmp_path: Path) -> None:
     with_gpt2 = ("transformers.models.gpt2.modeling_gpt2",)
-    scenarios = chosen(range(len(RANKS)), (2, 4, 5, 7))  # healing goes through the others, too
+    scenarios = chosen(range(len(RANKS)), (2, 5, 7))  # healing goes through the others, too
     launched = forked(ranks, [str(JOBS / "identity.py"), *map(str, scenarios)], tmp_path, imported=with_gpt2)
     told = "\n".join(log.read_text() for log in launched.logs)
     lines = [line for line in told.splitlines() if line.startswith(("same", "DIFFERS"))]

@@ -29,7 +29,9 @@ def bits(text: str) -> list[str]:
     return re.findall(r"^BITS .*$", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize("settings", ["", QUESTIONED], ids=["default", "questioned"])
+@pytest.mark.parametrize(
+    "settings", [*chosen([""], []), QUESTIONED], ids=lambda text: "questioned" if text else "default"
+)
 def test_two_trainings_in_two_threads(settings: str, tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(settings)
     plain = script([JOB], tmp_path)

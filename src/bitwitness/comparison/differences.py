@@ -122,7 +122,7 @@ class Differences:
 
     def noise_limit(self) -> float:
         """Return the change up to which a value that nobody is known to have made differs by noise."""
-        return max(NEGLIGIBLE + self.viewed(self.earlier.noise), self.drifted)
+        return max(NEGLIGIBLE + self.viewed(self.earlier.noise), self.viewed(self.rewritten), self.drifted)
 
     @cached_property
     def drifted(self) -> float:

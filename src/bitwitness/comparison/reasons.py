@@ -208,7 +208,7 @@ class Reasons:
         if lone.op in CASTS and (first != second or differences.precisions is not None):
             return None  # told as the dtype of what reads it, or of the run
         own = max(differences.roundoff(row_a, row_b), differences.roundoff_inside)
-        if change <= max(differences.viewed(self._earlier.noise + own), differences.rewritten, differences.drifted):
+        if change <= max(differences.viewed(self._earlier.noise + own), differences.noise_limit()):
             return None
         if differences.differed_before(lone, first=lone_a is not None):
             return None

@@ -61,6 +61,8 @@ class StepCapture(Instrument):
         self.optimizer_steps = 0
         self.limits: Counter[str] = Counter()
         """Why steps could not be run again, or not be healed, and how many."""
+        self.refusals: Counter[str] = Counter()
+        """The same of what was found only when a step was to be run again: of the others it is not known."""
         self.unrepeated_losses: Counter[str] = Counter()
         """Why loss code outside the model could not be run again, and in how many steps."""
         self._optimizers = optimizers

@@ -112,12 +112,16 @@ class StepReader(StepCapture):
         return [judge for judge in self.judges if not judge.resting and (judge.wants.unused or not unused)]
 
     def _have_judged(self, step: CompleteStep, *, unused: bool) -> None:
+        known = step.record.unreplayable
         try:
             for judge in self._asked(unused=unused):
                 with self._timed():
                     judge.judge(step)
         finally:
-            self.limits.update(reason for reason in (step.record.unreplayable or step.record.unhealable,) if reason)
+            reason = step.record.unreplayable or step.record.unhealable
+            if reason is not None:
+                tried = step.record.unreplayable is not None and known is None
+                (self.refusals if tried else self.limits)[reason] += 1
 
     def _loss_dropped(self, graph: LossGraph) -> None:
         if not self.session.own_work:
