@@ -91,6 +91,18 @@ def test_an_overflow_in_gradient_accumulation_is_named() -> None:
     assert finding.evidence["reaches"] == ["gradient of weight"]
 
 
+def test_steps_that_a_script_takes_by_hand_are_not_called_healthy(capsys: pytest.CaptureFixture[str]) -> None:
+    net = nn.Linear(4, 1)
+    with bw.trace_nonfinite(net):
+        for _ in range(5):
+            net(torch.randn(3, 4)).square().mean().backward()
+            with torch.no_grad():
+                for parameter in net.parameters():
+                    parameter.sub_(0.1 * parameter.grad)
+                    parameter.grad = None
+    assert "not known: no optimizer stepped: of what 5 forwards led to" in capsys.readouterr().err
+
+
 # -- gradient scalers ------------------------------------------------------------------------------------------------
 
 

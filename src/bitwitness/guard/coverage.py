@@ -14,6 +14,9 @@ from bitwitness.sense.nonfinite import UNTRACED
 from bitwitness.tap.compat import compiles_backward
 from bitwitness.tap.traffic import world_size
 
+_FEW = 2
+"""Forwards without an optimizer's step that are nothing to speak of: a dry run."""
+
 
 def coverage_table(watch: GuardWatch) -> dict[str, Any]:
     """Return the table, ready for JSON."""
@@ -51,7 +54,7 @@ def coverage_table(watch: GuardWatch) -> dict[str, Any]:
 def nonfinite_table(watch: TracerWatch) -> dict[str, Any]:
     """Return the same of who looks for nothing but NaN and Inf."""
     return {
-        "steps": _counted(watch),
+        "steps": _counted(watch) | _by_hand(watch),
         "own_seconds": round(watch.own_seconds, 3),
         "failures": dict(watch.reporter.failures),
         "not_covered": [*_late(watch.late), *_paused(watch.missed), *_nonfinite_gaps(watch)],
@@ -82,6 +85,13 @@ def _counted(watch: Watch) -> dict[str, int]:
         "deep": watch.deep.taken,
         "paused": watch.missed,
     }
+
+
+def _by_hand(watch: Watch) -> dict[str, int]:
+    """Return how many forwards went by where no optimizer stepped: nobody told when gradients were about to be used."""
+    reader = watch.reader
+    unread = watch.judged_times <= 1 and not reader.optimizer_steps and reader.root.forwards_seen > _FEW
+    return {"by_hand": reader.root.forwards_seen} if unread else {}
 
 
 def _share(count: int, watch: Watch) -> str:

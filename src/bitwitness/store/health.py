@@ -189,6 +189,8 @@ def _doubts(tables: Sequence[Table]) -> Iterator[str]:
     for table in tables:
         if not _of(table, "steps").get("held", 0):
             yield "nothing was looked at: no step's gradients were judged"
+        elif count := _of(table, "steps").get("by_hand"):
+            yield f"no optimizer stepped: of what {count} forwards led to, the last gradients alone were looked at"
         if table.get("left_open"):
             count = table["left_open"]
             yield f"{count} suspicion{'s' * (count > 1)} could neither be proven nor dismissed"
