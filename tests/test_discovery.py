@@ -174,14 +174,14 @@ def test_copies_that_are_trained_for_a_few_steps_are_let_go_with_their_optimizer
     assert 1 <= most <= 2
 
 
-def test_a_model_that_is_guarded_anew_keeps_its_folder(tmp_path: Path) -> None:
-    """The first model is let go when a third is called that holds neither, before any of them was stepped."""
+def test_what_is_let_go_before_its_first_step_gives_its_folder_to_the_next(tmp_path: Path) -> None:
+    """A parametrization is called, and guarded, as it is put on; and let go when the model that holds it is called."""
     torch.manual_seed(0)
-    maker = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    critic = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(2, 8)), nn.ReLU(), nn.Linear(8, 1))
-    first, second = (torch.optim.Adam(net.parameters(), 0.01) for net in (maker, critic))
     out = tmp_path / "run"
     with auto(out) as found:
+        maker = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        critic = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(2, 8)), nn.ReLU(), nn.Linear(8, 1))
+        first, second = (torch.optim.Adam(net.parameters(), 0.01) for net in (maker, critic))
         for _ in range(3):
             made = maker(torch.randn(6, 4))
             second.zero_grad()

@@ -31,7 +31,7 @@ VIEWED = 100.0
 A view or slice may hold the few elements of a large tensor that differ most, relative to their own size.
 """
 
-DRIFTED = 8.0
+_DRIFTED = 8.0
 """Times what rounding has moved the weights by until a later step begins, up to which values of that step may differ.
 
 Seen (small GPTs and Llamas in bfloat16 against the same written otherwise, AdamW at 1e-3 to 1e-2): weights by 1 to 10 %, values
@@ -135,7 +135,7 @@ class Differences:
             return 0.0
         weights = [pair for pair in self.alignment.pairs if pair.a.kind == "parameter" and pair.outputs]
         found = [self.change_of[row] for pair in weights for row, _ in pair.outputs if len(self.a.shapes[row]) > 1]
-        return DRIFTED * min(float(np.quantile(found, _MOST_DRIFTED)), 1.0) if found else 0.0
+        return _DRIFTED * min(float(np.quantile(found, _MOST_DRIFTED)), 1.0) if found else 0.0
 
     @staticmethod
     def viewed(noise: float) -> float:

@@ -13,7 +13,7 @@ from bitwitness.comparison.batches import has_gradients, of_weights, other_batch
 from bitwitness.comparison.changes import changes
 from bitwitness.comparison.conditions import conditions
 from bitwitness.comparison.differences import Differences
-from bitwitness.comparison.exchanged import not_exchanged
+from bitwitness.comparison.exchanged import name_not_exchanged
 from bitwitness.comparison.frame import Node, StepFrame
 from bitwitness.comparison.gradients import OF_ALL_GRADIENTS
 from bitwitness.comparison.lined import Place, line_up
@@ -81,6 +81,7 @@ def compare_sources(
     progress(len(lined.places), len(lined.places))
     report.noise = max((known.noise for known in earlier.values()), default=0.0)
     report.problems += [*a.problems, *b.problems, *absent]
+    name_not_exchanged(report.suspects, a, b, lined.places)
     _conclude(report)
     _name_lines(report.suspects, a, b)
     return report
@@ -131,7 +132,6 @@ def _compare_step(
     for suspect in search.suspects():
         kept = suspect if values is None else values.refine(suspect)
         if kept is not None:
-            kept.text = not_exchanged(kept, a, b, place) or kept.text
             report.suspects.append(kept)
     report.kept |= values is not None
     if not report.conditions:

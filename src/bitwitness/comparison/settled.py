@@ -20,7 +20,7 @@ _ENOUGH = 16
 """Numbers that a module has to return for their agreement to clear what is inside: a loss may agree by chance."""
 _MOST = 0.02
 """The same as a relative change, for dtypes whose unit roundoff is large."""
-_DRIFTED = 0.75
+_OF_DRIFTED = 0.75
 """Times what a later step's values may differ by: modules' results were seen to differ by up to 0.7 of that."""
 _BY_STATISTICS, _BY_VALUES = 0.25, 0.5
 """The most of that: what a norm makes of anything at all has statistics that differ by little more."""
@@ -98,7 +98,7 @@ class SettledModules:
         if differences.rewritten and differences.earlier.last is not None:
             limit = max(limit, _MOST * differences.slack)
         limit = max(
-            limit, min(_DRIFTED * differences.drifted, _BY_VALUES if differences.has_values else _BY_STATISTICS)
+            limit, min(_OF_DRIFTED * differences.drifted, _BY_VALUES if differences.has_values else _BY_STATISTICS)
         )
         return self._differences.change_of[row_a] <= limit
 

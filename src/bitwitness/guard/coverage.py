@@ -131,8 +131,7 @@ def _gaps(watch: GuardWatch) -> list[str]:
         gaps.append(f"{root.sharding.problem}; gradients are watched{how} and on deep steps the operators")
     for reason, count in watch.reader.limits.most_common(5):
         gaps.append(f"{_share(count, watch)} are sensed but cannot be run again: {reason}")
-    for reason, count in watch.reader.refusals.most_common(5):
-        gaps.append(f"{count} of the steps that were to be run again could not be, and others may not either: {reason}")
+    gaps += _refused(watch, 5)
     if watch.ranks.size == 1:
         alone = world_size() == 1 and os.environ.get("WORLD_SIZE", "1") == "1"  # the script may have left its group
         who = "one rank" if alone else "no wrapper shares this model with other ranks"
@@ -140,6 +139,12 @@ def _gaps(watch: GuardWatch) -> list[str]:
     elif watch.sensors.peers is None:
         gaps.append("peers: needs at least three ranks")
     return gaps
+
+
+def _refused(watch: Watch, most: int) -> list[str]:
+    """Say why steps could not be run again when they were to be."""
+    told = "of the steps that were to be run again could not be, and others may not either"
+    return [f"{count} {told}: {reason}" for reason, count in watch.reader.refusals.most_common(most)]
 
 
 def _compiled_gaps(watch: GuardWatch) -> list[str]:
@@ -170,8 +175,5 @@ def _nonfinite_gaps(watch: TracerWatch) -> list[str]:
     lines = [UNSEEN] if watch.reader.unseen else []
     for reason, count in watch.reader.limits.most_common(3):
         lines.append(f"{_share(count, watch)} cannot be run again: {reason}")
-    for reason, count in watch.reader.refusals.most_common(3):
-        lines.append(
-            f"{count} of the steps that were to be run again could not be, and others may not either: {reason}"
-        )
+    lines += _refused(watch, 3)
     return lines

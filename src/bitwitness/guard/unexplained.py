@@ -87,7 +87,7 @@ def unexplained(trace: Trace, record: StepRecord, light: LightStep, replayer: Re
 
 
 def _began_bad(record: StepRecord) -> bool:
-    return record.start_norm is not None and bool(record.start_norm.isnan())
+    return (norm := record.start_norm) is not None and bool(norm.isnan())
 
 
 def bad_from_the_start(record: StepRecord, light: LightStep, replayer: Replayer) -> list[str]:

@@ -45,7 +45,7 @@ def check_unchanged(record: StepRecord, root: nn.Module, parameters: Sequence[nn
         raise ReplayError("parameters were changed between the forward and the optimizer step")
     if any(module.training is not mode for module, mode in zip(root.modules(), record.training, strict=True)):
         raise ReplayError("training flags were changed between the forward and the optimizer step")
-    if record.start_norm is not None and float(record.start_norm) != 0:
+    if (norm := record.start_norm) is not None and float(norm) != 0:
         raise ReplayError("gradients were not zero when the step began")
 
 

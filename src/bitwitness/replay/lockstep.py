@@ -12,10 +12,9 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from bitwitness.capture.step import Pass, StepRecord
-from bitwitness.replay.quiet import no_warnings
+from bitwitness.replay.quiet import backward_again
 from bitwitness.replay.run import Around, Execution, Replayer
 from bitwitness.stats import Features
-from bitwitness.tap.modes import scripts_modes_back
 from bitwitness.tap.ownwork import own_work
 from bitwitness.tap.sharded import ReduceTap
 
@@ -63,7 +62,7 @@ class LockstepReplayer(Replayer):
         self._sync(reduce=group.sync)
         found = self._passes.starts(group, outputs, around, {})
         done.note(found)
-        with around(), no_warnings(), scripts_modes_back(backward=True):
+        with around(), backward_again():
             torch.autograd.backward(found.roots, found.grads)
 
     def _sync(self, *, reduce: bool) -> None:

@@ -19,10 +19,9 @@ from bitwitness.capture.gradhooks import parameter_hooks
 from bitwitness.capture.step import Pass
 from bitwitness.replay.execution import Around, Execution
 from bitwitness.replay.forwards import ForwardReplay
-from bitwitness.replay.quiet import no_warnings
+from bitwitness.replay.quiet import backward_again
 from bitwitness.replay.start import Starts, starts_of
 from bitwitness.tap.compat import reparametrized
-from bitwitness.tap.modes import scripts_modes_back
 from bitwitness.tap.modules import ROOT
 from bitwitness.tap.ownwork import standing_in
 
@@ -104,7 +103,7 @@ class PassReplay:
         parameters = list(self._parameters.values())
         asked = [p.requires_grad or had for p, had in zip(parameters, self._had_gradients, strict=True)]
         try:
-            with around(), no_warnings(), scripts_modes_back(backward=True):
+            with around(), backward_again():
                 grads = iter(
                     torch.autograd.grad(found.roots, [*compress(parameters, asked)], found.grads, allow_unused=True)
                 )
@@ -124,7 +123,7 @@ class PassReplay:
                 leaf.register_hook(hook)
         with reparametrized(self._root, leaves, tie_weights=True):
             found = self.starts(group, hashes, around, {id(p): leaves[name] for name, p in self._parameters.items()})
-            with around(), no_warnings(), scripts_modes_back(backward=True):
+            with around(), backward_again():
                 torch.autograd.backward(found.roots, found.grads)
         return [leaf.grad for leaf in leaves.values()], found
 

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from bitwitness.replay.errors import ReplayError
+from bitwitness.tap.modes import scripts_modes_back
 from bitwitness.tap.ownwork import in_replay
 from bitwitness.tap.patching import replaced
 
@@ -52,7 +53,7 @@ def quiet(root: nn.Module, *, since: int | None = None) -> Iterator[None]:
             _nothing_printed("stdout"),
             _nothing_printed("stderr"),
             _nothing_logged(),
-            no_warnings(),
+            _no_warnings(),
             _nothing_written(since),
             _nothing_looked_at(since),
             _no_open_file_used(),
@@ -177,13 +178,20 @@ def _written_since(file: Any, moment: int) -> bool:
         return False
 
 
-def no_warnings() -> AbstractContextManager[None]:
+def _no_warnings() -> AbstractContextManager[None]:
     """Have this thread's warnings reach nobody, a list of the script's neither; which were given before stays known."""
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         return lambda message: None if in_replay() else original(message)
 
     return replaced(warnings, "_showwarnmsg", wrap)
+
+
+@contextmanager
+def backward_again() -> Iterator[None]:
+    """Go back as the training did: under the script's modes, and with no warning that it was given already."""
+    with _no_warnings(), scripts_modes_back(backward=True):
+        yield
 
 
 def _is_torchs(module: str) -> bool:
