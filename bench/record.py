@@ -1,4 +1,4 @@
-"""What recording costs: bitwitness and msprobe by turns, each in processes of its own, on the 11.2 M-parameter GPT.
+"""What recording costs: bitwitness and msprobe by turns, each in processes of its own, on GPTs of two sizes.
 
     python bench/record.py [--rounds 10] [--only NAME …] [--quick] [--peer-python PYTHON]
 
@@ -55,17 +55,24 @@ class Case:
         return self.job.content == "stats"
 
 
+_DEEP: dict[str, Any] = {"model": "deep", "batch": 1, "context": 32, "foreach": True, "steps": 2}
+_LONG: dict[str, Any] = {**_DEEP, "batch": 8, "context": 256, "steps": 1}
 CASES = [
-    Case(Job("modules stats", level="modules"), 1.15),
+    Case(Job("modules stats", level="modules"), 1.1),
     Case(Job("ops stats", level="ops"), 1.5),
-    Case(Job("mix stats"), 1.6),
+    Case(Job("mix stats"), 1.4),
     Case(Job("mix stats async", async_dump=True), 1.6),
-    Case(Job("mix stats bf16", bf16=True), 2.2),
+    Case(Job("mix stats bf16", bf16=True), 2.0),
+    Case(Job("mix stats eager", model="eager"), 1.5),
     Case(Job("modules stats foreach", level="modules", foreach=True), 1.15),
     Case(Job("mix stats foreach", foreach=True), 1.6),
     Case(Job("mix structure", content="structure")),
     Case(Job("mix hash", content="hash"), 2.0),
     Case(Job("mix tensors", content="tensors", steps=2), 6.0),
+    Case(Job("modules stats deep", level="modules", **_DEEP), 1.4),
+    Case(Job("mix stats deep", **_DEEP), 2.2),
+    Case(Job("modules stats deep long", level="modules", **_LONG), 1.1),
+    Case(Job("mix stats deep long", **_LONG), 1.4),
 ]
 
 
@@ -92,7 +99,7 @@ class Bench:
     def __init__(self, peer: str | None) -> None:
         self.pythons = {OWN: sys.executable} | ({PEER: peer} if peer else {})
         self.found: dict[tuple[str, str], Found] = defaultdict(Found)
-        self.plain_mb: dict[tuple[str, bool, bool], float] = {}
+        self.plain_mb: dict[tuple[Any, ...], float] = {}
         self.versions: dict[str, str] = {}
 
     def run(self, tool: str, jobs: Sequence[Job]) -> None:
@@ -113,7 +120,7 @@ class Bench:
         job = Job(**line["job"])
         found = self.found[job.name, tool]
         if not job.recorded:
-            self.plain_mb[tool, job.bf16, job.foreach] = line["peak_mb"]
+            self.plain_mb[tool, job.training] = line["peak_mb"]
             return
         self.versions[tool] = f"{line['tool']} (torch {line['torch']})"
         if job.rounds:
@@ -124,7 +131,7 @@ class Bench:
 
     def memory(self, tool: str, job: Job) -> float | None:
         """Return peak memory over that of the same training unrecorded."""
-        plain = self.plain_mb.get((tool, job.bf16, job.foreach))
+        plain = self.plain_mb.get((tool, job.training))
         peak = self.found[job.name, tool].weighed.get("peak_mb")
         return None if plain is None or peak is None else peak / plain
 
@@ -137,7 +144,7 @@ def measure(bench: Bench, cases: Sequence[Case], rounds: int) -> None:
                 if job is not None:
                     bench.run(tool, [job])
         for tool in bench.pythons:
-            if (tool, case.job.bf16, case.job.foreach) not in bench.plain_mb:
+            if (tool, case.job.training) not in bench.plain_mb:
                 bench.run(tool, [replace(case.job, recorded=False)])
         print("\n".join(lines(bench, case)), flush=True)
 
@@ -220,8 +227,9 @@ def about(bench: Bench, args: argparse.Namespace) -> str:
     tools = ", ".join(bench.versions.get(tool, tool) for tool in bench.pythons)
     text = (
         f"`python bench/record.py {arguments}`: {tools}; {platform.machine()}, {os.cpu_count()} cores, one thread.\n\n"
-        "GPT of 11.2 million parameters, 4 x 128 tokens, fp32 (bf16: the whole model), AdamW as a for-loop (foreach where "
-        "it says so). CPU ms/step: unrecorded, then recorded, of the whole process. Peak memory: resident set, over that "
+        "GPT of 11.2 million parameters, 4 x 128 tokens, fp32 (bf16: the whole model; eager: attention operator by operator), "
+        "AdamW as a for-loop (foreach where it says so). Deep: 300 million parameters in 1,987 modules, 32 tokens (long: "
+        "2,048), foreach. CPU ms/step: unrecorded, then recorded, of the whole process. Peak memory: resident set, over that "
         "of the same training without recorder. MB = 10^6 bytes."
     )
     return text if PEER in bench.pythons else f"{text}\n\n{NO_PEER}"

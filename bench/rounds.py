@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpt import GPT
+from gpt import DEEP, GPT
 
-BATCH, CONTEXT = 4, 128
 _KEPT = (".safetensors", ".pt")
 
 
@@ -37,6 +36,10 @@ class Job:
         and to weigh what was written and how much memory it took.
     recorded
         Whether anything is recorded, where no rounds are run.
+    model
+        ``sdpa`` or ``eager``: the GPT of 11.2 million parameters and how it attends; ``deep``: the one of 300 million.
+    batch, context
+        Sequences in a step, and tokens in each.
     tiny
         A model that proves only that it runs.
 
@@ -52,7 +55,15 @@ class Job:
     steps: int = 5
     seconds: float = 10.0
     recorded: bool = True
+    model: str = "sdpa"
+    batch: int = 4
+    context: int = 128
     tiny: bool = False
+
+    @property
+    def training(self) -> tuple[str, int, int, bool, bool]:
+        """What is trained, whatever is recorded of it."""
+        return self.model, self.batch, self.context, self.bf16, self.foreach
 
 
 class Recording:
@@ -80,8 +91,9 @@ class Training:
 
     def __init__(self, job: Job) -> None:
         torch.manual_seed(0)
-        self.vocab, self.context = (64, 16) if job.tiny else (4096, CONTEXT)
-        self.model = GPT(self.vocab, 32, 1, 2, self.context) if job.tiny else GPT()
+        self.vocab, self.shape = (64, (4, 17)) if job.tiny else (4096, (job.batch, job.context + 1))
+        eager, deep = job.model == "eager", DEEP if job.model == "deep" else {}
+        self.model = GPT(self.vocab, 32, 1, 2, 16, eager) if job.tiny else GPT(self.vocab, eager=eager, **deep)
         if job.bf16:
             self.model.bfloat16()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=job.foreach)
@@ -89,7 +101,7 @@ class Training:
 
     def batch(self) -> torch.Tensor:
         """Draw a batch."""
-        return torch.randint(0, self.vocab, (BATCH, self.context + 1), generator=self._generator)
+        return torch.randint(0, self.vocab, self.shape, generator=self._generator)
 
     def step(self, tokens: torch.Tensor) -> None:
         """Train one step."""

@@ -242,6 +242,18 @@ def test_a_fault_declared_in_the_environment_is_found(script: Path, tmp_path: Pa
     assert "at 7/mm:backward) never struck on rank 0: nothing of that site was computed" in done.stderr
 
 
+def test_a_recording_is_of_the_declared_device_too(script: Path, tmp_path: Path) -> None:
+    faults = tmp_path / "faults.toml"
+    faults.write_text(
+        '[[fault]]\nsite = "2/addmm:forward"\nfrom_step = 2\nkind = "multiply"\nfactor = 1e3\npattern = "row"\n'
+    )
+    quick(tmp_path, "record", "--out", "a", str(script), "4")
+    done = quick(tmp_path, "record", "--out", "b", str(script), "4", BITWITNESS_INJECT=str(faults))
+    assert "fault 0 (multiply at 2/addmm:forward) struck" in done.stderr
+    said = quick(tmp_path, "compare", "a", "b").stdout
+    assert said.startswith("the runs part at 2/addmm#0:forward.out0 (rank 0, step 2): its inputs agree"), said
+
+
 def test_doctor_proves_every_sensor(tmp_path: Path) -> None:
     done = quick(tmp_path, "doctor", "--json")
     assert done.returncode == 0, done.stdout + done.stderr

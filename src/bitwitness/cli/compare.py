@@ -128,10 +128,8 @@ def _show(report: Any) -> None:
     print(f"A: {report.a}   B: {report.b}")
     for note in report.notes:
         print(harmless(note))
-    print(
-        f"{report.rows} values of {report.steps} steps compared; {report.differing} differ, "
-        f"{report.noise:.2g} is the most that rounding explains"
-    )
+    rounding = f"; rounding in single operators: up to {report.noise:.2g}" if report.noise else ""
+    print(f"{report.rows} values of {report.steps} steps compared; {report.differing} differ{rounding}")
     if report.merged:
         print("the runs are spread differently over ranks: all ranks of each were put together, operators left out")
     for old, new in list(report.modules.items())[:3]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from bitwitness.cli.ending import add_ending, check_ending, write_answer
+from bitwitness.cli.faults import declared_faults
 from bitwitness.cli.folders import add_out, check_out
 from bitwitness.cli.script import Script, ScriptError, add_script_arguments
 from bitwitness.config.recording import CONTENTS, LEVELS, RecordConfig, read_msprobe
@@ -58,9 +59,10 @@ def main(args: argparse.Namespace) -> int:
     check_out(out, args)
     from bitwitness.record.auto import AutoRecorder
 
+    faults = declared_faults()
     recorder, code = AutoRecorder(config, out), 0
     try:
-        with recorder:
+        with faults, recorder:
             script.run()
     except ScriptError as error:
         code = error.show()

@@ -7,7 +7,8 @@ import sys
 from typing import Any
 
 from bitwitness.cli.ending import add_ending, check_ending, write_answer
-from bitwitness.cli.folders import add_out, check_out, rank_here
+from bitwitness.cli.faults import declared_faults
+from bitwitness.cli.folders import add_out, check_out
 from bitwitness.cli.script import Script, ScriptError, add_script_arguments, torch_lacks, unusable
 from bitwitness.errors import UsageError
 
@@ -63,13 +64,10 @@ def watch(args: argparse.Namespace, overrides: dict[str, Any], *, traces: bool) 
     loaded = load_config(args.config, {key: value for key, value in overrides.items() if value is not None})
     check_ending(args, loaded.config.out)
     check_out(loaded.config.out, args)
-    from contextlib import ExitStack
-
     try:
         from bitwitness.guard.auto import AutoGuard
         from bitwitness.guard.guard import Guard
         from bitwitness.guard.tracer import NonfiniteTracer
-        from bitwitness.inject.device import FaultyDevice
         from bitwitness.respond.final import PROCESS
     except ImportError as error:
         if not torch_lacks(error):
@@ -77,20 +75,14 @@ def watch(args: argparse.Namespace, overrides: dict[str, Any], *, traces: bool) 
         sys.stderr.write(f"bitwitness: {unusable(error)}. SCRIPT RUNS UNGUARDED\n")
         return unguarded(script)
 
-    rank = rank_here()
-    faulty = FaultyDevice.from_environment(rank)
+    faults = declared_faults()
+    guards = AutoGuard(loaded.config, loaded.warnings, make=NonfiniteTracer if traces else Guard)
     try:
-        with ExitStack() as stack:
-            if faulty is not None:
-                stack.enter_context(faulty)
-            make = NonfiniteTracer if traces else Guard
-            guards = stack.enter_context(AutoGuard(loaded.config, loaded.warnings, make=make))
+        with faults, guards:
             script.run()
     except ScriptError as error:  # shown last, after what the guard has to say
         return PROCESS.exit_code(error.show())
     finally:
-        for line in faulty.told() if faulty is not None else ():
-            sys.stderr.write(f"bitwitness: {line}\n")
         unwritten = write_answer(args, guards.folders)
     return PROCESS.exit_code(unwritten)
 

@@ -94,6 +94,12 @@ def in_words(a: StepFrame, b: StepFrame, row_a: int, row_b: int) -> str:
     if times is not None and times < 0:
         return "with the sign turned in run B"
     x, y = numbers_of(a, row_a), numbers_of(b, row_b)
+    dtype = a.text("dtype", row_a).removeprefix("torch.")
+    if dtype == b.text("dtype", row_b).removeprefix("torch.") and x.mean != y.mean:
+        if dtype == "bool":
+            return f"{x.mean:.4%} of it true against {y.mean:.4%}"
+        if dtype.startswith(("int", "uint")):  # token ids, labels: a norm says nothing of them
+            return f"other integers, on average {x.mean:.6g} against {y.mean:.6g}"
     if x.l2 == y.l2 or math.isnan(x.l2) or math.isnan(y.l2):
         return (
             "other bits" if x.sketch == y.sketch or math.isnan(x.sketch + y.sketch) else "other values of the same norm"

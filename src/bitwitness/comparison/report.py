@@ -51,7 +51,7 @@ class Report:
     nearest
         Of the results that differ by no more than rounding explains, the one that comes nearest to that.
     noise
-        The largest relative change that rounding explained.
+        The largest relative change that a single operator's rounding explained.
     problems
         What could not be read or compared.
     modules
@@ -159,7 +159,8 @@ class Report:
         said = f"{self._elsewhere}the runs part at {first.site} (rank {first.rank}, step {first.step}): {first.text}"
         more = []
         if self.cause is not None and self.cause is not first and self.cause.step == first.step:
-            more.append(self.cause.text)
+            # What an argument explains needs no other explanation of the same factor.
+            more.append(self.cause.text.partition(": ")[0] if first.reason == "argument" else self.cause.text)
         if self.unlike:
             count = f"{self.lone} operators of {self.matched + self.lone}"
             more.append(f"{count} have no counterpart, which is too many to be sure")
