@@ -2,31 +2,29 @@
 
     python bench/side_by_side.py [--content stats tensors] [--peer-python PYTHON]
 
-Three columns: our comparison of our own recordings; ours of msprobe's dumps; msprobe's of its own, of which the first row counts
-that it calls an error or, without any, a warning. Right: that place is the plant's.
+Three columns: our comparison of our own recordings; ours of the dumps of msprobe; its own of those, of which the first row
+counts that it calls an error or, without any, a warning. Right: that place is the plant's.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
-from plants import PLANTS, Plant
+from plants import PLANTS, STEPS, Plant
 from record import VARIABLE, usable
 
 import bitwitness as bw
 
 HERE = Path(__file__).parent
-DUMPS = """
-from msprobe.pytorch import compare
-"""
+WAYS = ("bitwitness of its own recording", "bitwitness of msprobe's dump", "msprobe of its own dump")
 
 
 def recorded(python: str, tool: str, name: str, content: str, folder: Path) -> tuple[Path, Path]:
@@ -47,9 +45,42 @@ def recorded(python: str, tool: str, name: str, content: str, folder: Path) -> t
 def ours(plant: Plant, runs: tuple[Path, Path]) -> tuple[bool, str]:
     """Return whether our comparison names the plant's place first, and what it says."""
     report = bw.compare(*runs)
-    place = report.first
-    right = place is not None and re.search(plant.place, place.site) is not None and place.step == plant.step
-    return right, report.conclusion
+    if report.first is None:
+        return False, report.conclusion
+    said = f"{report.first.site} {report.first.text}"
+    return re.search(plant.place, said) is not None and report.first.step == plant.step, report.conclusion
+
+
+def theirs(python: str, plant: Plant, runs: tuple[Path, Path], out: Path) -> tuple[bool, str]:
+    """Return the same of msprobe's comparison, step by step: the first row that it calls an error, else a warning."""
+    first: dict[str, tuple[int, str]] = {}
+    for step in range(STEPS):
+        paths = ["-tp", str(runs[1] / f"step{step}"), "-gp", str(runs[0] / f"step{step}"), "-o", str(out / str(step))]
+        command = [str(Path(python).with_name("msprobe")), "compare", *paths]
+        env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        tables = sorted((out / str(step)).glob("*.csv"))
+        if not tables:
+            return False, f"no table: {(done.stderr or done.stdout).strip().splitlines()[-1]}"
+        with tables[0].open(newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                name = row["NPU Name"] if row["NPU Name"] != "N/A" else row["Bench Name"]
+                first.setdefault(row["Result"], (step, name))
+    for result in ("error", "warning"):
+        if result in first:
+            step, name = first[result]
+            known = module_of(runs[0] / f"step{step}", name)
+            right = re.search(plant.place, known.replace("Module.", "")) is not None and step == plant.step
+            return right, f"step {step}, {result}: {known}"
+    return False, "all pass"
+
+
+def module_of(step: Path, name: str) -> str:
+    """Return a row's name with the module around it, which stands in a file beside."""
+    (construct,) = step.rglob("construct.json")
+    parents = json.loads(construct.read_text(encoding="utf-8"))
+    call = re.sub(r"\.(input|output|parameters)\b.*", "", name)
+    return f"{name} in {parents[call]}" if parents.get(call) else name
 
 
 def main() -> None:
@@ -59,11 +90,30 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=PLANTS, default=list(PLANTS), metavar="PLANT")
     parser.add_argument("--peer-python", default=os.environ.get(VARIABLE))
     args = parser.parse_args()
+    peer = usable(args.peer_python)
+    print(
+        "| content | plant | "
+        + " | ".join(WAYS if peer else WAYS[:1])
+        + " |\n|---" * 1
+        + "|---" * (4 if peer else 2)
+        + "|"
+    )
+    counts = dict.fromkeys(((content, way) for content in args.content for way in WAYS), 0)
     for content in args.content:
         for name in args.only:
             with tempfile.TemporaryDirectory(prefix="side-by-side-") as scratch:
-                right, said = ours(PLANTS[name], recorded(sys.executable, "own", name, content, Path(scratch)))
-            print(content, name, right, said[:200], flush=True)
+                folder = Path(scratch)
+                answers = [ours(PLANTS[name], recorded(sys.executable, "own", name, content, folder))]
+                if peer:
+                    dumps = recorded(peer, "peer", name, content, folder)
+                    answers += [ours(PLANTS[name], dumps), theirs(peer, PLANTS[name], dumps, folder / "compared")]
+            for way, (right, _) in zip(WAYS, answers, strict=False):
+                counts[content, way] += right
+            cells = [f"{'right' if right else 'NOT'}: {said[:110]}" for right, said in answers]
+            print(f"| {content} | {name} | " + " | ".join(cells) + " |", flush=True)
+    for (content, way), count in counts.items():
+        if peer or way == WAYS[0]:
+            print(f"{content}, {way}: {count} of {len(args.only)}")
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ _KEPT = 3.0
 _DEFAULT_RATE = 1e-3  # where the recording does not tell: Adam's in torch
 # Unit roundoffs that a fused operator and its parts may be apart: they round at different places, several times.
 _FUSED = 1000.0
+_SUBNORMAL = 2.0**-25  # what the rounding of float16's subnormal numbers takes, whatever their size
 _FUSED_MOST = 0.03  # and as a relative change, for dtypes whose unit roundoff is large
 
 
@@ -53,6 +54,12 @@ def roundoff(dtype: str) -> float:
         if isinstance(found, torch.dtype) and (found.is_floating_point or found.is_complex)
         else 0.0
     )
+
+
+def _rounded(frame: StepFrame, row: int) -> float:
+    """Return a row's unit roundoff, which is more where float16 has few digits left because the values are small."""
+    dtype, size = frame.text("dtype", row), rms(frame, row)
+    return max(roundoff(dtype), _SUBNORMAL / size if dtype == "float16" and size else 0.0)
 
 
 def rms(frame: StepFrame, row: int) -> float:
@@ -77,7 +84,7 @@ def allowed(a: StepFrame, b: StepFrame, pair: Pair, out: int, carried: Sequence[
     row_a, row_b = pair.outputs[out]
     if any(math.isinf(c) for c in carried):
         return math.inf
-    own = max(roundoff(a.text("dtype", row_a)), roundoff(b.text("dtype", row_b)))
+    own = max(_rounded(a, row_a), _rounded(b, row_b))
     if not own and any(carried):
         return math.inf  # an index: which of two is larger may turn with the last bit
     if pair.a.kind == "module":
@@ -146,6 +153,8 @@ def _generic(frame: StepFrame, pair: Pair, op: str, size: float) -> float:
     if op in _NORMS:  # the mean is taken away: what it was large against the spread is lost
         spread = rms(frame, row) ** 2 - float(frame.numbers["mean"][row]) ** 2
         factor *= rms(frame, row) / math.sqrt(spread) if spread > 0 else 1.0
+        if size:  # the mean itself, of what was normalised before: it is small against what it was taken of
+            factor = max(factor, rms(frame, row) / size)
     return factor
 
 

@@ -102,6 +102,11 @@ class Differences:
             found = list(exact(dict(zip(rows, found, strict=True))).values())
         return dict(zip(left.tolist(), found, strict=True))
 
+    def returns_another(self, pair: Pair) -> bool:
+        """Return whether a module's results are of other sizes: its user does what the other's does inside, or nothing."""
+        sizes = [(self.a.count[i], self.b.count[j]) for i, j in pair.outputs]
+        return pair.a.kind == "module" and any(x != y for x, y in sizes)
+
     def is_noise(self, pair: Pair, row: int) -> bool:
         """Return whether a row's change is what rounding explains; ask after all nodes were looked at."""
         if row in {out for out, _ in pair.outputs}:

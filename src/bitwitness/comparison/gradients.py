@@ -18,6 +18,7 @@ from bitwitness.comparison.chains import STAGES, Chain, Rows, chains_of, row_at
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.frame import StepFrame
 from bitwitness.comparison.relation import factor, in_times, numbers_of, tolerance
+from bitwitness.comparison.scalers import is_power_of_two, multiplied_by_scalers
 from bitwitness.comparison.settled import SettledModules
 from bitwitness.comparison.unzeroed import not_zeroed
 
@@ -25,12 +26,12 @@ OF_ALL_GRADIENTS = ("scaled", "clipped", "kept", "weighed")
 """Kinds of what happened to all gradients at once."""
 _MOST = 0.9
 """Share of the parameters that one factor has to hold for: a few have gradients that are rounding errors."""
+_MOST_SCALED = 0.75
+"""The same of a loss scale: without one, the small gradients of some are not float16's any more."""
 _SMALL = 1e-3
 """Times the usual size of a gradient, below which one may be rounding errors alone."""
 _COARSE = 16.0
 """Unit roundoffs of the coarser precision up to which a factor counts as exact, where runs compute in different ones."""
-_EXACT = 1e-6
-"""How far the logarithm of a power of two may be from a whole number: factors are taken from norms of equal numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,25 +85,18 @@ class GradientChains:
             return None
         # Numbers that float16 holds with fewer digits, being small, are rounded otherwise under another scale.
         noise = _COARSE * max(self._differences.coarse, self._differences.roundoff_inside)
-        first, last = (self._common([(c.a[s], c.b[s]) for c in self._weighty], least=noise) for s in (0, 2))
+        ends = ([(c.a[s], c.b[s]) for c in self._weighty] for s in (0, 2))
+        first, last = (self._common(rows, least=noise, most=_MOST_SCALED) for rows in ends)
         if first is None or last is None or first <= 0 or self._is_one(first, noise) or not self._is_one(last, noise):
             return None
         # Of gradients that are clipped in both runs the size says nothing of what was done to the loss; scales are powers of 2.
         own = self._usual
-        unscales = self._is_one(own[0]) or _is_power_of_two(own[0]) or self._is_by_scalers(first)
+        unscales = (
+            self._is_one(own[0])
+            or is_power_of_two(own[0])
+            or multiplied_by_scalers(self._differences, first, self._is_one)
+        )
         return first if unscales and self._is_one(own[1] * first / own[0], noise) else None
-
-    def _is_by_scalers(self, ratio: float) -> bool:
-        """Return whether losses are multiplied by powers of two, as gradient scalers do, run B's ``ratio`` times run A's."""
-        a, b = self._a, self._b
-        for pair in self._differences.alignment.pairs:
-            alone = pair.a.op == "mul" and all(a.count[row] == 1 for row in pair.a.rows)
-            for i, j in pair.inputs if alone else ():
-                first, second = numbers_of(a, i).max, numbers_of(b, j).max
-                powers = first > 1 and second > 1 and _is_power_of_two(first) and _is_power_of_two(second)
-                if powers and self._is_one(second / (ratio * first)):
-                    return True
-        return False
 
     def edited(self, chain: Chain) -> tuple[float | None, float | None] | None:
         """Return by what a gradient was multiplied between backward and optimizer in each run, where that differs."""
@@ -143,18 +137,22 @@ class GradientChains:
         return 1.0 if frame.value[rows[0]] == frame.value[last] else factor(frame, rows[0], frame, last)
 
     def _common(
-        self, rows: Sequence[tuple[int | None, int | None]], within: StepFrame | None = None, least: float = 0.0
+        self,
+        rows: Sequence[tuple[int | None, int | None]],
+        within: StepFrame | None = None,
+        least: float = 0.0,
+        most: float = _MOST,
     ) -> float | None:
         """Return the one factor between pairs of rows, of A and B or both of one run, if there is one; ``least``: noise."""
         a, b = within or self._a, within or self._b
         least = 0.0 if within else max(self._noise, least)
         found = [None if i is None or j is None else factor(a, i, b, j, least) for i, j in rows]
         known = [one for one in found if one is not None]
-        if not known or len(known) < _MOST * len(found):
+        if not known or len(known) < most * len(found):
             return None
         middle = median(known)
         agreeing = sum(abs(one - middle) <= max(self._limit(), least) * abs(middle) for one in known)
-        return middle if agreeing >= _MOST * len(found) else None
+        return middle if agreeing >= most * len(found) else None
 
     def _limit(self) -> float:
         chain = self._weighty[0] if self._weighty else self.chains[0]
@@ -292,8 +290,3 @@ class GradientChains:
                 if row is not None:
                     squares[number] += numbers_of(frame, row).l2 ** 2
         return math.sqrt(squares[0]), math.sqrt(squares[1])
-
-
-def _is_power_of_two(number: float) -> bool:
-    exponent = math.log2(number) if number > 0 else 0.5
-    return abs(exponent - round(exponent)) < _EXACT

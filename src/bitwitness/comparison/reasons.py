@@ -1,18 +1,8 @@
-"""Why a node's results differ: a reason of its own, or an input that differs and that no matched operator made so.
-
-``computed``   inputs agree as far as their changes matter, and the result does not
-``argument``   it was called with other arguments (an epsilon, a scale, a learning rate)
-``dtype``      it computed in another precision
-``source``     it read something that differs and that no recorded operator made: a weight, a buffer, the batch
-``view``       it read another part, or another order, of something that agrees, or something else that agrees
-``unknown``    the same, and it has no name
-``missing``    only one of the runs has it, and what follows differs
-``random``     it draws random numbers, and drew others
-"""
+"""Why a node's results differ: a reason of its own, or an input that differs and that no matched operator made so."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
 
 from bitwitness.comparison.align import Pair
 from bitwitness.comparison.allowance import roundoff
@@ -20,8 +10,8 @@ from bitwitness.comparison.casts import CASTS, other_dtype
 from bitwitness.comparison.changes import BITS_DIFFER, moved
 from bitwitness.comparison.describe import argument_differences, in_chain, is_another_class_alone, made_by_nothing
 from bitwitness.comparison.differences import NEGLIGIBLE, Differences
-from bitwitness.comparison.frame import Node
 from bitwitness.comparison.operands import Operands
+from bitwitness.comparison.reason import Reason
 from bitwitness.comparison.relation import in_words
 from bitwitness.oracle.names import is_random
 from bitwitness.oracle.recorded import arguments
@@ -32,6 +22,8 @@ _SURE = 0.01
 """Share of `NEGLIGIBLE` that a result has to differ by before other arguments are its reason: below, they did not matter."""
 _ROUNDED = 4.0
 """Unit roundoffs by which what the runs begin with may differ, kept in another dtype."""
+_IN_BACKWARD = 64.0
+"""Unit roundoffs of the coarser precision by which sketches of a deep backward were seen apart: 38 in a CLIP of two layers."""
 _OTHER_CLASS = 4e-6
 """Relative change of a parameter up to which two optimizers' formulas are the same one: some dozen roundings in float32."""
 _RANDOM = "it draws random numbers, and drew others: another seed or another number of draws before"
@@ -40,19 +32,6 @@ _COMPUTED_UPDATE = (
     "parameter, gradient and settings agree and the update does not: the optimizer's state does (moments, step counts), "
     "or it computed wrongly"
 )
-
-
-class Reason(NamedTuple):
-    """Why a node's results differ: one of the kinds above, and words.
-
-    ``lone``: the operator that only run ``side`` has; ``rows``: what differs, in A and B, where it is not the node's results.
-    """
-
-    kind: str
-    text: str
-    lone: Node | None = None
-    side: str = ""
-    rows: tuple[int, int] | None = None
 
 
 class Reasons:
@@ -70,17 +49,20 @@ class Reasons:
         self._earlier = differences.earlier
         self._operands = Operands(differences.a, differences.b, differences.alignment)
         self.a, self.b = differences.a, differences.b
-        state = [pair for pair in differences.alignment.pairs if pair.a.kind in ("parameter", "buffer")]
-        rows = [(self.a.text("name", row), row) for pair in state for row, _ in pair.outputs]
-        self._begun = {name: differences.change_of[row] for name, row in rows}
-        self._sizes = {name: int(self.a.count[row]) for name, row in rows}
+        pairs = differences.alignment.pairs
+        state = [pair for pair in pairs if pair.a.kind in ("parameter", "buffer")]
+        given = [pair for pair in pairs if (pair.a.kind, pair.a.phase, pair.a.module) == ("module", "forward", ".")]
+        self._begun_rows = self._by_name(rows for pair in state for rows in pair.outputs)
+        self._begun = {name: differences.change_of[row] for name, (row, _) in self._begun_rows.items()}
+        inputs = self._by_name(rows for pair in given for rows in pair.inputs)
+        self._given = {name: differences.change_of[row] for name, (row, _) in inputs.items()}
         self._written: dict[str, float] = {}
         self._told: set[str] = set()
-        self._begun_rows = {
-            name: rows for pair in state for rows in pair.outputs if (name := self.a.text("name", rows[0]))
-        }
         self.moved = False
         """Whether the optimizer moved a weight within the step, between two evaluations, otherwise in each run."""
+
+    def _by_name(self, found: Iterable[tuple[int, int]]) -> dict[str, tuple[int, int]]:
+        return {name: rows for rows in found if (name := self.a.text("name", rows[0]))}
 
     @property
     def named(self) -> dict[str, float]:
@@ -208,7 +190,8 @@ class Reasons:
         if lone.op in CASTS and (first != second or differences.precisions is not None):
             return None  # told as the dtype of what reads it, or of the run
         own = max(differences.roundoff(row_a, row_b), differences.roundoff_inside)
-        if change <= max(differences.viewed(self._earlier.noise + own), differences.noise_limit()):
+        deep = _IN_BACKWARD * own if differences.precisions is not None and pair.a.phase == "backward" else 0.0
+        if change <= max(differences.viewed(self._earlier.noise + own), differences.noise_limit(), deep):
             return None
         if differences.differed_before(lone, first=lone_a is not None):
             return None
@@ -269,7 +252,7 @@ class Reasons:
         first, second = self._differences.dtypes(row_a, row_b)
         if first != second and self._differences.precisions is None:
             return Reason("dtype", f"{name} is {first} against {second}")
-        if self._begun.get(name) == 0.0 and not self._is_gathered(name, row_a):
+        if self._begun.get(name, self._given.get(name)) == 0.0 and not self._is_gathered(name, row_a):
             text = f"{slot} differs although {name} agrees, of which it is a view: another one (a transpose, a slice)"
             return Reason("view", text, rows=(row_a, row_b))
         self._told.add(name)
@@ -295,5 +278,5 @@ class Reasons:
 
     def _is_gathered(self, name: str, row: int) -> bool:
         """Return whether a row shows the whole of a parameter of which this rank holds a part: it differs where others' do."""
-        count = int(self.a.count[row])
-        return self._sizes.get(name, count) != count
+        begun = self._begun_rows.get(name)
+        return begun is not None and self.a.count[begun[0]] != self.a.count[row]

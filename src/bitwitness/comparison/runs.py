@@ -20,7 +20,7 @@ from bitwitness.comparison.lined import Place, line_up
 from bitwitness.comparison.relation import in_times
 from bitwitness.comparison.report import Report
 from bitwitness.comparison.settled import SettledModules
-from bitwitness.comparison.suspect import EarlierSteps, Suspect, grouped
+from bitwitness.comparison.suspect import EarlierSteps, Suspect, grouped, regrouped_last
 from bitwitness.comparison.suspects import SuspectSearch
 from bitwitness.comparison.uncompared import uncompared
 from bitwitness.comparison.unscaled import loss_scale, without_scale
@@ -129,10 +129,11 @@ def _compare_step(
     if scale is not None or values is not None:
         differences = Differences(frame_a, frame_b, alignment, known, None if values is None else values.changes)
     search = SuspectSearch(differences, rank, step)
-    for suspect in search.suspects():
-        kept = suspect if values is None else values.refine(suspect)
-        if kept is not None:
-            report.suspects.append(kept)
+    found = list(search.suspects())
+    kept = found if values is None else [one for one in map(values.refine, found) if one is not None]
+    if found and not kept and not search.exceeding:
+        known.parted = differences.parted_before  # float64 told that there was nothing
+    report.suspects += kept
     report.kept |= values is not None
     if not report.conditions:
         report.conditions = conditions(differences)
@@ -237,6 +238,7 @@ def _conclude(report: Report) -> None:
     suspects = sorted(report.suspects, key=lambda suspect: (suspect.order, suspect.rank))
     # A rank that only received its difference may come first in the order, and would hide who sent it.
     suspects = [one for one in suspects if not _received(one, suspects)]
+    suspects = regrouped_last(suspects)
     report.cause = next((one for one in suspects if one.reason in OF_ALL_GRADIENTS), None)
     suspects = grouped(suspects)
     report.first = suspects[0] if suspects else None

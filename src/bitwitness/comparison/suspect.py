@@ -78,6 +78,29 @@ def grouped(suspects: list[Suspect]) -> list[Suspect]:
     return kept
 
 
+def regrouped_last(suspects: list[Suspect]) -> list[Suspect]:
+    """Return suspects in their order, but what other operators hand on in other sizes behind what differs in its values.
+
+    Where a mixture of experts takes its tokens together otherwise, its experts read other sizes, which is no mistake by itself:
+    it is looked for in the same forward of the same module first.
+    """
+    first = suspects[0] if suspects else None
+    if first is None or not _is_regrouped(first):
+        return suspects
+    module, _, rest = first.site.partition("/")
+    inside = "" if module == "." else module
+    same = [one for one in suspects if (one.step, one.rank) == (first.step, first.rank) and one.site.startswith(inside)]
+    found = [one for one in same if ":forward" in one.site and not _is_regrouped(one)]
+    if ":forward" not in rest or not found:
+        return suspects
+    behind = [one for one in same if _is_regrouped(one)]
+    return [one for one in suspects if one not in behind] + behind
+
+
+def _is_regrouped(one: Suspect) -> bool:
+    return one.reason == "missing" and math.isinf(one.change)
+
+
 @dataclass(frozen=True, slots=True)
 class Exceeding:
     """A result by how far it differs, and how much of that rounding explains."""

@@ -16,7 +16,8 @@ from bitwitness.comparison.allowance import allowed
 from bitwitness.comparison.differences import NEGLIGIBLE, Differences
 from bitwitness.comparison.harmless import Harmless
 from bitwitness.comparison.noted import of_absence, of_cause
-from bitwitness.comparison.reasons import Reason, Reasons
+from bitwitness.comparison.reason import Reason
+from bitwitness.comparison.reasons import Reasons
 from bitwitness.comparison.relation import numbers_of
 from bitwitness.comparison.settled import SettledModules
 from bitwitness.comparison.suspect import Exceeding, Suspect
@@ -132,7 +133,7 @@ class SuspectSearch:
             self._earlier.read[pair.a.module] = max([self._earlier.read.get(pair.a.module, 0.0), *read])
         if any(numbers_of(differences.a, row).top > _FILLING for row, _ in pair.outputs):
             self._hidden[pair.a.number] = max(self._carried(pair), default=0.0)
-        if max(results, default=0.0) == 0.0:
+        if max(results, default=0.0) == 0.0 or differences.returns_another(pair):
             return None
         # By noise that was seen so far, and by what the inputs brought along; rounding alone explains less.
         explained, worst, self._out = self._worst(pair, results)

@@ -10,7 +10,8 @@ from bitwitness.comparison.align import Pair
 from bitwitness.comparison.chains import parameter_of
 from bitwitness.comparison.differences import FINE, Differences
 from bitwitness.comparison.gradients import GradientChains
-from bitwitness.comparison.reasons import Reason, Reasons
+from bitwitness.comparison.reason import Reason
+from bitwitness.comparison.reasons import Reasons
 from bitwitness.comparison.relation import in_words_of_link
 
 _GRADIENT = 1e-3

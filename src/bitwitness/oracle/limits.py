@@ -62,6 +62,15 @@ def factor_roundoff(out: Tensor) -> float:
     return _REDUCED_FACTORS.get(str(getattr(backend.matmul, "fp32_precision", "ieee")), 0.0)
 
 
+def underflow(dtype: torch.dtype) -> float:
+    """Return how far a result near zero may be off, however small it is: it is flushed to zero, or is one of few subnormals.
+
+    Float16's are told apart everywhere, as gradients need them: 2**-24 lies between two.
+    """
+    info = torch.finfo(dtype)
+    return info.smallest_normal * (info.eps if dtype == torch.float16 else 1.0)
+
+
 def sum_bound(
     expected: Tensor,
     magnitudes: Tensor,

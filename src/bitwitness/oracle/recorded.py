@@ -14,7 +14,7 @@ from torch import Tensor
 from bitwitness.numerics import unit_roundoff
 from bitwitness.oracle.eligible import functional_operator
 from bitwitness.oracle.float64 import run_in_float64
-from bitwitness.oracle.limits import accumulation_roundoff, sum_bound
+from bitwitness.oracle.limits import accumulation_roundoff, sum_bound, underflow
 from bitwitness.oracle.names import PRODUCTS, canonical
 from bitwitness.oracle.worst import WorstElement, worst_element
 from bitwitness.tap.compat import OpOverload
@@ -83,7 +83,7 @@ def compare_recorded_with_float64(text: str, inputs: Sequence[Tensor], result: T
             bound = _general_bound(func, inputs, exact, result.dtype)
     except Exception:  # whatever torch raises for arguments that do not fit: a recording may be damaged
         return None
-    return worst_element(result.double(), exact, bound)
+    return worst_element(result.double(), exact, bound + underflow(result.dtype))
 
 
 def _run(func: OpOverload, call: Mapping[str, Any], inputs: Sequence[Tensor], out: int) -> Tensor:

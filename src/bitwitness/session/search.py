@@ -9,6 +9,7 @@ from weakref import WeakSet
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from bitwitness.session.closures import closures_told
 from bitwitness.session.entered import Entered
 from bitwitness.session.modulecalls import ModuleCalls
 from bitwitness.session.roots import is_entered
@@ -32,6 +33,7 @@ class ModelSearch(Generic[E]):
         self._begin_anew()
 
     def _begin_anew(self) -> None:
+        self._hears_closures = False
         self._searching = OneAtATime()  # a fork may have left it taken
         self.entered: list[E] = []
         self._passed: WeakSet[nn.Module] = WeakSet()
@@ -60,6 +62,9 @@ class ModelSearch(Generic[E]):
     # -- what is noticed -----------------------------------------------------------------------------------------
 
     def _begin_search(self) -> None:
+        if not self._hears_closures:
+            self._hears_closures = True
+            self._stack.callback(closures_told(lambda: self.entered))
         if not self._ended:
             self._calls.begin()
 
