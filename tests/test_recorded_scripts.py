@@ -54,6 +54,34 @@ def test_a_model_that_looks_for_a_size_is_one_recording(tmp_path: Path, capsys: 
     assert bw.Run(out).steps() == [0, 1]
 
 
+def test_the_first_step_of_a_model_that_runs_in_a_closure_is_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def script() -> None:
+        net = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = net(torch.randn(3, 4)).square().mean()
+            loss.backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure)
+
+    out = tmp_path / "run"
+    recorded(script, out, capsys)
+    rows = bw.Run(out).rows().to_pylist()
+    slots = [
+        sorted((row["module"], row["slot"]) for row in rows if row["step"] == step and row["phase"] == "optim")
+        for step in (0, 1)
+    ]
+    assert slots[0] == slots[1]
+    assert ("weight", "grad") in slots[0]
+
+
 def test_the_dry_run_of_lazy_modules_is_no_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def script() -> None:
         net = nn.Sequential(nn.LazyLinear(6), nn.Linear(6, 2))

@@ -13,7 +13,7 @@ from bitwitness.comparison.allowance import rms, roundoff
 from bitwitness.comparison.changes import changes
 from bitwitness.comparison.frame import Node, StepFrame
 from bitwitness.comparison.suspect import EarlierSteps
-from bitwitness.oracle.names import PRODUCTS, canonical
+from bitwitness.oracle.names import CONSTANT, PRODUCTS, canonical
 
 NEGLIGIBLE = 1e-6
 """Relative change by which statistics of equal numbers may differ, taken by another number of threads."""
@@ -103,9 +103,12 @@ class Differences:
         return dict(zip(left.tolist(), found, strict=True))
 
     def returns_another(self, pair: Pair) -> bool:
-        """Return whether a module's results are of other sizes: its user does what the other's does inside, or nothing."""
+        """Return whether results are of other sizes, and nobody's fault.
+
+        Of a module, whose user does what the other's does inside, or nothing; and of what makes constants of a given shape.
+        """
         sizes = [(self.a.count[i], self.b.count[j]) for i, j in pair.outputs]
-        return pair.a.kind == "module" and any(x != y for x, y in sizes)
+        return (pair.a.kind == "module" or pair.a.op in CONSTANT) and bool(sizes) and all(x != y for x, y in sizes)
 
     def is_noise(self, pair: Pair, row: int) -> bool:
         """Return whether a row's change is what rounding explains; ask after all nodes were looked at."""

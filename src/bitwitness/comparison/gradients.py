@@ -24,10 +24,14 @@ from bitwitness.comparison.unzeroed import not_zeroed
 
 OF_ALL_GRADIENTS = ("scaled", "clipped", "kept", "weighed")
 """Kinds of what happened to all gradients at once."""
+SOME_FACTOR = "a factor of the loss, of its gradient, or another number of terms in its mean"
+"""What is said of a factor whose cause is not known."""
 _MOST = 0.9
 """Share of the parameters that one factor has to hold for: a few have gradients that are rounding errors."""
 _MOST_SCALED = 0.75
 """The same of a loss scale: without one, the small gradients of some are not float16's any more."""
+_MOST_DRIFTED = 0.05
+"""How far from one factor, at most, what has moved the weights apart may bring a later step's gradients."""
 _SMALL = 1e-3
 """Times the usual size of a gradient, below which one may be rounding errors alone."""
 _COARSE = 16.0
@@ -85,6 +89,7 @@ class GradientChains:
             return None
         # Numbers that float16 holds with fewer digits, being small, are rounded otherwise under another scale.
         noise = _COARSE * max(self._differences.coarse, self._differences.roundoff_inside)
+        noise = max(noise, min(self._differences.drifted, _MOST_DRIFTED))
         ends = ([(c.a[s], c.b[s]) for c in self._weighty] for s in (0, 2))
         first, last = (self._common(rows, least=noise, most=_MOST_SCALED) for rows in ends)
         if first is None or last is None or first <= 0 or self._is_one(first, noise) or not self._is_one(last, noise):
@@ -203,7 +208,7 @@ class GradientChains:
         elif self._is_one(-ratio):
             why = "the loss is to be lowered in one run, and raised in the other"
         else:
-            why = "a factor of the loss, of its gradient, or another number of terms in its mean"
+            why = SOME_FACTOR
         return Cause("scaled", STAGES[0], f"{said}: {why}", self._row(0), ratio)
 
     def _loss_ratio(self) -> float | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from bitwitness.comparison.allowance import roundoff
 from bitwitness.comparison.describe import RECORD_OPERATORS
+from bitwitness.comparison.gradients import SOME_FACTOR
 from bitwitness.comparison.suspect import Exceeding, Suspect
 from bitwitness.finding import to_jsonable
 
@@ -159,8 +160,9 @@ class Report:
         said = f"{self._elsewhere}the runs part at {first.site} (rank {first.rank}, step {first.step}): {first.text}"
         more = []
         if self.cause is not None and self.cause is not first and self.cause.step == first.step:
-            # What an argument explains needs no other explanation of the same factor.
-            more.append(self.cause.text.partition(": ")[0] if first.reason == "argument" else self.cause.text)
+            # What an argument explains needs no guess at the same factor's cause.
+            known = f": {SOME_FACTOR}" if first.reason == "argument" else ""
+            more.append(self.cause.text.removesuffix(known))
         if self.unlike:
             count = f"{self.lone} operators of {self.matched + self.lone}"
             more.append(f"{count} have no counterpart, which is too many to be sure")

@@ -33,6 +33,8 @@ _SAME = {
 CONTRACTIONS = ("linear", "matmul", "baddbmm", "addbmm", "addmv", "mv", "dot", "einsum")
 """Common names of what sums products, but for convolutions."""
 PRODUCTS = (*CONTRACTIONS, "conv")
+CONSTANT = ("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty")
+"""What reads no value of a tensor, but its shape alone."""
 _RNG = ("dropout", "bernoulli", "rand", "normal", "uniform", "multinomial", "exponential", "random", "poisson", "rrelu")
 
 
