@@ -49,6 +49,7 @@ bench: .stamp-venv
 # set BITWITNESS_PEER_PYTHON to a Python with mindstudio-probe to have it measured beside
 bench-record: .stamp-venv
 	$(BIN)/python bench/record.py
+	$(BIN)/python bench/side_by_side.py
 
 bench-compare: .stamp-venv
 	$(BIN)/python bench/compare.py

@@ -18,12 +18,14 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
 from plants import PLANTS, STEPS, Plant
 from record import VARIABLE, usable
 
 import bitwitness as bw
 
 HERE = Path(__file__).parent
+SHOWN = 110
 WAYS = ("bitwitness of its own recording", "bitwitness of msprobe's dump", "msprobe of its own dump")
 
 
@@ -83,37 +85,44 @@ def module_of(step: Path, name: str) -> str:
     return f"{name} in {parents[call]}" if parents.get(call) else name
 
 
+def asked(name: str, content: str, peer: str | None) -> list[tuple[bool, str]]:
+    """Return the answers to one plant, in the order of `WAYS`."""
+    with tempfile.TemporaryDirectory(prefix="side-by-side-") as scratch:
+        folder = Path(scratch)
+        answers = [ours(PLANTS[name], recorded(sys.executable, "own", name, content, folder))]
+        if peer:
+            dumps = recorded(peer, "peer", name, content, folder)
+            answers += [ours(PLANTS[name], dumps), theirs(peer, PLANTS[name], dumps, folder / "compared")]
+    return answers
+
+
 def main() -> None:
-    """Plant, record, compare, print."""
+    """Plant, record, compare, print; write ``bench/results/side_by_side.md``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--content", nargs="+", choices=("stats", "tensors"), default=["stats", "tensors"])
-    parser.add_argument("--only", nargs="+", choices=PLANTS, default=list(PLANTS), metavar="PLANT")
+    parser.add_argument("--only", nargs="+", choices=PLANTS, metavar="PLANT", help="these alone; nothing is written")
     parser.add_argument("--peer-python", default=os.environ.get(VARIABLE))
     args = parser.parse_args()
     peer = usable(args.peer_python)
-    print(
-        "| content | plant | "
-        + " | ".join(WAYS if peer else WAYS[:1])
-        + " |\n|---" * 1
-        + "|---" * (4 if peer else 2)
-        + "|"
-    )
-    counts = dict.fromkeys(((content, way) for content in args.content for way in WAYS), 0)
+    ways = WAYS if peer else WAYS[:1]
+    lines = [f"| content | plant | {' | '.join(ways)} |", "|---" * (2 + len(ways)) + "|"]
+    print("\n".join(lines))
+    counts = dict.fromkeys(((content, way) for content in args.content for way in ways), 0)
     for content in args.content:
-        for name in args.only:
-            with tempfile.TemporaryDirectory(prefix="side-by-side-") as scratch:
-                folder = Path(scratch)
-                answers = [ours(PLANTS[name], recorded(sys.executable, "own", name, content, folder))]
-                if peer:
-                    dumps = recorded(peer, "peer", name, content, folder)
-                    answers += [ours(PLANTS[name], dumps), theirs(peer, PLANTS[name], dumps, folder / "compared")]
-            for way, (right, _) in zip(WAYS, answers, strict=False):
+        for name in args.only or PLANTS:
+            answers = asked(name, content, peer)
+            for way, (right, _) in zip(ways, answers, strict=True):
                 counts[content, way] += right
-            cells = [f"{'right' if right else 'NOT'}: {said[:110]}" for right, said in answers]
-            print(f"| {content} | {name} | " + " | ".join(cells) + " |", flush=True)
-    for (content, way), count in counts.items():
-        if peer or way == WAYS[0]:
-            print(f"{content}, {way}: {count} of {len(args.only)}")
+            cells = [f"{'right' if right else 'NOT'}: {said[:SHOWN]}" for right, said in answers]
+            lines.append(f"| {content} | {name} | {' | '.join(cells)} |")
+            print(lines[-1], flush=True)
+    sums = [f"{content}, {way}: {count} of {len(args.only or PLANTS)}" for (content, way), count in counts.items()]
+    print("\n".join(sums))
+    if not args.only:
+        text = "\n\n".join(
+            ["# Twelve plants, side by side", f"`python bench/side_by_side.py`, torch {torch.__version__}", *sums]
+        )
+        (HERE / "results" / "side_by_side.md").write_text(f"{text}\n\n" + "\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
