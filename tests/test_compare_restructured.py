@@ -55,6 +55,25 @@ class Model(nn.Module):
         return self.head(x) if self.logits else x
 
 
+class Transposed(nn.Module):
+    """A linear layer whose weight is stored as GPT-2 stores it; ``right``: it was copied so, too."""
+
+    def __init__(self, layer: nn.Linear, *, right: bool) -> None:
+        super().__init__()
+        weight = layer.weight.detach()
+        self.weight, self.bias = nn.Parameter((weight.t() if right else weight).clone().contiguous()), layer.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight).view_as(x)
+
+
+def transposed(*, right: bool) -> nn.Module:
+    model = Model(Mixture(routed=False, shared=F.silu))
+    model.mix.experts[0] = Transposed(model.mix.experts[0], right=True)
+    model.mix.shared = Transposed(model.mix.shared, right=right)
+    return model
+
+
 def plain_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
 
@@ -133,6 +152,15 @@ def test_a_scaler_that_only_one_run_has_is_told_and_fine(make: Callable[[], nn.M
     report = compared(a, b)
     assert report.status == "fine", report.conclusion
     assert any("scaled 1024 times as much in run B" in note for note in report.notes)
+
+
+def test_weights_that_are_stored_transposed_are_fine_but_where_one_is_not(tmp_path: Path) -> None:
+    a = record(tmp_path / "a", dense)
+    same = compared(a, record(tmp_path / "b", lambda: transposed(right=True)))
+    assert same.status == "fine", same.conclusion
+    other = compared(a, record(tmp_path / "c", lambda: transposed(right=False)))
+    assert other.first is not None
+    assert other.first.site.startswith("mix.shared/"), other.conclusion
 
 
 def test_labels_that_are_not_shifted_are_another_part_of_the_input(tmp_path: Path) -> None:

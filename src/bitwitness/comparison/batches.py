@@ -20,8 +20,8 @@ _OF_WEIGHTS = ("parameter", "gradient", "optimizer")
 def other_batch(a: StepFrame, b: StepFrame) -> str:
     """Say which of the model's inputs has another shape in each run; empty if none has."""
     first, second = _inputs(a), _inputs(b)
-    for name in first.keys() & second.keys():
-        if first[name] != second[name]:
+    for name in reversed(first):  # in the order in which they were given
+        if name in second and first[name] != second[name]:
             return f"{name} has the shape {list(first[name])} in run A and {list(second[name])} in run B"
     return ""
 

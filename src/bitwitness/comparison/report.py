@@ -134,8 +134,8 @@ class Report:
             return self._parts_at(self.first)
         if self.unaligned:
             return (
-                f"the runs were not given the same batch ({self.unaligned[0]}), so that no operator is accused: record both "
-                "with the same batch, or name steps that had it (--steps)"
+                f"the runs were not given the same batch, or not in the same pieces ({self.unaligned[0]}), so that no operator "
+                "is accused: record both with the same batch, or name steps that had it (--steps)"
             )
         if not self.rows:
             return "nothing could be compared"

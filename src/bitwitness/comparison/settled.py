@@ -9,6 +9,7 @@ from bitwitness.comparison.align import Pair
 from bitwitness.comparison.chains import parameter_of
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.frame import Node
+from bitwitness.comparison.relation import is_reordered, numbers_of
 
 _AGREE = 200.0
 """Unit roundoffs by which a module's results may differ: what some dozen operators' roundings leave."""
@@ -20,6 +21,8 @@ _ENOUGH = 16
 """Numbers that a module has to return for their agreement to clear what is inside: a loss may agree by chance."""
 _MOST = 0.02
 """The same as a relative change, for dtypes whose unit roundoff is large."""
+_AS_LARGE = 1e-3
+"""By which the norm of a gradient may differ that lies in another order: more says nothing of its values."""
 _OF_DRIFTED = 0.75
 """Times what a later step's values may differ by: modules' results were seen to differ by up to 0.7 of that."""
 _BY_STATISTICS, _BY_VALUES = 0.25, 0.5
@@ -60,6 +63,12 @@ class SettledModules:
             if path == ".":
                 return False
             path = path.rpartition(".")[0] or "."
+
+    def stored_otherwise(self, pair: Pair) -> bool:
+        """Return whether a weight holds the same values in another order, and its module returns the same: it is transposed."""
+        a, b = self._differences.a, self._differences.b
+        told = [self._results.get((pair.a.module, "forward", micro)) for micro in range(a.micros)]
+        return all(told) and all(is_reordered(a, i, b, j) for i, j in pair.outputs)
 
     @cached_property
     def _results(self) -> dict[Call, bool]:
@@ -112,4 +121,16 @@ class SettledModules:
     @cached_property
     def _gradients(self) -> dict[str, bool]:
         pairs = [pair for pair in self._differences.alignment.pairs if pair.a.kind == "gradient"]
-        return {parameter_of(pair.a): self.agrees(pair) or self._differences.is_cancelled(pair) for pair in pairs}
+        agree = {parameter_of(p.a): self.agrees(p) or self._differences.is_cancelled(p) for p in pairs}
+        return agree | {parameter_of(p.a): True for p in pairs if parameter_of(p.a) in self._turned and self._as_large(p)}
+
+    @cached_property
+    def _turned(self) -> set[str]:
+        """The weights that hold the same values in another order, transposed: so do their gradients, but for rounding."""
+        a, b = self._differences.a, self._differences.b
+        state = [pair for pair in self._differences.alignment.pairs if pair.a.kind == "parameter" and pair.outputs]
+        return {a.text("name", p.outputs[0][0]) for p in state if all(is_reordered(a, i, b, j) for i, j in p.outputs)}
+
+    def _as_large(self, pair: Pair) -> bool:
+        sizes = [(numbers_of(self._differences.a, i).l2, numbers_of(self._differences.b, j).l2) for i, j in pair.outputs]
+        return all(abs(x - y) <= _AS_LARGE * max(x, y) for x, y in sizes)

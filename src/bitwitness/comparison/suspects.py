@@ -86,7 +86,7 @@ class SuspectSearch:
                 self._named_modules.add(suspect.site.partition("/")[0])
                 yield suspect
         for pair in state:
-            if (reason := self._reasons.of_state(pair)) is not None:
+            if (reason := self._reasons.of_state(pair)) is not None and not self.settled.stored_otherwise(pair):
                 self._earlier.parted = True
                 yield self._suspect(
                     pair, reason, self.differences.change_of[pair.outputs[0][0]], NEGLIGIBLE, clean=True
