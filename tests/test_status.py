@@ -148,7 +148,8 @@ def test_the_end_of_a_run_is_told(
             assert f"until it was {state}" in told["sentence"] or "recorded: " in told["sentence"]
             assert ("healthy until" in said) == (verb == "run")
             assert "cli/run.py" not in said  # an interrupt's traceback begins at the script, as python's
-            assert len(said.splitlines()) < 60
+            # How long python's traceback is says where the signal struck, anywhere in a step.
+            assert len(said.partition("Traceback")[0].splitlines()) < 20, said
         assert not list(tmp_path.rglob("*.part")) or state == "killed"
 
 
