@@ -122,7 +122,9 @@ class SettledModules:
     def _gradients(self) -> dict[str, bool]:
         pairs = [pair for pair in self._differences.alignment.pairs if pair.a.kind == "gradient"]
         agree = {parameter_of(p.a): self.agrees(p) or self._differences.is_cancelled(p) for p in pairs}
-        return agree | {parameter_of(p.a): True for p in pairs if parameter_of(p.a) in self._turned and self._as_large(p)}
+        return agree | {
+            parameter_of(p.a): True for p in pairs if parameter_of(p.a) in self._turned and self._as_large(p)
+        }
 
     @cached_property
     def _turned(self) -> set[str]:
@@ -132,5 +134,7 @@ class SettledModules:
         return {a.text("name", p.outputs[0][0]) for p in state if all(is_reordered(a, i, b, j) for i, j in p.outputs)}
 
     def _as_large(self, pair: Pair) -> bool:
-        sizes = [(numbers_of(self._differences.a, i).l2, numbers_of(self._differences.b, j).l2) for i, j in pair.outputs]
+        sizes = [
+            (numbers_of(self._differences.a, i).l2, numbers_of(self._differences.b, j).l2) for i, j in pair.outputs
+        ]
         return all(abs(x - y) <= _AS_LARGE * max(x, y) for x, y in sizes)
