@@ -9,7 +9,7 @@ from typing import Any
 from torch.optim.optimizer import Optimizer
 
 from bitwitness.session.entered import Entered
-from bitwitness.tap.optimizerhooks import told_of_steps
+from bitwitness.tap.optimizerhooks import told_of_steps, with_closure
 
 
 def closures_told(entered: Callable[[], Sequence[Entered]]) -> Callable[[], None]:
@@ -19,11 +19,7 @@ def closures_told(entered: Callable[[], Sequence[Entered]]) -> Callable[[], None
     """
 
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if len(args) > 1 and callable(args[1]):
-            return (args[0], told_at_its_end(optimizer, args[1]), *args[2:]), kwargs
-        if callable(kwargs.get("closure")):
-            return args, {**kwargs, "closure": told_at_its_end(optimizer, kwargs["closure"])}
-        return None
+        return with_closure(args, kwargs, functools.partial(told_at_its_end, optimizer))
 
     def told_at_its_end(optimizer: Optimizer, original: Callable[..., Any]) -> Callable[..., Any]:
         known = set(map(id, entered()))

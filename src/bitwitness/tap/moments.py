@@ -26,7 +26,7 @@ from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer
 
 from bitwitness.tap.compat import BACKWARD, CLIPPING
-from bitwitness.tap.optimizerhooks import told_of_steps
+from bitwitness.tap.optimizerhooks import told_of_steps, with_closure
 from bitwitness.tap.patching import replaced
 
 RunBackward = Callable[..., Any]
@@ -187,12 +187,10 @@ class StepMoments:
         return zero_grad
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if len(args) > 1 and callable(args[1]):
-            return (args[0], self._wrap_closure(optimizer, args[1]), *args[2:]), kwargs
-        if callable(kwargs.get("closure")):
-            return args, {**kwargs, "closure": self._wrap_closure(optimizer, kwargs["closure"])}
-        self._listener.gradients_ready(optimizer=optimizer)
-        return None
+        changed = with_closure(args, kwargs, functools.partial(self._wrap_closure, optimizer))
+        if changed is None:
+            self._listener.gradients_ready(optimizer=optimizer)
+        return changed
 
     def _wrap_closure(self, optimizer: Optimizer, original: Callable[..., Any]) -> Callable[..., Any]:
         self._listener.closure_begins(optimizer)

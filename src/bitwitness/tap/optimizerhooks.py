@@ -98,6 +98,17 @@ def told_of_steps(after: After, before: Before | None = None) -> Callable[[], No
     return lambda: _HOOKS.discard(before, after)
 
 
+def with_closure(
+    args: Any, kwargs: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> tuple[Any, Any] | None:
+    """Return the arguments of an optimizer's step (the optimizer first) with its closure wrapped; None where it has none."""
+    if len(args) > 1 and callable(args[1]):
+        return (args[0], wrap(args[1]), *args[2:]), kwargs
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": wrap(kwargs["closure"])}
+    return None
+
+
 def in_step() -> bool:
     """Tell whether this thread runs within an optimizer's step, as in a closure."""
     frame: FrameType | None = sys._getframe(1)
