@@ -42,8 +42,8 @@ _KEPT = 3.0
 _DEFAULT_RATE = 1e-3  # where the recording does not tell: Adam's in torch
 # Unit roundoffs that a fused operator and its parts may be apart: they round at different places, several times.
 _FUSED = 1000.0
-_SUBNORMAL = 2.0**-25  # what the rounding of float16's subnormal numbers takes, whatever their size
 _FUSED_MOST = 0.03  # and as a relative change, for dtypes whose unit roundoff is large
+_SUBNORMAL = 2.0**-25  # what the rounding of float16's subnormal numbers takes, whatever their size
 
 
 def roundoff(dtype: str) -> float:

@@ -66,9 +66,8 @@ class SettledModules:
 
     def stored_otherwise(self, pair: Pair) -> bool:
         """Return whether a weight holds the same values in another order, and its module returns the same: it is transposed."""
-        a, b = self._differences.a, self._differences.b
-        told = [self._results.get((pair.a.module, "forward", micro)) for micro in range(a.micros)]
-        return all(told) and all(is_reordered(a, i, b, j) for i, j in pair.outputs)
+        told = [self._results.get((pair.a.module, "forward", micro)) for micro in range(self._differences.a.micros)]
+        return all(told) and self._differences.a.text("name", pair.outputs[0][0]) in self._turned
 
     @cached_property
     def _results(self) -> dict[Call, bool]:
@@ -121,16 +120,21 @@ class SettledModules:
     @cached_property
     def _gradients(self) -> dict[str, bool]:
         pairs = [pair for pair in self._differences.alignment.pairs if pair.a.kind == "gradient"]
-        agree = {parameter_of(p.a): self.agrees(p) or self._differences.is_cancelled(p) for p in pairs}
-        return agree | {
-            parameter_of(p.a): True for p in pairs if parameter_of(p.a) in self._turned and self._as_large(p)
-        }
+        return {parameter_of(pair.a): self._gradient_agrees(pair) for pair in pairs}
+
+    def _gradient_agrees(self, pair: Pair) -> bool:
+        turned = parameter_of(pair.a) in self._turned and self._as_large(pair)
+        return turned or self.agrees(pair) or self._differences.is_cancelled(pair)
 
     @cached_property
     def _turned(self) -> set[str]:
         """The weights that hold the same values in another order, transposed: so do their gradients, but for rounding."""
         a, b = self._differences.a, self._differences.b
-        state = [pair for pair in self._differences.alignment.pairs if pair.a.kind == "parameter" and pair.outputs]
+        state = [
+            pair
+            for pair in self._differences.alignment.pairs
+            if pair.a.kind in ("parameter", "buffer") and pair.outputs
+        ]
         return {a.text("name", p.outputs[0][0]) for p in state if all(is_reordered(a, i, b, j) for i, j in p.outputs)}
 
     def _as_large(self, pair: Pair) -> bool:
