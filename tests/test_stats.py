@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from bitwitness import UsageError
-from bitwitness.stats import bit_hash, exact_l2, exact_sketch, features_of, sketch, stats_of
+from bitwitness.stats import bit_hash, exact_l2, exact_sketch, features_of, sketch, sketch_rows, stats_of
 
 INTEGERS = [
     torch.uint8,
@@ -297,3 +297,12 @@ def test_a_sketch_tells_orders_apart_where_other_statistics_do_not() -> None:
     assert abs(exact_sketch(images) - exact_sketch(flipped)) > 0.01 * float(images.norm())
     assert exact_sketch(torch.tensor([1.0, float("inf")])) is None
     assert exact_sketch(torch.zeros(0)) == 0.0
+
+
+@given(st.integers(1, 3000), st.integers(1, 40), st.integers(0, 39), st.sampled_from([torch.float32, torch.float64]))
+def test_a_rows_figures_depend_on_no_other_row(length: int, rows: int, at: int, dtype: torch.dtype) -> None:
+    values = torch.randn(rows, length, generator=torch.Generator().manual_seed(length)).to(dtype)
+    alone, one = values[at % rows].clone().view(1, -1), slice(at % rows, at % rows + 1)
+    assert torch.equal(sketch_rows(values)[one], sketch_rows(alone))
+    assert torch.equal(values.sum(1)[one], alone.sum(1))
+    assert torch.equal(values.square().sum(1)[one], alone.square().sum(1))

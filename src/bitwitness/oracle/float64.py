@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from bitwitness.oracle.kernels import kernel_of, named_arguments
 from bitwitness.tap.compat import OpOverload
 from bitwitness.tap.operators import tensors_in
 
@@ -34,6 +35,10 @@ def to_float64(value: Any) -> Any:
 def run_in_float64(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
     """Return the tensors that an operator gives for these arguments in float64, flat, in order.
 
+    Of an operator that only an accelerator has (`oracle.kernels`) those that follow from the arguments, which come first.
     Raises whatever the operator raises: not every one takes float64, or exists on the CPU.
     """
-    return tensors_in(func(*to_float64(list(args)), **to_float64(dict(kwargs))))
+    args, kwargs = to_float64(list(args)), to_float64(dict(kwargs))
+    if kernel := kernel_of(func):
+        return tensors_in(kernel(named_arguments(func, args, kwargs)))
+    return tensors_in(func(*args, **kwargs))

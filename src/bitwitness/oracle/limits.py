@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from bitwitness.numerics import unit_roundoff
+from bitwitness.oracle.names import canonical
 from bitwitness.stats.local import local_values
 
 ROUNDING = 3.0
@@ -28,6 +29,9 @@ the checksum's threshold at most, with constant factors (torch 2.13 on a CPU).
 """
 ACCUMULATION = 4.0
 """What the order of summation leaves in a product, in units of u_sum sqrt(n) times the size of its terms."""
+PARTS = 3.0
+"""What adding up a sum's parts leaves, in units of `parts_roundoff` times the sum's size: seven standard deviations of it,
+and of a check that is computed in the same way."""
 LIMIT = {torch.bfloat16: 0.05, torch.float16: 0.02, torch.float32: 2e-3, torch.float64: 2e-3}
 """Errors of a whole result, by L2, that no healthy operator shows: some ten times what rounding one result leaves,
 sums included.
@@ -46,6 +50,46 @@ _UNDERFLOW_MARGIN = 1e3
 """The same for the smallest normal number, by whose square, rounded to zero, something may be divided."""
 
 
+_CANCELLED = 0.01
+_CANCELLED_ROUNDINGS = 8.0
+
+
+def cancelled(tensors: Iterable[Tensor]) -> float:
+    """Return the share of its terms' size below which a result is one that cancelled: its error is relative to that share.
+
+    A sum that comes to nothing has no relative accuracy: what rounding leaves in it is relative to what was added up. The share
+    is 1 %, which in float32 allows some 300 roundings of every term; or what allows eight roundings of every term in the
+    coarsest dtype, for a kernel may hold its terms in that (the probabilities of attention, say), or in the precision to which
+    torch may round a product's factors.
+    """
+    given = list(tensors)
+    u = max((max(unit_roundoff(t.dtype), factor_roundoff(t)) for t in given if t.dtype in LIMIT), default=0.0)
+    return max(_CANCELLED, _CANCELLED_ROUNDINGS * u / (limit_of(given) or 1.0))
+
+
+_IN_PLACE = ("backward", "embedding", "index_", "scatter")
+_ADDED_WIDE = ("conv", "attention", "mkldnn", "cudnn_conv")
+_REDUCES = 1.5
+"""Elements of an input for each of the result, from which a backward is taken to sum them."""
+
+
+def summed_in_place(op: str, inputs: Sequence[Tensor], output: Tensor) -> float:
+    """Return the relative error of a result that a kernel may add up one by one, in its coarsest dtype; 0 for no such.
+
+    So some backwards do, of normalisations on a CPU and of what gathers rows (torch 2.13): a sum of n equal terms loses up to
+    half of n roundings, which in bfloat16 may be all of it. Products, convolutions and attention add up in float32.
+    """
+    name = canonical(op)
+    wide = name.startswith(_ADDED_WIDE) or not any(part in name for part in _IN_PLACE)
+    if wide or output.dtype not in LIMIT:
+        return 0.0
+    largest = max((tensor.numel() for tensor in inputs), default=0)
+    gathers = "backward" not in name or name.startswith("embedding")
+    terms = largest / max(output.shape[-1] if gathers and output.dim() else output.numel(), 1)
+    coarsest = max(unit_roundoff(tensor.dtype) for tensor in (*inputs, output) if tensor.dtype in LIMIT)
+    return 0.5 * coarsest * terms if terms > _REDUCES else 0.0
+
+
 def accumulation_roundoff(dtype: torch.dtype) -> float:
     """Return the unit roundoff in which a result of this floating dtype is summed: float32's, or its own where that is finer.
 
@@ -60,6 +104,32 @@ def factor_roundoff(out: Tensor) -> float:
         return 0.0
     backend = torch.backends.cuda if out.device.type == "cuda" else torch.backends.mkldnn
     return _REDUCED_FACTORS.get(str(getattr(backend.matmul, "fp32_precision", "ieee")), 0.0)
+
+
+_TILE = 128
+"""Rows and columns of a result that one block of threads computes, as cuBLAS's kernels have it."""
+_SHORTEST_PART = 64
+"""Terms in a part of a sum, at the least."""
+_REDUCED = {
+    torch.bfloat16: "allow_bf16_reduced_precision_reduction",
+    torch.float16: "allow_fp16_reduced_precision_reduction",
+}
+
+
+def parts_roundoff(out: Tensor, inner: int) -> float:
+    """Return what a product's sum, added up in parts, may lose relative to its size at any time; 0 where parts are summed wide.
+
+    Where a result has fewer tiles than the device has processors, cuBLAS splits the sum, and torch lets it add the parts in a
+    half type (``torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction``, on by default): s roundings of what has
+    been added up so far, which leave sqrt(s) u. ``out``: ``[*batch, M, N]``; ``inner``: the length of the sum.
+    """
+    switch = _REDUCED.get(out.dtype)
+    if out.device.type != "cuda" or switch is None or not getattr(torch.backends.cuda.matmul, switch, True):
+        return 0.0
+    tiles = math.prod(out.shape[:-2]) * math.ceil(out.shape[-2] / _TILE) * math.ceil(out.shape[-1] / _TILE)
+    processors = torch.cuda.get_device_properties(out.device).multi_processor_count
+    parts = min(math.ceil(2 * processors / max(tiles, 1)), inner // _SHORTEST_PART)
+    return math.sqrt(parts) * unit_roundoff(out.dtype) if parts > 1 else 0.0
 
 
 def underflow(dtype: torch.dtype) -> float:
@@ -80,6 +150,7 @@ def sum_bound(
     rounding: float,
     accumulation: float,
     factors: float = 0.0,
+    parts: float = 0.0,
 ) -> Tensor:
     """Return what rounding allows for each element of a sum of ``terms`` products.
 
@@ -97,10 +168,12 @@ def sum_bound(
         Units allowed for the result's own rounding and for its sum's.
     factors
         Relative error of the factors themselves (`factor_roundoff`).
+    parts
+        What adding up parts of the sum leaves (`parts_roundoff`), of the sum's size as its terms come in random order.
 
     """
-    summed = accumulation * (accumulation_roundoff(dtype) * math.sqrt(terms) + factors)
-    return rounding * unit_roundoff(dtype) * expected.abs() + summed * magnitudes
+    summed = accumulation * (accumulation_roundoff(dtype) * math.sqrt(terms) + factors + parts / math.sqrt(terms))
+    return (rounding * unit_roundoff(dtype) + PARTS * parts) * expected.abs() + summed * magnitudes
 
 
 def limit_of(tensors: Iterable[Tensor]) -> float:

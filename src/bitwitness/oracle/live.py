@@ -12,7 +12,8 @@ from torch import Tensor
 from bitwitness.oracle.defined import defined_results, is_wholly_defined, with_padding_filled
 from bitwitness.oracle.eligible import draws, is_torchs, is_unique
 from bitwitness.oracle.float64 import run_in_float64
-from bitwitness.oracle.limits import SINGLE, limit_of, may_overflow
+from bitwitness.oracle.limits import LIMIT, SINGLE, cancelled, limit_of, may_overflow, summed_in_place, underflow
+from bitwitness.oracle.terms import term_sizes
 from bitwitness.oracle.worst import gaps
 from bitwitness.stats import same_bits
 from bitwitness.stats.local import local_values
@@ -20,11 +21,6 @@ from bitwitness.tap.operators import OpCall, tensors_in
 from bitwitness.tap.ownwork import REFERENCE, own_work
 from bitwitness.tap.trace import copied
 
-_CANCELLED = 0.01
-"""Share of the largest input's L2 below which a result is one that cancelled: its error is then relative to that share.
-
-A sum that comes to nothing has no relative accuracy. A larger share forgives more of what is wrong with small results.
-"""
 _STATEFUL = (
     "an operator that is not torch's, and gave other bits the second time: it may depend on more than its arguments"
 )
@@ -37,8 +33,8 @@ OVERFLOWS = "its inputs are large enough to overflow"
 class Discrepancy:
     """How far an operator's result is from float64's.
 
-    ``error``: L2 distance of the whole result relative to float64's L2 (or to 1 % of the largest input's, if the result
-    cancels to less: a sum that comes to nothing has no relative accuracy); ``single``: the same of the worst element,
+    ``error``: L2 distance of the whole result relative to float64's L2 (or to a share of its terms' size, if the result
+    cancels to less: see `limits.cancelled`); ``single``: the same of the worst element,
     beside its size and the usual one; ``at``: flat index of the worst element of the output that is furthest off;
     ``value`` and ``expected``: the device's and float64's number there. ``allowed``: the error that the coarsest dtype among
     inputs and results allows (a kernel may compute in it). ``comparable``: the operator could be run in float64; else
@@ -117,8 +113,12 @@ def _compared(call: OpCall) -> Discrepancy:
     if not repeats and not is_wholly_defined(call):
         outputs = with_padding_filled(outputs, again, exact, allowed)
         exact = with_padding_filled(exact, twice, exact, allowed)
-    largest = max(inputs, key=_l2, default=None)
-    return replace(_distance(outputs, exact, largest), allowed=allowed, repeats=repeats)
+    found = replace(_distance(outputs, exact, []), allowed=allowed, repeats=repeats)
+    if found.outside:  # or else its terms, which take some more runs, need not be known
+        with own_work(REFERENCE):
+            least = _least_sizes(call, inputs, outputs, run_in_float64(func, call.args, call.kwargs), allowed)
+        found = replace(_distance(outputs, exact, least), allowed=allowed, repeats=repeats)
+    return found
 
 
 def _not_comparable(reason: str, *, repeats: bool = True) -> Discrepancy:
@@ -141,36 +141,53 @@ def _l2(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor.detach().cpu().double()))
 
 
-def _distance(outputs: Sequence[Tensor], exact: Sequence[Tensor], largest: Tensor | None) -> Discrepancy:
-    """Return the distance of the output that is furthest off; ``largest`` is the largest floating input by L2."""
+def _least_sizes(
+    call: OpCall, inputs: Sequence[Tensor], outputs: Sequence[Tensor], exact: Sequence[Tensor], allowed: float
+) -> list[float]:
+    """Return the L2 to which each result's error is relative, at the least; ``allowed`` is the relative error that is."""
+    share = cancelled((*inputs, *outputs))
+    least = [share * size for size in term_sizes(call.func, call.args, call.kwargs, exact)]
+    if any(tensor.dtype is torch.float16 for tensor in (*inputs, *outputs)):
+        # Its range is so narrow that terms may be lost on the way, which no result shows.
+        lost = share * max(map(_l2, inputs), default=0.0)
+        least = [max(size, lost) for size in least]
+    floors = [underflow(x.dtype) * x.numel() ** 0.5 / (allowed or 1.0) if x.dtype in LIMIT else 0.0 for x in outputs]
+    serial = [
+        summed_in_place(call.op, inputs, x) / (allowed or 1.0) * _l2(golden)
+        for x, golden in zip(outputs, exact, strict=False)
+    ]
+    return [max(found) for found in zip(least, floors, serial, strict=False)]
+
+
+def _distance(outputs: Sequence[Tensor], exact: Sequence[Tensor], least: Sequence[float]) -> Discrepancy:
+    """Return the distance of the output that is furthest off; ``least`` as `_least_sizes`, 0 where it is none."""
     worst = _not_comparable("no floating output")
-    size = 0.0 if largest is None else _l2(largest)
-    usual_input = 0.0 if largest is None else size / largest.numel() ** 0.5
-    for actual, golden in zip(map(_dense, outputs), map(_dense, exact), strict=False):
+    sizes = [*least, *[0.0] * len(outputs)]
+    for actual, golden, size in zip(map(_dense, outputs), map(_dense, exact), sizes, strict=False):
         if not actual.is_floating_point() or not actual.numel() or actual.numel() != golden.numel():
             continue
         # Both figures on one scale, so that the output named is the one that convicts, if any does.
-        found = _output_distance(actual, golden, size, usual_input)
+        found = _output_distance(actual, golden, size)
         if not worst.comparable or _badness(found) > _badness(worst):
             worst = found
     return worst
 
 
-def _output_distance(actual: Tensor, golden: Tensor, size: float, usual_input: float) -> Discrepancy:
-    """Return the distance of one output; ``size`` and ``usual_input`` are the largest input's L2 and root mean square."""
+def _output_distance(actual: Tensor, golden: Tensor, least: float) -> Discrepancy:
+    """Return the distance of one output, relative to its L2 or to ``least``."""
     value = actual.detach().cpu().double().reshape(-1)
     expected = golden.detach().double().reshape(-1)
     # What float64 does not find finite either, in the result's range, is no error: zero by zero, say.
     defined = value.isfinite() | golden.detach().to(actual.dtype).reshape(-1).isfinite()
     gap = gaps(value, expected, defined)
     finite = expected.masked_fill(~defined, 0.0)
-    norm = float(finite.norm())
+    norm = max(float(finite.norm()), least)
     # An element that should be zero has no size of its own; its neighbours say what rounding may leave there.
-    usual = max(norm / value.numel() ** 0.5, _CANCELLED * usual_input)
+    usual = norm / value.numel() ** 0.5
     at = int(gap.argmax())
     return Discrepancy(
         comparable=True,
-        error=float(gap.norm()) / (max(norm, _CANCELLED * size) or 1.0),
+        error=float(gap.norm()) / (norm or 1.0),
         single=float((gap / (finite.abs() + usual).clamp(min=torch.finfo(torch.float64).tiny)).max()),
         at=at,
         value=float(value[at]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bitwitness.oracle.limits import ACCUMULATION, ROUNDING, factor_roundoff, sum_bound
+from bitwitness.oracle.limits import ACCUMULATION, ROUNDING, factor_roundoff, parts_roundoff, sum_bound
 from bitwitness.oracle.product import Product
 from bitwitness.oracle.worst import WorstElement, worst_element
 
@@ -47,6 +47,7 @@ def compare_row_with_float64(product: Product, row: int) -> WorstElement:
         rounding=ROUNDING,
         accumulation=ACCUMULATION,
         factors=factor_roundoff(out),
+        parts=parts_roundoff(out, len(a)),
     )
     # Below the smallest normal number a result is rounded absolutely, or flushed to zero.
     return worst_element(value, expected, allowed + torch.finfo(out.dtype).smallest_normal)

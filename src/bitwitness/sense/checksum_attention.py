@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from bitwitness.numerics import unit_roundoff
+from bitwitness.oracle.kernels import named_arguments
 from bitwitness.sense.checksum_product import row_norms
 from bitwitness.sense.invariant import Invariant, Signs, largest
 from bitwitness.tap.operators import OpCall
@@ -48,18 +49,9 @@ _LOG_ROOT = math.log(1e17)
 """Below it, a number's square times the elements of a row stays within float32: 1e34 times some 10,000 of them."""
 
 
-def bound(call: OpCall) -> dict[str, Any]:
-    """Return the call's arguments by the schema's names."""
-    arguments = call.func._schema.arguments
-    named = {a.name: a.default_value for a in arguments if a.has_default_value()}
-    named.update({a.name: value for a, value in zip(arguments, call.args, strict=False)})
-    named.update(call.kwargs)
-    return named
-
-
 def check_forward(call: OpCall) -> list[Invariant]:
     """Check that O lies within V's range; without dropout, which scales, and without a mask, which may leave nothing."""
-    named = bound(call)
+    named = named_arguments(call.func, call.args, call.kwargs)
     out, value = call.outputs[0], named["value"]
     if named.get("dropout_p") or _mask(named) is not None or not (out.numel() and value.numel()):
         return []
@@ -76,7 +68,7 @@ def check_forward(call: OpCall) -> list[Invariant]:
 
 def check_backward(call: OpCall, signs: Signs) -> list[Invariant]:
     """Check the four identities of the backward, each where it holds; see the module's text."""
-    named = bound(call)
+    named = named_arguments(call.func, call.args, call.kwargs)
     gradients = call.result[:3]
     if any(gradient is None or not gradient.numel() for gradient in gradients):
         return []

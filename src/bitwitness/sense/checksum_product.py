@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from bitwitness.numerics import unit_roundoff
-from bitwitness.oracle.limits import ACCUMULATION, ROUNDING, accumulation_roundoff, factor_roundoff
+from bitwitness.oracle.limits import (
+    ACCUMULATION,
+    PARTS,
+    ROUNDING,
+    accumulation_roundoff,
+    factor_roundoff,
+    parts_roundoff,
+)
 from bitwitness.oracle.product import Product
 from bitwitness.sense.invariant import Invariant, Signs, largest
 
@@ -97,7 +104,7 @@ def row_threshold(product: Product, norms: Tensor, size: Tensor, expected: Tenso
     scale = Signs.scale(columns)
     # A serial sum of n terms of one sign loses up to sqrt(n / 3) u of its value. Sums of random signs lose some u
     # ||A_m|| ||B||, and our own over the N columns sqrt(N) times a small part of that.
-    by_norm = ROUNDING * u + ACCUMULATION * u_sum * math.sqrt(inner + columns)
+    by_norm = ROUNDING * u + ACCUMULATION * u_sum * math.sqrt(inner + columns) + PARTS * parts_roundoff(out, inner)
     by_size = ACCUMULATION * (u_sum * (1 + math.sqrt(columns) / 32) + factor_roundoff(out))
     if columns == 1 and u > u_sum:
         by_size += ROUNDING * u  # a half type's product with a vector rounds its parts on their own, bias and all

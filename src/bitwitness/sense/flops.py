@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from torch.utils.flop_counter import flop_registry
 
+from bitwitness.oracle.kernels import named_arguments
 from bitwitness.oracle.product import READERS
 from bitwitness.sense import checksum_attention
 from bitwitness.tap.compat import OpOverload
@@ -56,7 +57,7 @@ def _product(call: OpCall) -> int:
 
 
 def _attention(call: OpCall) -> int:
-    named = checksum_attention.bound(call)
+    named = named_arguments(call.func, call.args, call.kwargs)
     query, key, value = named["query"], named["key"], named["value"]
     pairs = query.shape[:-1].numel() * int(key.shape[-2])
     forward: int = 2 * pairs * (int(query.shape[-1]) + int(value.shape[-1]))

@@ -2,7 +2,7 @@
 
 from bitwitness.stats.digest import HashBatch, bit_hash, same_bits
 from bitwitness.stats.features import Features, features_of
-from bitwitness.stats.sketch import exact_sketch, sketch
+from bitwitness.stats.sketch import exact_sketch, sketch, sketch_rows
 from bitwitness.stats.summary import Stats, exact_l2, quick_l2, stats_of
 from bitwitness.stats.total import marks_of, norms_of, total_of
 
@@ -19,6 +19,7 @@ __all__ = [
     "quick_l2",
     "same_bits",
     "sketch",
+    "sketch_rows",
     "stats_of",
     "total_of",
 ]
