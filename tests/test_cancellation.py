@@ -13,6 +13,7 @@ from bitwitness.oracle import compare_with_float64
 from bitwitness.oracle.float64 import run_in_float64
 from bitwitness.oracle.limits import parts_roundoff
 from bitwitness.oracle.terms import term_sizes
+from bitwitness.sense.checksum import ChecksumSensor
 from bitwitness.tap.compat import OpOverload
 from bitwitness.tap.operators import OpCall
 from bitwitness.testing import FaultyDevice, contained, from_mapping
@@ -216,3 +217,29 @@ def test_an_attention_whose_gradients_are_always_wrong_is_convicted_alone(slot: 
     assert verdict.cause == "persistent_hardware"
     assert verdict.site is not None
     assert verdict.site.op == "_scaled_dot_product_flash_attention_for_cpu_backward"
+
+
+@pytest.mark.parametrize("parts", [2, 8, 32])
+def test_a_sum_that_a_device_adds_up_in_parts_in_a_half_type_is_not_suspected(
+    parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel is imitated: cuBLAS splits a long sum, and torch lets it add the parts in bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(*shape, generator=generator) for shape in ((64, 2048), (2048, 128)))
+    a = torch.cat([a, -a * (1 + 0.02 * torch.rand(64, 1, generator=generator))], 1)  # nearly nothing comes of it
+    a, b = a.bfloat16(), torch.cat([b, b]).bfloat16()
+    out = torch.zeros(64, 128, dtype=torch.bfloat16)
+    for left, right in zip(a.chunk(parts, 1), b.chunk(parts), strict=True):
+        out = (out.float() + left.float() @ right.float()).bfloat16()
+    call = OpCall(aten.mm.default, (a, b), {}, out, "mm", ".", "backward", 0)
+
+    def ratio() -> float:
+        sensor = ChecksumSensor(deferred=True)
+        sensor(call)
+        return max([f.evidence["ratio"] for f in sensor.drain(0, 0)], default=sensor.largest_ratio)
+
+    assert ratio() > 1
+    monkeypatch.setattr("bitwitness.sense.checksum_product.parts_roundoff", lambda *_: parts**0.5 * 2.0**-8)
+    assert ratio() < 1
+    out[3] = (a[3, :2048].float() @ b[:2048].float()).bfloat16()  # a part that was lost
+    assert ratio() > 1

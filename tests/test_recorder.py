@@ -25,7 +25,7 @@ import bitwitness as bw
 from bitwitness import ConfigError, UsageError
 from bitwitness.config.recording import read_msprobe
 from bitwitness.record.meter import Meter
-from bitwitness.stats import bit_hash, stats_of
+from bitwitness.stats import bit_hash, sketch, stats_of
 from bitwitness.store.run import RunSource
 from bitwitness.store.tensorfile import TensorReader
 
@@ -422,3 +422,17 @@ def test_gradients_per_sample_are_recorded_around(tmp_path: Path, capsys: pytest
     assert recorder.problem is None
     assert "ended" not in capsys.readouterr().err
     assert bw.Run(tmp_path / "run").steps() == [0, 1]
+
+
+def test_what_is_measured_under_autocast_is_not_narrowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[torch.dtype] = set()
+
+    def listened(values: torch.Tensor) -> torch.Tensor:
+        seen.add((values.view(1, -1) @ values.view(-1, 1)).dtype)
+        return sketch(values)
+
+    monkeypatch.setattr("bitwitness.record.meter.sketch", listened)
+    model = torch.nn.Linear(64, 64)
+    with bw.Recorder(model, out=tmp_path / "run"), torch.autocast("cpu", dtype=torch.bfloat16):
+        model(torch.randn(4, 64)).sum().backward()
+    assert seen == {torch.float32}

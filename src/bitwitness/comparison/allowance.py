@@ -43,11 +43,14 @@ _DEFAULT_RATE = 1e-3  # where the recording does not tell: Adam's in torch
 # Unit roundoffs that a fused operator and its parts may be apart: they round at different places, several times.
 _FUSED = 1000.0
 _FUSED_MOST = 0.03  # and as a relative change, for dtypes whose unit roundoff is large
+_TF32 = 2.0**-11
 _SUBNORMAL = 2.0**-25  # what the rounding of float16's subnormal numbers takes, whatever their size
 
 
 def roundoff(dtype: str) -> float:
-    """Return a dtype's unit roundoff by its name; 0 for one that does not round."""
+    """Return a dtype's unit roundoff by its name, ``tf32`` included; 0 for one that does not round."""
+    if dtype == "tf32":
+        return _TF32
     found = getattr(torch, dtype, None)
     return (
         unit_roundoff(found)

@@ -127,7 +127,7 @@ def _counts_differ(a: StepFrame, b: StepFrame, rows_a: Ints, rows_b: Ints) -> np
 
 
 def _floating(frame: StepFrame) -> npt.NDArray[np.bool_]:
-    text = frame.texts["dtype"]
+    text = frame.stored
     floats = np.array([word.startswith(("float", "bfloat", "complex")) for word in text.words] or [True], dtype=bool)
     found: npt.NDArray[np.bool_] = (text.codes < 0) | floats[np.maximum(text.codes, 0)]
     return found

@@ -22,9 +22,9 @@ def conditions(differences: Differences) -> str:
             flags = [arguments(frame.text("args", node.rows[0])).get("k", {}).get("training") for frame, node in frames]
             if flags in ([True, False], [False, True]):
                 return f"run {'AB'[flags.index(False)]} has the model in evaluation mode"
-    given = [_given(differences.a), _given(differences.b)]
-    for names, others, run, other in ((given[0], given[1], "A", "B"), (given[1], given[0], "B", "A")):
-        if others and (more := sorted(names - others)):
+    (given_a, count_a), (given_b, count_b) = _given(differences.a), _given(differences.b)
+    for names, others, run, other in ((given_a, given_b, "A", "B"), (given_b, given_a, "B", "A")):
+        if others and count_a != count_b and (more := sorted(names - others)):
             return f"run {run}'s model is given {', '.join(more)}, and run {other}'s is not"
     if text := _other_parameters(differences):
         return text
@@ -39,16 +39,20 @@ def _has_forward(frame: StepFrame) -> bool:
     return bool((frame.texts["phase"].equals("forward") & (kinds.equals("op") | kinds.equals("module"))).any())
 
 
-def _given(frame: StepFrame) -> set[str]:
-    """Return the names of what the model is given in its first call, where that was recorded."""
+def _given(frame: StepFrame) -> tuple[set[str], int]:
+    """Return the names of what the model is given in its first call, where that was recorded, and how many values that is.
+
+    Two may have one name: parts of one tensor, as a text and what follows in it, until they are copied to a device.
+    """
     rows = (
         frame.texts["kind"].equals("module")
         & frame.texts["module"].equals(".")
         & frame.texts["phase"].equals("forward")
     )
     rows &= frame.micro == frame.micro[rows].min(initial=0)
-    names = (frame.text("name", row) for row in np.flatnonzero(rows).tolist())
-    return {name.removeprefix("input ") for name in names if name.startswith("input ")}
+    names = [frame.text("name", row) for row in np.flatnonzero(rows).tolist()]
+    given = [name.removeprefix("input ") for name in names if name.startswith("input ")]
+    return set(given), len(given)
 
 
 def _other_parameters(differences: Differences) -> str:

@@ -42,6 +42,8 @@ _MOST_DRIFTED = 0.9
 _VIEWED_MOST, _VIEWED_LEAST = 0.02, 4.0
 """Where noise is large, as in bfloat16, the first as a relative change, or the second times the noise, where that is more."""
 
+Right = Callable[[Pair], bool]
+"""Returns whether both runs computed an operator rightly, by float64, each from what it was given."""
 Exact = Callable[[dict[tuple[int, int], float]], dict[tuple[int, int], float]]
 """Returns the changes of pairs of rows by the values themselves, where they were kept, given those by statistics."""
 
@@ -57,8 +59,8 @@ class Differences:
         What matches what.
     earlier
         What is known of this rank's earlier steps; it is carried on.
-    exact
-        Compares the values themselves, where they were kept.
+    exact, right
+        Compare the values themselves, and judge what was computed of them, where they were kept.
 
     Attributes
     ----------
@@ -74,7 +76,13 @@ class Differences:
     """
 
     def __init__(
-        self, a: StepFrame, b: StepFrame, alignment: Alignment, earlier: EarlierSteps, exact: Exact | None = None
+        self,
+        a: StepFrame,
+        b: StepFrame,
+        alignment: Alignment,
+        earlier: EarlierSteps,
+        exact: Exact | None = None,
+        right: Right | None = None,
     ) -> None:
         self.a = a
         self.b = b
@@ -82,6 +90,7 @@ class Differences:
         self.earlier = earlier
         self.parted_before = earlier.parted
         self.has_values = exact is not None
+        self._right = right
         self.change_of = self._measured(exact)
         self.largest: dict[int, float] = {}
         self.real: set[int] = set()
@@ -109,6 +118,19 @@ class Differences:
         """
         sizes = [(self.a.count[i], self.b.count[j]) for i, j in pair.outputs]
         return (pair.a.kind == "module" or pair.a.op in CONSTANT) and bool(sizes) and all(x != y for x, y in sizes)
+
+    def hands_on(self, pair: Pair) -> bool:
+        """Return whether an operator computed rightly in both runs what it was given, which differs by noise alone.
+
+        Its result may differ by any amount then: an element of a gradient passes where a ReLU's input is just above zero, not
+        where it is just below. A module does so that returns what such an operator made.
+        """
+        if pair.a.kind == "module":
+            made = {int(self.a.producer[row]) for row, _ in pair.outputs}
+            return self._right is not None and made <= self.largest.keys() - self.real
+        if self._right is None or pair.a.kind != "op" or any(self.is_real(pair.a, row) for row, _ in pair.inputs):
+            return False
+        return self.a.text("args", pair.a.rows[0]) == self.b.text("args", pair.b.rows[0]) and self._right(pair)
 
     def is_noise(self, pair: Pair, row: int) -> bool:
         """Return whether a row's change is what rounding explains; ask after all nodes were looked at."""

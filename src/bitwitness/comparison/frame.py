@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from bitwitness.oracle.names import PRODUCTS, canonical
+from bitwitness.oracle.recorded import arguments
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -19,6 +20,8 @@ Floats = npt.NDArray[np.float64]
 _TEXTS = ("kind", "phase", "module", "op", "slot", "dtype", "placement", "layout", "name", "args", "tensor")
 _COUNTS = ("nan", "pos_inf", "neg_inf", "zeros")
 _NUMBERS = ("min", "max", "mean", "l2", "sketch")
+_OTHERWISE_ORDERED = ("cudnn_batch_norm_backward", "miopen_batch_norm_backward")
+"""Operators that take the input before its result's gradient."""
 MICROS = "micros"
 """Under which a table's metadata tell how many micro-batches were put together in it."""
 RANKS = "ranks"
@@ -108,8 +111,47 @@ class StepFrame:
         self.micro = _ints(table.column("micro"), 0)
         self.stack = _ints(table.column("stack"), -1)
         self.recomputed = np.asarray(table.column("recomputed").fill_null(pa.scalar(value=False)).combine_chunks())
+        self.stored = self.texts["dtype"]
+        """The dtypes that values are kept in."""
+        self.texts["dtype"] = self._precisions()
+        self.texts["slot"] = self._slots()
         self._shapes: list[tuple[int, ...]] | None = None
         self._nodes: list[Node] | None = None
+
+    def _precisions(self) -> Text:
+        """Return the dtypes that results are computed in: ``tf32`` where a float32 product's factors were rounded to that.
+
+        So are then what the modules return that the operator is in.
+        """
+        dtypes, args = self.stored, self.texts["args"]
+        told = {code: str(arguments(word).get("p", "")) for code, word in enumerate(args.words) if '"p":"' in word}
+        if not told:
+            return dtypes
+        codes, words = dtypes.codes.copy(), list(dtypes.words)
+        results = np.array([word.startswith(("out", "grad_in")) for word in self.texts["slot"].words] or [False])
+        result = results[self.texts["slot"].codes]
+        modules, kinds = self.texts["module"], self.texts["kind"]
+        for precision in set(told.values()):
+            marked = np.isin(args.codes, [code for code, found in told.items() if found == precision])
+            paths = {modules.words[code] for code in set(modules.codes[marked].tolist()) if code >= 0}
+            around = [code for code, path in enumerate(modules.words) if any(_holds(path, own) for own in paths)]
+            rows = np.isin(self.node, self.node[marked])
+            rows |= kinds.equals("module") & np.isin(modules.codes, around)
+            words.append(precision)
+            codes[rows & result & dtypes.equals("float32")] = len(words) - 1
+        return Text(codes, words)
+
+    def _slots(self) -> Text:
+        """Return slots as torch's own operator has them, where an accelerator's takes what it reads in another order."""
+        slots, ops = self.texts["slot"], self.texts["op"]
+        rows = np.isin(ops.codes, [code for code, word in enumerate(ops.words) if word in _OTHERWISE_ORDERED])
+        if not rows.any():
+            return slots
+        codes = slots.codes.copy()
+        first, second = rows & slots.equals("in0"), rows & slots.equals("in1")
+        if first.any() and second.any():
+            codes[first], codes[second] = slots.words.index("in1"), slots.words.index("in0")
+        return Text(codes, slots.words)
 
     @cached_property
     def computed(self) -> str:
@@ -163,6 +205,11 @@ class StepFrame:
             found[name] = None if np.isnan(number) else number
         found["hash"] = f"{int(self.hash[row]) & (1 << 64) - 1:016x}" if self.hashed[row] else None
         return found
+
+
+def _holds(path: str, own: str) -> bool:
+    """Tell whether a module is another one, or the other one is in it."""
+    return path in (own, ".") or own.startswith(f"{path}.")
 
 
 def _text(column: pa.ChunkedArray) -> Text:

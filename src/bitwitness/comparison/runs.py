@@ -127,7 +127,8 @@ def _compare_step(
     values = _values(Side(a, frame_a, rank), Side(b, frame_b, rank), alignment)
     differences = first_look
     if scale is not None or values is not None:
-        differences = Differences(frame_a, frame_b, alignment, known, None if values is None else values.changes)
+        kept_values = () if values is None else (values.changes, values.right)
+        differences = Differences(frame_a, frame_b, alignment, known, *kept_values)
     search = SuspectSearch(differences, rank, step)
     found = list(search.suspects())
     kept = found if values is None else [one for one in map(values.refine, found) if one is not None]

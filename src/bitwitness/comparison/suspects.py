@@ -170,7 +170,7 @@ class SuspectSearch:
                 self.unexplained = self._exceeding(pair, worst, explained)
             return
         self._note_inside(pair, worst)
-        if worst > 0 and math.isfinite(explained) and (self.nearest is None or worst / explained > self.nearest.ratio):
+        if 0 < worst < explained < math.inf and (self.nearest is None or worst / explained > self.nearest.ratio):
             self.nearest = self._exceeding(pair, worst, explained)
         if explained <= min(_LARGEST_NOISE, _ILL_CONDITIONED * differences.roundoff(*pair.outputs[0])):
             self._earlier.noise = max(self._earlier.noise, worst)
@@ -219,7 +219,8 @@ class SuspectSearch:
             ratio = change / explained if explained else math.inf
             if i == 0 or ratio > best[1] / best[0]:
                 best = (explained, change, i)
-        return best
+        explained, change, i = best
+        return (change, change, i) if change > explained and differences.hands_on(pair) else best
 
     def _carried(self, pair: Pair) -> list[float]:
         """Return the change of each of a node's inputs; of one that is masked, that of what was masked."""

@@ -45,7 +45,7 @@ class Side:
         found = self.source.tensor(
             self.rank,
             frame.text("tensor", row),
-            frame.text("dtype", row),
+            frame.stored.at(row),
             frame.shapes[row],
             frame.texts["layout"][row],
         )
@@ -146,6 +146,11 @@ class KeptValues:
         except (UsageError, OSError, RuntimeError, ValueError):
             return suspect  # told where it was compared
         return suspect if words is None else replace(suspect, text=f"{suspect.text}: run B's is run A's {words}")
+
+    def right(self, pair: Pair) -> bool:
+        """Return whether float64 finds both runs' results of an operator right, each from its own inputs."""
+        errors = (self._error(self._a, pair, first=True), self._error(self._b, pair, first=False))
+        return all(error is not None and error.ratio <= _SURE for error in errors)
 
     def _same_inputs(self, pair: Pair) -> bool:
         metrics = [self.metrics(*rows) for rows in pair.inputs]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +45,8 @@ SINGLE = 8
 million roundings."""
 _REDUCED_FACTORS = {"tf32": 2.0**-11, "bf16": unit_roundoff(torch.bfloat16)}
 """Unit roundoffs of torch's float32 precisions that round a product's factors; TF32 keeps 11 significant bits."""
+_TENSOR_FLOAT_32 = (8, 0)
+"""The compute capability of the first CUDA devices that have TF32."""
 _OVERFLOW_MARGIN = 1e-3
 """Share of the square root of a dtype's largest number from which inputs may overflow: room for a sum of a million squares."""
 _UNDERFLOW_MARGIN = 1e3
@@ -98,12 +101,25 @@ def accumulation_roundoff(dtype: torch.dtype) -> float:
     return min(unit_roundoff(dtype), unit_roundoff(torch.float32))
 
 
-def factor_roundoff(out: Tensor) -> float:
-    """Return the unit roundoff to which torch may round a float32 product's factors on ``out``'s device (TF32, bfloat16)."""
+def factor_precision(out: Tensor, *, convolution: bool = False) -> str:
+    """Return to what torch may round a float32 product's factors on ``out``'s device: ``tf32``, ``bf16``; empty for nothing.
+
+    On CUDA it may by default for convolutions alone, on a device that has TF32.
+    """
     if out.dtype is not torch.float32:
-        return 0.0
-    backend = torch.backends.cuda if out.device.type == "cuda" else torch.backends.mkldnn
-    return _REDUCED_FACTORS.get(str(getattr(backend.matmul, "fp32_precision", "ieee")), 0.0)
+        return ""
+    backend: Any = torch.backends.mkldnn
+    if out.device.type == "cuda":
+        if torch.cuda.get_device_capability(out.device) < _TENSOR_FLOAT_32:
+            return ""
+        backend = torch.backends.cudnn if convolution else torch.backends.cuda
+    setting = str(getattr(backend.conv if convolution else backend.matmul, "fp32_precision", ""))
+    return setting if setting in _REDUCED_FACTORS else ""
+
+
+def factor_roundoff(out: Tensor) -> float:
+    """Return the unit roundoff to which torch may round the factors of a float32 matrix product on ``out``'s device."""
+    return _REDUCED_FACTORS.get(factor_precision(out), 0.0)
 
 
 _TILE = 128

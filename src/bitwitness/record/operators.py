@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from bitwitness.oracle.limits import factor_precision
+from bitwitness.oracle.names import PRODUCTS, canonical
 from bitwitness.record.log import Fail, Log, NodeValue
 from bitwitness.site import Site
 from bitwitness.tap.compat import OpOverload
@@ -120,7 +122,7 @@ class OperatorRecorder:
         moved = moves_between_ranks(func)
         kind = "collective" if moved else "op"
         stack = self._line(call)
-        args: str | None = arguments_text(func, call.args, call.kwargs)
+        args: str | None = arguments_text(func, call.args, call.kwargs, _precision(call))
         for entry in self._inputs:
             log.add(entry, node, kind, args=args, stack=stack)
             args = None
@@ -202,14 +204,28 @@ def _running(call: OpCall) -> tuple[torch.Tensor, ...]:
 # -- arguments ---------------------------------------------------------------------------------------------------
 
 
-def arguments_text(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return an operator and its arguments as JSON, tensors as ``{"$": position}``: enough to run it again."""
+def _precision(call: OpCall) -> str:
+    """Return to what a product's factors are rounded, in words that a row can hold; empty for nothing less than their dtype."""
+    name = canonical(call.op.removesuffix("_backward"))
+    outputs = call.outputs
+    if name not in PRODUCTS or not outputs or outputs[0].device.type == "cpu":
+        return ""  # a CPU's kernels round where they are faster for it, which no setting tells
+    return factor_precision(outputs[0], convolution=name == "conv")
+
+
+def arguments_text(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], precision: str = "") -> str:
+    """Return an operator and its arguments as JSON, tensors as ``{"$": position}``: enough to run it again.
+
+    ``precision``: to what it rounds what it reads (``tf32``), if to less than the dtype says.
+    """
     counter = [0]
-    body = {
+    body: dict[str, Any] = {
         "f": str(func),
         "a": [_plain(value, counter) for value in args],
         "k": {name: _plain(value, counter) for name, value in kwargs.items()},
     }
+    if precision:
+        body["p"] = precision
     return json.dumps(body, separators=(",", ":"))
 
 

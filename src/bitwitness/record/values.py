@@ -109,7 +109,7 @@ class Values:
         known = self._known.get(key)
         if known is None:
             number, self._next = self._next, self._next + 1
-            with unseen(), torch.no_grad():
+            with unseen():
                 # One order for all: strided sums are slow, and their rounding depends on the number of threads.
                 ordered = values if values.is_contiguous() else in_memory_order(values)
                 # Expected once: after that, whatever lies there is new.
@@ -149,7 +149,7 @@ class Values:
             storage, content = self._identities.key(values)
             known = self._known.get((content, self._changes.get(storage, 0)))
             if known is not None:
-                with unseen(), torch.no_grad():
+                with unseen():
                     same = self._meter.still(known[0], in_memory_order(values))
                 if not same:
                     self._changes[storage] = self._changes.get(storage, 0) + 1

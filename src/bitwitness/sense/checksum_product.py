@@ -34,6 +34,8 @@ SERIAL = 0.25
 _BLOCKS = 8
 # Columns in a block, at least: narrower ones would cost more than the threshold gains.
 _BLOCK_WIDTH = 128
+_SUMMED_IN = 8
+"""Parts in which a sum is followed that a device adds up in parts: how large it is meanwhile, in the middle of the square."""
 _UNDERFLOW = 2.0**-63
 """float32 loses the square of what is smaller; n such elements add up to no more than sqrt(n) times this."""
 _CHUNK = 1 << 19  # elements that are widened at a time: 2 MiB of float32, which stay in a core's cache
@@ -53,10 +55,10 @@ def check_product(product: Product, signs: Signs) -> Invariant | None:
     # Our own sums shall round no more than the product's: a half type is summed in float32.
     wide = torch.float64 if out.dtype is torch.float64 else torch.float32
     w = signs(int(out.shape[-1]) // blocks, out.device, wide)
-    expected = _times(a, _block_sums(b, w, blocks))
+    expected, running = _sums(product, _block_sums(b, w, blocks))
     size = row_norms(a)[..., None] * _block_norms(b, blocks)
     if product.alpha != 1:
-        expected, size = expected * product.alpha, size * abs(product.alpha)
+        expected, size, running = expected * product.alpha, size * abs(product.alpha), running * abs(product.alpha)
     if product.bias is not None:
         bias_w, bias_size = _bias(product.bias, w, blocks)
         expected, size = expected + product.beta * bias_w, size + abs(product.beta) * bias_size
@@ -64,13 +66,26 @@ def check_product(product: Product, signs: Signs) -> Invariant | None:
     # A wrong C shall not widen its own threshold without bound, nor a large one lose it: ||A_m|| ||B|| bounds a right one.
     norms = torch.where(torch.isfinite(norms), norms, size)
     residual = (_row_sums(out, w, blocks) - expected).abs_()
-    threshold = row_threshold(product, norms, size, expected)
+    threshold = row_threshold(product, norms, size, expected) + running
     judged = torch.isfinite(threshold + expected)
     if out.dtype is not torch.float16:
         return largest("C w = A (B w)", residual, threshold, judged, per_row=blocks)
     reach = size >= torch.finfo(torch.float16).max  # a true bound of each element: below it, none can overflow
     overflowed = judged & reach & ~torch.isfinite(residual)
     return largest("C w = A (B w)", residual, threshold, judged & ~overflowed, overflowed.any(-1))
+
+
+def _sums(product: Product, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``a v``, ``[*batch, M, G]``, and what is lost of it where a device adds up its sum in parts, in a half type.
+
+    That is relative to what was added up so far, which may be much more than comes of it: it is added up in parts here, too.
+    """
+    a, parts = product.a, parts_roundoff(product.out, int(product.a.shape[-1]))
+    if not parts or a.shape[-1] % _SUMMED_IN:
+        return _times(a, v), v.new_zeros(())
+    left, right = a.unflatten(-1, (_SUMMED_IN, -1)).movedim(-2, 0), v.unflatten(-2, (_SUMMED_IN, -1)).movedim(-3, 0)
+    so_far = _times(left, right).cumsum(0)
+    return so_far[-1], so_far.square().mean(0).sqrt_().mul_(PARTS * parts)
 
 
 def blocks_of(out: Tensor) -> int:
