@@ -36,6 +36,8 @@ _BLOCKS = 8
 _BLOCK_WIDTH = 128
 _SUMMED_IN = 8
 """Parts in which a sum is followed that a device adds up in parts: how large it is meanwhile, in the middle of the square."""
+_LISTS = 4
+"""Lists of signs from which that size is taken."""
 _UNDERFLOW = 2.0**-63
 """float32 loses the square of what is smaller; n such elements add up to no more than sqrt(n) times this."""
 _CHUNK = 1 << 19  # elements that are widened at a time: 2 MiB of float32, which stay in a core's cache
@@ -55,7 +57,7 @@ def check_product(product: Product, signs: Signs) -> Invariant | None:
     # Our own sums shall round no more than the product's: a half type is summed in float32.
     wide = torch.float64 if out.dtype is torch.float64 else torch.float32
     w = signs(int(out.shape[-1]) // blocks, out.device, wide)
-    expected, running = _sums(product, _block_sums(b, w, blocks))
+    expected, running = _sums(product, w, blocks)
     size = row_norms(a)[..., None] * _block_norms(b, blocks)
     if product.alpha != 1:
         expected, size, running = expected * product.alpha, size * abs(product.alpha), running * abs(product.alpha)
@@ -75,17 +77,19 @@ def check_product(product: Product, signs: Signs) -> Invariant | None:
     return largest("C w = A (B w)", residual, threshold, judged & ~overflowed, overflowed.any(-1))
 
 
-def _sums(product: Product, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``a v``, ``[*batch, M, G]``, and what is lost of it where a device adds up its sum in parts, in a half type.
+def _sums(product: Product, w: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+    """Return ``a (b w)``, ``[*batch, M, G]``, and what is lost of C where a device adds up its sum in parts, in a half type.
 
-    That is relative to what was added up so far, which may be much more than comes of it: it is added up in parts here, too.
+    That is relative to what was added up so far, which may be much more than comes of it: it is added up in parts here, too,
+    and its size taken from several lists of signs, of which one alone may find next to nothing.
     """
-    a, parts = product.a, parts_roundoff(product.out, int(product.a.shape[-1]))
+    a, b, parts = product.a, product.b, parts_roundoff(product.out, int(product.a.shape[-1]))
     if not parts or a.shape[-1] % _SUMMED_IN:
-        return _times(a, v), v.new_zeros(())
+        return _times(a, _block_sums(b, w, blocks)), w.new_zeros(())
+    v = torch.cat([_block_sums(b, w.roll(shift), blocks) for shift in range(_LISTS)], -1)
     left, right = a.unflatten(-1, (_SUMMED_IN, -1)).movedim(-2, 0), v.unflatten(-2, (_SUMMED_IN, -1)).movedim(-3, 0)
-    so_far = _times(left, right).cumsum(0)
-    return so_far[-1], so_far.square().mean(0).sqrt_().mul_(PARTS * parts)
+    so_far = _times(left, right).cumsum(0).unflatten(-1, (_LISTS, -1))
+    return so_far[-1][..., 0, :], so_far.square().mean((0, -2)).sqrt_().mul_(PARTS * parts)
 
 
 def blocks_of(out: Tensor) -> int:
