@@ -436,3 +436,44 @@ def test_what_is_measured_under_autocast_is_not_narrowed(tmp_path: Path, monkeyp
     with bw.Recorder(model, out=tmp_path / "run"), torch.autocast("cpu", dtype=torch.bfloat16):
         model(torch.randn(4, 64)).sum().backward()
     assert seen == {torch.float32}
+
+
+def test_steps_of_an_optimizer_that_holds_new_parameters_alone_are_steps(tmp_path: Path) -> None:
+    """A model is trained, frozen, given an adapter, and the adapter trained by an optimizer of its own."""
+
+    class Adapted(nn.Module):
+        def __init__(self, base: nn.Module) -> None:
+            super().__init__()
+            self.base, self.adapter = base.requires_grad_(requires_grad=False), nn.Linear(8, 3, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.base(x) + self.adapter(x)
+
+    net = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+
+    def train(steps: int) -> None:
+        optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], 1e-2)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            net(torch.randn(4, 6)).square().mean().backward()
+            optimizer.step()
+
+    with bw.Recorder(net, out=tmp_path / "run"):
+        train(3)
+        net.requires_grad_(requires_grad=False)
+        net[1] = Adapted(net[1])
+        train(4)
+    run = bw.Run(tmp_path / "run")
+    assert run.steps() == list(range(7))
+    assert {row["module"] for row in run.rows(step=6).to_pylist() if row["kind"] == "optimizer"} == {"1.adapter.weight"}
+
+
+def test_an_output_without_a_gradient_behind_a_backward_hook_ends_no_recording(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    net = nn.GRU(4, 4)
+    net.register_full_backward_hook(lambda *_: None)
+    with bw.Recorder(net, out=tmp_path / "run"):
+        net(torch.randn(3, 2, 4, requires_grad=True))[0].square().mean().backward()  # the last state is not used
+    assert "ended at step" not in capsys.readouterr().err
+    assert bw.Run(tmp_path / "run").problems == []

@@ -276,19 +276,47 @@ def test_a_sketch_is_linear_and_estimates_the_norm_of_a_difference(count: int, s
 
 
 @pytest.mark.parametrize("count", [1, 32_767, 32_768, 32_769, 98_304, 131_073])
-def test_a_sketch_is_a_sum_with_the_signs_of_splitmix64(count: int) -> None:
-    def sign(number: int) -> int:
+def test_a_sketch_is_a_sum_with_weights_of_splitmix64(count: int) -> None:
+    def random(number: int) -> int:
         x = (number + 1) * 0x9E3779B97F4A7C15 & (1 << 64) - 1
         x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & (1 << 64) - 1
         x = (x ^ x >> 27) * 0x94D049BB133111EB & (1 << 64) - 1
-        return -1 if (x ^ x >> 31) >> 63 else 1
+        return x ^ x >> 31
+
+    def sign(number: int) -> int:
+        return -1 if random(number) >> 63 else 1
 
     for place in {0, count // 2, count - 1}:
         values = torch.zeros(count)
         values[place] = 3.0
-        block = place // 32_768
+        block, at = place // 32_768, place % 32_768
         known_by = sign((1 << 40) + block) if count > 32_768 else 1
-        assert float(sketch(values)) == 3.0 * sign(place % 32_768) * known_by
+        size = ((random(at) >> 8) % 15_188 + 8_192) / 16_384
+        assert float(sketch(values)) == 3.0 * sign(at) * size * known_by
+
+
+def test_weights_have_a_mean_square_of_one() -> None:
+    weights = torch.stack([sketch(row) for row in torch.eye(4096)])
+    assert float(weights.square().mean()) == pytest.approx(1.0, abs=0.03)
+    assert abs(float(weights.mean())) < 0.05
+
+
+@pytest.mark.parametrize("kind", ["labels", "mask", "one-hot gradient"])
+def test_few_equal_numbers_that_move_are_seen(kind: str) -> None:
+    """With signs for weights, half of these came to the same sum elsewhere."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        if kind == "labels":
+            x = torch.randint(0, 10, (8, 6), generator=generator)
+            moved = x[torch.randperm(8, generator=generator)]
+        elif kind == "mask":
+            x = torch.rand(4, 12, generator=generator) < 0.5
+            moved = x.roll(1, 1)
+        else:
+            x = torch.nn.functional.one_hot(torch.randint(0, 50, (4,), generator=generator), 50) / -4
+            moved = torch.nn.functional.one_hot(torch.randint(0, 50, (4,), generator=generator), 50) / -4
+        if not torch.equal(x, moved):
+            assert abs(exact_sketch(x) - exact_sketch(moved)) > 1e-6
 
 
 def test_a_sketch_tells_orders_apart_where_other_statistics_do_not() -> None:

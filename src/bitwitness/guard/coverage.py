@@ -14,6 +14,8 @@ from bitwitness.sense.nonfinite import UNTRACED
 from bitwitness.tap.compat import compiles_backward
 from bitwitness.tap.traffic import world_size
 
+_SHORT = 0.2
+"""Share of the steps without a history long enough, from which on it is said; each set of parameters has some."""
 _FEW = 2
 """Forwards without an optimizer's step that are nothing to speak of: a dry run."""
 
@@ -24,7 +26,7 @@ def coverage_table(watch: GuardWatch) -> dict[str, Any]:
     root = reader.root
     everything = {id(p) for p in (*root.root.parameters(), *root.parameters.values())}  # pruning exchanges some
     table: dict[str, Any] = {
-        "parameters": {"watched": len(root.parameters), "of": len(everything)},
+        "parameters": {"watched": min(len(sensors.ever), len(everything)), "of": len(everything)},
         "local_gradients": reader.gradients.mode,
         "steps": {"training_forwards": root.forwards_seen, **_counted(watch)},
         "outputs": {"outputs_seen": root.outputs_seen},
@@ -121,6 +123,12 @@ def _gaps(watch: GuardWatch) -> list[str]:
         )
     for reason, count in watch.investigation.experiments.covered.most_common(5):
         gaps.append(f"{count} experiments were partial: {reason}")
+    sensors = watch.sensors
+    if len(sensors.ever) > len(sensors.names) and sensors.unjudged > _SHORT * watch.judged_times:
+        gaps.append(
+            f"in {_share(sensors.unjudged, watch)} the parameters that asked for a gradient had been trained together too "
+            "rarely for a history of their gradients: trend does not judge them"
+        )
     if (refused := watch.investigation.replayer.refused) is not None:
         gaps.append(refused)
     gaps += _compiled_gaps(watch)

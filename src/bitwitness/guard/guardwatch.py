@@ -17,7 +17,7 @@ from bitwitness.guard.deepsteps import DeepSteps
 from bitwitness.guard.followup import FollowUp
 from bitwitness.guard.investigation import Investigation
 from bitwitness.guard.operatorsensors import OperatorSensors
-from bitwitness.guard.sensors import Sensors
+from bitwitness.guard.sensors import MOST_HISTORIES, Sensors
 from bitwitness.guard.tracing import Tracing
 from bitwitness.guard.uneven import UnevenSteps
 from bitwitness.guard.watch import Watch
@@ -61,19 +61,21 @@ class GuardWatch(Watch):
             unused=False,
         )
         super().__init__(session, ranks, reporter, config, wants=wants, deep=DeepSteps(config), optimizers=optimizers)
-        self._seconds = clock
         self.sensors = Sensors(config, self.reader.root, ranks, reporter, clock)
         self.investigation = Investigation(config, self.reader.root, self.reader.gradients, ranks, reporter)
         self.uneven = UnevenSteps(self.reader, ranks, reporter, self.deep, self._ask_nobody)
         self.investigation.interpret = self.uneven.interpret
+        self._investigations: dict[tuple[str, ...], Investigation] = {}
         self._follow_up = FollowUp(self.reader, self.sensors, self.investigation, self.deep, ranks)
 
     def parameters_changed(self) -> None:
         """Judge other parameters from now on."""
-        self.sensors.close()
-        self.sensors = Sensors(self.config, self.reader.root, self.ranks, self.reporter, self._seconds)
-        self.sensors.alone = self.uneven.now
-        self.investigation = self.investigation.renewed(self.reader.gradients)
+        self._investigations[self.sensors.names] = self.investigation
+        self.sensors.follow()
+        if len(self._investigations) > MOST_HISTORIES:
+            del self._investigations[next(iter(self._investigations))]
+        before = self._investigations.pop(self.sensors.names, None)
+        self.investigation = self.investigation.renewed(self.reader.gradients, before)
         self._follow_up = FollowUp(self.reader, self.sensors, self.investigation, self.deep, self.ranks)
 
     def removed(self) -> None:

@@ -120,14 +120,19 @@ class Investigation:
         """The anomaly at which the training was stopped without proof; empty where it was not."""
         self._said: set[tuple[str, bool]] = set()
 
-    def renewed(self, gradients: LocalGradients) -> Investigation:
-        """Return the same for other parameters of the same root; what was concluded so far is kept."""
+    def renewed(self, gradients: LocalGradients, before: Investigation | None) -> Investigation:
+        """Return the same for other parameters of the same root; what was concluded so far is kept.
+
+        ``before``: the last one of just these parameters, whose experiments go on.
+        """
         new = Investigation(self._config, self._root, gradients, self._ranks, self._reporter, self.devices)
         new.verdicts, new.suspicions, new.dismissed = self.verdicts, self.suspicions, self.dismissed
         new.interpret, new._rechecks = self.interpret, self._rechecks
         new.skip = new._responder.skip = self.skip
         self.skip.use(list(self._root.parameters.values()))
         new.left_open, new._said = self.left_open, self._said
+        if before is not None:
+            new.experiments.remember(before.experiments)
         new.experiments.covered = self.experiments.covered
         new.tracing = self.tracing
         new.tracing.use(new.replayer)

@@ -23,6 +23,8 @@ from bitwitness.sense.trend import TrendSensor
 from bitwitness.session.reporter import Reporter
 
 _PEERS_NEEDED = 3  # of two ranks that differ neither is the odd one
+MOST_HISTORIES = 16
+"""Sets of parameters whose histories are kept, while others are judged."""
 STATISTICAL = ("trend", "peers")
 """The sensors that judge by a history."""
 
@@ -39,15 +41,17 @@ class Sensors:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.names = tuple(root.parameters)
-        self._ranks = ranks
-        count = len(self.names)
+        self.ever = set(self.names)
+        """The names of all parameters that were judged at some time."""
+        self.unjudged = 0
+        """Steps for which the history of just these parameters was too short to judge by."""
+        self._config, self._root, self._ranks, self._clock = config, root, ranks, clock
         self._switches = Switches(root, reporter)
         self.alone = False
         """Ask no other rank, for now."""
         self.nonfinite = NonfiniteSensor() if config.nonfinite.enabled else None
-        self.trend = TrendSensor(count, warmup=config.trend.warmup, z=config.trend.z) if config.trend.enabled else None
-        enough = ranks.size >= _PEERS_NEEDED
-        self.peers = PeersSensor(count, z=config.peers.z) if config.peers.enabled and enough else None
+        self.trend, self.peers = self._histories()
+        self._others: dict[tuple[str, ...], tuple[TrendSensor | None, PeersSensor | None]] = {}
         self.operators = OperatorSensors(
             root,
             self._switches,
@@ -55,6 +59,27 @@ class Sensors:
             approach=ApproachSensor(config.nonfinite.extreme) if config.nonfinite.enabled else None,
         )
         self.reference = ReferenceSchemes(config, root, ranks, clock)
+
+    def _histories(self) -> tuple[TrendSensor | None, PeersSensor | None]:
+        config, count = self._config, len(self.names)
+        trend = TrendSensor(count, warmup=config.trend.warmup, z=config.trend.z) if config.trend.enabled else None
+        enough = self._ranks.size >= _PEERS_NEEDED
+        return trend, PeersSensor(count, z=config.peers.z) if config.peers.enabled and enough else None
+
+    def follow(self) -> None:
+        """Judge the root's parameters of now: by their own history, where just these were judged before.
+
+        Scripts freeze and unfreeze parts by turns, as the two halves of a GAN; what is judged anew each time is never judged.
+        """
+        self._others[self.names] = self.trend, self.peers
+        if len(self._others) > MOST_HISTORIES:
+            del self._others[next(iter(self._others))]
+        self.names = tuple(self._root.parameters)
+        self.ever.update(self.names)
+        known = self._others.pop(self.names, None)
+        self.trend, self.peers = self._histories() if known is None else known
+        self.reference.close()
+        self.reference = ReferenceSchemes(self._config, self._root, self._ranks, self._clock)
 
     def close(self) -> None:
         """Remove the sensors' hooks and patches."""
@@ -74,6 +99,7 @@ class Sensors:
         if self.nonfinite is not None:
             findings += self._switches.ask("nonfinite", partial(self.nonfinite.look, light))
         if self.trend is not None:
+            self.unjudged += not self.trend.ripe
             findings += self._switches.ask("trend", partial(self.trend.look, light))
         if self.peers is not None and not self.alone:
             findings += self._compare(self.peers, light)

@@ -102,6 +102,12 @@ class ReplayExperiments:
         """Go on with what `state` gave."""
         self._healthy.gaps, self.calibrated = state["spreads"].clone(), int(state["calibrated"])
 
+    def remember(self, before: ReplayExperiments) -> None:
+        """Go on with what was learned of the same parameters earlier in this process."""
+        self.load(before.state())
+        self._repeated, self._agreed, self._problem = before._repeated, before._agreed, before._problem
+        self.mismatched = before.mismatched
+
     def calibrate(self, record: StepRecord, original: Fingerprint) -> str | None:
         """Replay a step that nobody suspects, here and on the next rank; return why it could not, if so.
 

@@ -248,8 +248,10 @@ class ModuleRecorder:
             return
         alive = self._hooks[0]
 
-        def seen(grad: torch.Tensor) -> None:
-            if alive.inert:
+        def seen(grad: torch.Tensor | None) -> None:
+            if (
+                alive.inert or grad is None
+            ):  # none reaches an output that is unused, past a backward hook of the script's
                 return
             try:
                 with own_work(), torch.no_grad():

@@ -124,6 +124,11 @@ class History:
         return int(self._seen.max(initial=0.0))
 
     @property
+    def ripe(self) -> bool:
+        """Whether any entry was there often enough to be judged."""
+        return self.steps >= self._judged_from
+
+    @property
     def never_absent(self) -> NDArray[np.bool_]:
         """Entries that have had a value at every step so far, long enough for that to mean something, bool [F]."""
         result: NDArray[np.bool_] = (self._absences == 0) & (self._seen >= _LONG * self._warmup)

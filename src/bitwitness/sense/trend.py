@@ -40,6 +40,11 @@ class TrendSensor:
         floor = np.append(np.repeat(_FLOOR, parameters), [_LOSS_FLOOR, _LEVEL_FLOOR])
         self.history = History(3 * parameters + 2, warmup=warmup, z=z, floor=floor)
 
+    @property
+    def ripe(self) -> bool:
+        """Whether enough steps were learned to judge one by."""
+        return self.history.ripe
+
     def look(self, light: LightStep) -> list[Finding]:
         """Return suspicions about this step, at most three, the strongest first; the history is not changed."""
         scores = self.history.scores(self._values(light))

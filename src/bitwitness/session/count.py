@@ -56,6 +56,13 @@ class StepCount:
         self.owners = Owners(self.parameters, None)
         self._ledger = GradientLedger(self.parameters)
 
+    def owns(self, optimizer: Optimizer) -> bool:
+        """Tell whether an optimizer holds one of the model's parameters; of one seen first, those that it has by now."""
+        known = self.owners.knows(optimizer) or self.owners.ours(optimizer)
+        if not known and Owners(self._root.parameters(), None).ours(optimizer):  # adapters, say, that came late
+            self.follow_parameters()
+        return self.owners.ours(optimizer)
+
     def trained(self) -> None:
         """Take the model for one that is trained: forwards without gradients are evaluations."""
         self._training.inferring = False
@@ -124,7 +131,7 @@ class StepCount:
 
         It does where an optimizer steps by what seemed to be an evaluation.
         """
-        ours = optimizer is None or self.owners.ours(optimizer)
+        ours = optimizer is None or self.owns(optimizer)
         begins = optimizer is not None and ours and self._backpropagated_evaluation
         if begins:
             self._training.trained_in_evaluation()
@@ -137,11 +144,11 @@ class StepCount:
 
     def closure_begins(self, optimizer: Optimizer) -> None:
         """Note that an optimizer runs the forwards and backwards of its step by itself."""
-        self._in_closures |= self.owners.ours(optimizer)
+        self._in_closures |= self.owns(optimizer)
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """End the step, if it was the model's."""
-        if self.owners.ours(optimizer):
+        if self.owns(optimizer):
             self._in_closures = False
             self._end()
 

@@ -116,7 +116,7 @@ class Training(StepListener):
 
     def owns(self, optimizer: Optimizer) -> bool:
         """Tell whether an optimizer holds one of the model's parameters."""
-        return self._count.owners.ours(optimizer)
+        return self._count.owns(optimizer)
 
     @property
     def evaluated(self) -> bool:

@@ -36,6 +36,10 @@ class Owners:
             self._known[optimizer] = not self._parameters.isdisjoint(_held(optimizer))
         return bool(self._known[optimizer])
 
+    def knows(self, optimizer: Optimizer) -> bool:
+        """Tell whether an optimizer was asked about before."""
+        return optimizer in self._known
+
     def covers(self, owner: Optimizer | nn.Module) -> bool:
         """Tell whether all of the root's parameters are an optimizer's or a module's."""
         if owner not in self._covering:
