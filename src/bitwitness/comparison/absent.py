@@ -6,8 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from bitwitness.comparison.align import Alignment
 from bitwitness.comparison.chains import parameter_of
+from bitwitness.comparison.conditions import of_forwards
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.frame import Node
 
@@ -25,10 +28,28 @@ class Absence(NamedTuple):
 
 def absences(differences: Differences) -> list[Absence]:
     """Return what only one run has, of parameters that both have; nothing where the other recorded none of its kind."""
-    found = [*_own_parameters(differences), *_updates(differences)]
+    found = [*_batches(differences), *_own_parameters(differences), *_updates(differences)]
     untold = {_name(node) for one in found for node in one.nodes}
     gradients = [one for one in _gradients(differences.alignment) if not {*map(_name, one.nodes)} <= untold]
     return [*found, *gradients]
+
+
+def _batches(differences: Differences) -> Iterable[Absence]:
+    """Yield what one run computes beyond the other's batch in the same step, where they were not put together."""
+    frames = differences.a, differences.b
+    batches = [np.unique(frame.micro[of_forwards(frame)]) for frame in frames]
+    counts = [len(found) for found in batches]
+    joined = any(frame.ranks > 1 or frame.micros != count for frame, count in zip(frames, counts, strict=True))
+    if counts[0] == counts[1] or 0 in counts or joined:
+        return
+    more = int(counts[1] > counts[0])
+    extra = batches[more][counts[1 - more]]
+    node = next((n for n in frames[more].nodes if n.kind in ("op", "module") and n.micro == extra), None)
+    if node is not None:
+        side, other = "AB"[more], "BA"[more]
+        text = f"run {side} computes {counts[more]} batches in this step, and run {other} {counts[1 - more]}"
+        why = "an optimizer step was left out between them, or gradients are accumulated"
+        yield Absence([node], side, f"{text}: {why}", structural=True)
 
 
 def _own_parameters(differences: Differences) -> Iterable[Absence]:
@@ -50,6 +71,8 @@ def _updates(differences: Differences) -> Iterable[Absence]:
         counts = Counter(map(_name, _matched(differences.alignment, side, "optimizer")))
         known = set(map(_name, _matched(differences.alignment, side, "parameter")))
         if not counts:
+            if (skipped := _skipped(differences, only, side, other)) is not None:
+                yield skipped
             continue  # the other run recorded no updates
         lone = [node for node in only if node.kind == "optimizer" and node.module in known]
         more = [node for node in lone if node.module in counts]
@@ -61,6 +84,15 @@ def _updates(differences: Differences) -> Iterable[Absence]:
         if alone:
             why = f"frozen, not used, or not given to the optimizer in run {other}"
             yield Absence(alone, side, f"only run {side} has an update of {_listed(alone)}: {why}")
+
+
+def _skipped(differences: Differences, only: Sequence[Node], side: str, other: str) -> Absence | None:
+    """Return the updates of a step in which the other run's optimizer, which stepped before, did not."""
+    updates = [node for node in only if node.kind == "optimizer"]
+    before = differences.earlier.last
+    if not updates or before is None or not before["AB".index(other)].texts["kind"].equals("optimizer").any():
+        return None
+    return Absence(updates, side, f"run {other} takes no optimizer step in this step: its gradients are not used")
 
 
 def _gradients(alignment: Alignment) -> Iterable[Absence]:

@@ -21,8 +21,9 @@ def other_batch(a: StepFrame, b: StepFrame) -> str:
     """Say which of the model's inputs has another shape in each run; empty if none has."""
     first, second = _inputs(a), _inputs(b)
     for name in reversed(first):  # in the order in which they were given
-        if name in second and first[name] != second[name]:
-            return f"{name} has the shape {list(first[name])} in run A and {list(second[name])} in run B"
+        if name in second and set(first[name]) != set(second[name]):
+            here, there = (" and ".join(map(str, map(list, found[name]))) for found in (first, second))
+            return f"{name} has the shape {here} in run A and {there} in run B"
     return ""
 
 
@@ -37,8 +38,8 @@ def has_gradients(frame: StepFrame) -> bool:
     return bool(frame.texts["kind"].equals("gradient").any())
 
 
-def _inputs(frame: StepFrame) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each of the model's inputs: as the model was given it, or as it was read first."""
+def _inputs(frame: StepFrame) -> dict[str, list[tuple[int, ...]]]:
+    """Return the shapes of each of the model's inputs, over its calls: as the model was given it, or as it was read first."""
     text = frame.texts["name"]
     codes = [code for code, word in enumerate(text.words) if word.startswith("input ")]
     named = np.isin(text.codes, codes)
@@ -47,4 +48,9 @@ def _inputs(frame: StepFrame) -> dict[str, tuple[int, ...]]:
     whole = [
         row for row in rows if math.prod(frame.shapes[row]) == frame.count[row]
     ]  # others are damaged, told elsewhere
-    return {frame.text("name", row): frame.shapes[row] for row in reversed(whole)}
+    found: dict[str, list[tuple[int, ...]]] = {frame.text("name", row): [] for row in reversed(whole)}
+    for row in whole:
+        shapes = found[frame.text("name", row)]
+        if frame.shapes[row] not in shapes and (given.any() or not shapes):
+            shapes.append(frame.shapes[row])
+    return found

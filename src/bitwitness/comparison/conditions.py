@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
+import numpy.typing as npt
 
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.frame import StepFrame
@@ -35,8 +36,16 @@ def conditions(differences: Differences) -> str:
 
 
 def _has_forward(frame: StepFrame) -> bool:
+    return bool(of_forwards(frame).any())
+
+
+def of_forwards(frame: StepFrame) -> npt.NDArray[np.bool_]:
+    """Return which rows are of operators and modules that ran forward."""
     kinds = frame.texts["kind"]
-    return bool((frame.texts["phase"].equals("forward") & (kinds.equals("op") | kinds.equals("module"))).any())
+    found: npt.NDArray[np.bool_] = frame.texts["phase"].equals("forward") & (
+        kinds.equals("op") | kinds.equals("module")
+    )
+    return found
 
 
 def _given(frame: StepFrame) -> tuple[set[str], int]:

@@ -90,7 +90,7 @@ class Differences:
         self.earlier = earlier
         self.parted_before = earlier.parted
         self.has_values = exact is not None
-        self._right = right
+        self.right = right
         self.change_of = self._measured(exact)
         self.largest: dict[int, float] = {}
         self.real: set[int] = set()
@@ -118,19 +118,6 @@ class Differences:
         """
         sizes = [(self.a.count[i], self.b.count[j]) for i, j in pair.outputs]
         return (pair.a.kind == "module" or pair.a.op in CONSTANT) and bool(sizes) and all(x != y for x, y in sizes)
-
-    def hands_on(self, pair: Pair) -> bool:
-        """Return whether an operator computed rightly in both runs what it was given, which differs by noise alone.
-
-        Its result may differ by any amount then: an element of a gradient passes where a ReLU's input is just above zero, not
-        where it is just below. A module does so that returns what such an operator made.
-        """
-        if pair.a.kind == "module":
-            made = {int(self.a.producer[row]) for row, _ in pair.outputs}
-            return self._right is not None and made <= self.largest.keys() - self.real
-        if self._right is None or pair.a.kind != "op" or any(self.is_real(pair.a, row) for row, _ in pair.inputs):
-            return False
-        return self.a.text("args", pair.a.rows[0]) == self.b.text("args", pair.b.rows[0]) and self._right(pair)
 
     def is_noise(self, pair: Pair, row: int) -> bool:
         """Return whether a row's change is what rounding explains; ask after all nodes were looked at."""
@@ -185,6 +172,10 @@ class Differences:
             pair.a.kind == "op" and pair.a.phase == "backward" and self.precisions is not None
         )
         return is_one and rms(self.a, pair.outputs[0][0]) < _CANCELLED * self.usual_gradient
+
+    def maker(self, row_a: int) -> Pair | None:
+        """Return the matched node that made a row of A, if that is known."""
+        return self._made_a.get(int(self.a.producer[row_a]))
 
     def lone_makers(self, row_a: int, row_b: int) -> tuple[Node | None, Node | None]:
         """Return the nodes of A and of B that made these rows, each only if the other run has no such node."""

@@ -116,7 +116,7 @@ class Reasons:
         if not differences.has_values and any(differences.is_real(pair.a, row) for row, _ in pair.inputs):
             return None  # statistics say too little of how far apart differing inputs are
         if is_random(pair.a.op) or (pair.a.kind == "module" and "drop" in pair.a.op.lower()):
-            return Reason("random", _RANDOM)
+            return Reason("random", self._draws_alone(pair) or _RANDOM)
         if worst == BITS_DIFFER:
             return None  # by how much is not known
         if pair.a.kind == "module" and pair.a.op != pair.b.op:
@@ -126,6 +126,17 @@ class Reasons:
         return Reason("computed", _COMPUTED_UPDATE if stateless else _COMPUTED)
 
     # -- where an input's difference comes from --------------------------------------------------------------------
+
+    def _draws_alone(self, pair: Pair) -> str:
+        """Say that random numbers are drawn in a module in one run only; empty where both draw, or it is not known."""
+        drawn = [
+            any(
+                node.module == pair.a.module and is_random(node.op)
+                for node in self._differences.alignment.lone(first=first)
+            )
+            for first in (True, False)
+        ]
+        return f"it draws random numbers in run {'AB'[drawn.index(True)]} alone" if drawn[0] != drawn[1] else ""
 
     def of_inputs(self, pair: Pair) -> Reason | None:
         """Return why an input differs, if no matched operator made the difference."""

@@ -14,6 +14,7 @@ from bitwitness.comparison.absent import absences
 from bitwitness.comparison.align import Pair
 from bitwitness.comparison.allowance import allowed
 from bitwitness.comparison.differences import NEGLIGIBLE, Differences
+from bitwitness.comparison.handed import hands_on
 from bitwitness.comparison.harmless import Harmless
 from bitwitness.comparison.noted import of_absence, of_cause
 from bitwitness.comparison.reason import Reason
@@ -220,7 +221,7 @@ class SuspectSearch:
             if i == 0 or ratio > best[1] / best[0]:
                 best = (explained, change, i)
         explained, change, i = best
-        return (change, change, i) if change > explained and differences.hands_on(pair) else best
+        return (change, change, i) if change > explained and hands_on(differences, pair) else best
 
     def _carried(self, pair: Pair) -> list[float]:
         """Return the change of each of a node's inputs; of one that is masked, that of what was masked."""

@@ -105,8 +105,7 @@ class ReplayExperiments:
     def remember(self, before: ReplayExperiments) -> None:
         """Go on with what was learned of the same parameters earlier in this process."""
         self.load(before.state())
-        self._repeated, self._agreed, self._problem = before._repeated, before._agreed, before._problem
-        self.mismatched = before.mismatched
+        self._repeated, self._agreed, self.mismatched = before._repeated, before._agreed, before.mismatched
 
     def calibrate(self, record: StepRecord, original: Fingerprint) -> str | None:
         """Replay a step that nobody suspects, here and on the next rank; return why it could not, if so.
