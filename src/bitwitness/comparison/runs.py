@@ -16,6 +16,7 @@ from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.exchanged import name_not_exchanged
 from bitwitness.comparison.frame import Node, StepFrame
 from bitwitness.comparison.gradients import OF_ALL_GRADIENTS
+from bitwitness.comparison.inside import with_module
 from bitwitness.comparison.lined import Place, line_up
 from bitwitness.comparison.relation import in_times
 from bitwitness.comparison.report import Report
@@ -132,6 +133,9 @@ def _compare_step(
     search = SuspectSearch(differences, rank, step)
     found = list(search.suspects())
     kept = found if values is None else [one for one in map(values.refine, found) if one is not None]
+    kept = [with_module(one, search.apart, differences) for one in kept]
+    if not kept and search.apart:
+        kept, known.parted = [*search.apart.values()][:1], True
     if found and not kept and not search.exceeding:
         known.parted = differences.parted_before  # float64 told that there was nothing
     report.suspects += kept

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import cached_property
 
 from bitwitness.comparison.absent import absences
 from bitwitness.comparison.align import Pair
@@ -16,6 +15,7 @@ from bitwitness.comparison.allowance import allowed
 from bitwitness.comparison.differences import NEGLIGIBLE, Differences
 from bitwitness.comparison.handed import hands_on
 from bitwitness.comparison.harmless import Harmless
+from bitwitness.comparison.inside import APART, Inside, computes_another
 from bitwitness.comparison.noted import of_absence, of_cause
 from bitwitness.comparison.reason import Reason
 from bitwitness.comparison.reasons import Reasons
@@ -53,7 +53,7 @@ class SuspectSearch:
         self._rank = rank
         self._step = step
         self._named_modules: set[str] = set()
-        self._real_modules: set[str] = set()
+        self._recorded = Inside(differences)
         self._hidden: dict[int, float] = {}
         self._inside: dict[tuple[str, str, int], float] = {}
         self.settled = SettledModules(differences)
@@ -66,6 +66,8 @@ class SuspectSearch:
         """How many operators differ by more than is explained inside modules whose results agree."""
         self.unexplained: Exceeding | None = None
         """The first that differs by more than is explained, whatever was found of it."""
+        self.apart: dict[str, Suspect] = {}
+        """Modules whose inputs agree and whose results do not, by path: where nothing inside can be named, they are."""
         self.made_up_for: Exceeding | None = None
         """The first module that returns something else, of which nothing is left in what a module around it returns."""
         self.nearest: Exceeding | None = None
@@ -101,23 +103,6 @@ class SuspectSearch:
         self._earlier.named = self._reasons.named
         self._earlier.parted |= bool(self.exceeding)
 
-    def _is_seen_inside(self, pair: Pair) -> bool:
-        """Return whether a module's result was made by an operator that is recorded itself."""
-        inside = f"{pair.a.module}." if pair.a.module != "." else ""
-        late = self.differences.parted_before
-        if late and any(path.startswith(inside) and path != pair.a.module for path in self._real_modules):
-            return True
-        return pair.a.module in self._with_operators
-
-    @cached_property
-    def _with_operators(self) -> set[str]:
-        """The modules of which operators are recorded, and all modules around them."""
-        found: set[str] = set()
-        for path in {pair.a.module for pair in self.differences.alignment.pairs if pair.a.kind == "op"}:
-            parts = path.split(".")
-            found |= {".".join(parts[:i]) for i in range(1, len(parts) + 1)} | {"."}
-        return found
-
     def _is_named_inside(self, path: str) -> bool:
         """Return whether something inside a module was named already: the module's own difference is that."""
         return (path == "." and bool(self._named_modules)) or any(
@@ -134,7 +119,7 @@ class SuspectSearch:
             self._earlier.read[pair.a.module] = max([self._earlier.read.get(pair.a.module, 0.0), *read])
         if any(numbers_of(differences.a, row).top > _FILLING for row, _ in pair.outputs):
             self._hidden[pair.a.number] = max(self._carried(pair), default=0.0)
-        if max(results, default=0.0) == 0.0 or differences.returns_another(pair):
+        if max(results, default=0.0) == 0.0 or differences.returns_another(pair) or self._computes_another(pair):
             return None
         # By noise that was seen so far, and by what the inputs brought along; rounding alone explains less.
         explained, worst, self._out = self._worst(pair, results)
@@ -146,7 +131,7 @@ class SuspectSearch:
         self._weigh(pair, worst, explained, differing=differing)
         if pair.a.kind == "module" and self.settled.agrees(pair):
             self._clear(pair)
-        if pair.a.kind == "collective" or (pair.a.kind == "module" and self._is_seen_inside(pair)):
+        if pair.a.kind == "collective" or (pair.a.kind == "module" and self._recorded.is_seen(pair)):
             return None  # the one computes nothing, the other's operators are looked at themselves
         if pair.a.kind == "module" and self._reasons.moved:
             return None  # its parts read other weights
@@ -157,18 +142,27 @@ class SuspectSearch:
             return self._suspect(pair, reason, worst, rounding, clean=False)
         return self._own(pair, worst, explained, clean=not differing)
 
+    def _computes_another(self, pair: Pair) -> bool:
+        """Return whether two operators are no counterparts; what reads them is not accused then."""
+        another = computes_another(self.differences, pair)
+        if another:
+            self.differences.real.add(pair.a.number)
+        return another
+
     def _weigh(self, pair: Pair, worst: float, explained: float, *, differing: bool) -> None:
         """Note whether a node's results differ by more than rounding, or how much rounding there is."""
         differences = self.differences
         # What reads a real difference has one, too, even where it is small: else the next reader would look like its maker.
         if worst > explained or (differing and worst > 0 and pair.a.number not in self._harmless.ends):
             differences.real.add(pair.a.number)
-            self._real_modules.add(pair.a.module)
+            self._recorded.real.add(pair.a.module)
             innocent = differences.is_cancelled(pair) or self.settled.holds(pair)
             if innocent and self.made_up_for is None and worst > explained and (pair.a.kind, pair.a.phase) == _RETURNED:
                 self.made_up_for = self._exceeding(pair, worst, explained)
             if self.unexplained is None and worst > explained and not innocent:
                 self.unexplained = self._exceeding(pair, worst, explained)
+            if worst > explained and not differing and not innocent and (pair.a.kind, pair.a.phase) == _RETURNED:
+                self.apart[pair.a.module] = self._suspect(pair, Reason("computed", APART), worst, explained, clean=True)
             return
         self._note_inside(pair, worst)
         if 0 < worst < explained < math.inf and (self.nearest is None or worst / explained > self.nearest.ratio):
