@@ -161,7 +161,8 @@ class SuspectSearch:
                 self.made_up_for = self._exceeding(pair, worst, explained)
             if self.unexplained is None and worst > explained and not innocent:
                 self.unexplained = self._exceeding(pair, worst, explained)
-            if worst > explained and not differing and not innocent and (pair.a.kind, pair.a.phase) == _RETURNED:
+            inner = (pair.a.kind, pair.a.phase) == _RETURNED and pair.a.module != "." and self._recorded.is_seen(pair)
+            if worst > explained and inner and not differing and not innocent:
                 self.apart[pair.a.module] = self._suspect(pair, Reason("computed", APART), worst, explained, clean=True)
             return
         self._note_inside(pair, worst)

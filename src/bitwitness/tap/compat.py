@@ -59,7 +59,6 @@ __all__ = [
 ]
 
 Context = AbstractContextManager[Any]
-
 # -- modes: torch has no public way to ask which are on, nor to set one aside that stands below another -------------------
 
 dispatch_depth: Callable[[], int] = torch._C._len_torch_dispatch_stack
@@ -72,7 +71,7 @@ heard: Callable[[], Context] = torch._C._EnableTorchFunction
 undispatched: Callable[[], Context] = torch._C._DisableTorchDispatch
 """No dispatch mode sees what runs inside; unlike `without_dispatch_modes`, at the price of a flag."""
 uncast: Callable[[], Context] = torch._C._DisableAutocast
-"""No autocast changes a dtype inside, of whatever device; ``torch.autocast(enabled=False)`` wants to know the device."""
+"""No autocast changes a dtype inside, of any device; ``torch.autocast(enabled=False)`` wants to know which."""
 enable_grad: Callable[[bool], None] = torch._C._set_grad_enabled
 """What ``torch.no_grad`` calls, at a fifth of its price."""
 
