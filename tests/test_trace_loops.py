@@ -247,3 +247,22 @@ class Plain:
 
     def __exit__(self, *error: object) -> None:
         pass
+
+
+def test_a_forward_after_a_bad_step_was_applied_blames_no_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
+    """The script ends after a forward: what it shows follows from the gradients that were told of."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+    with bw.trace_nonfinite(net, optimizer) as trace:
+        for step in range(5):
+            optimizer.zero_grad()
+            loss = net(torch.randn(8, 4)).square().mean()
+            if step == 4:
+                break
+            (loss * float("nan") if step == 3 else loss).backward()
+            optimizer.step()
+    told = capsys.readouterr().err
+    assert told.count("FIRST NON-FINITE VALUE") == 1, told
+    assert "look at the optimizer's settings" not in told
+    assert len(trace.findings) == 1

@@ -36,6 +36,7 @@ _SCALED_ALWAYS, _SCALED_EVERY = (
     100,
 )  # overflows under a scaler that are traced at first, and later one in so many steps
 _ALWAYS = 3  # hits that are traced in any case; then the 4th, 8th, 16th …: what stays broken is not traced for ever
+_APPLIED = "parameters are not finite since the optimizer applied the gradients of step {}, told of above"
 
 
 class Tracing:
@@ -134,7 +135,7 @@ class Tracing:
         This rank's own affair: others may have gone on, and their hits are counted apart.
         """
         self.unused += 1
-        if not _worth_it(self.unused):
+        if not _worth_it(self.unused) or self._is_aftermath(record.step):
             return
         try:
             trace = trace_forward(self._replayer, record, graph, mode=self._config.nonfinite.mode)
@@ -148,17 +149,20 @@ class Tracing:
 
     def _aftermath(self, light: LightStep) -> list[Told]:
         """Tell whether parameters are bad because an earlier non-finite step was applied to them; collective."""
-        before = self._hit_at
-        since = before is not None and (self._since.last_clean is None or self._since.last_clean < before)
-        bad = bad_parameters(self._replayer.root) if since else []
-        if not bool(self._ranks.max(torch.tensor([int(bool(bad))]))):
+        here = self._is_aftermath(light.step)
+        if not bool(self._ranks.max(torch.tensor([int(here)]))):
             return []
-        text = f"parameters are not finite since the optimizer applied the gradients of step {before}, told of above"
-        if bad:
-            self._reporter.once(
-                f"step {light.step}: {text}; what follows from that is not traced", severity=Severity.INFO
-            )
-        return [Told(light.rank, Kind.AFTERMATH, "", "", text)]
+        return [Told(light.rank, Kind.AFTERMATH, "", "", _APPLIED.format(self._hit_at))]
+
+    def _is_aftermath(self, step: int) -> bool:
+        """Tell whether parameters are bad on this rank since such a step, and say so once."""
+        before, clean = self._hit_at, self._since.last_clean
+        since = before is not None and (clean is None or clean < before)
+        if not since or not bad_parameters(self._replayer.root):
+            return False
+        text = f"step {step}: {_APPLIED.format(before)}; what follows from that is not traced"
+        self._reporter.once(text, severity=Severity.INFO)
+        return True
 
     def _kept_from(self, record: StepRecord) -> str | None:
         """Return why a step is not run again where all ranks have to do so together; collective."""
