@@ -250,18 +250,23 @@ class Plain:
 
 
 def test_a_forward_after_a_bad_step_was_applied_blames_no_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
-    """The script ends after a forward: what it shows follows from the gradients that were told of."""
+    """The script raises after a forward: what that shows follows from the gradients that were told of."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
     optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
-    with bw.trace_nonfinite(net, optimizer) as trace:
+
+    def train() -> None:
         for step in range(5):
             optimizer.zero_grad()
             loss = net(torch.randn(8, 4)).square().mean()
             if step == 4:
-                break
+                raise ArithmeticError(f"the loss is {loss.item()}")
             (loss * float("nan") if step == 3 else loss).backward()
             optimizer.step()
+
+    trace = bw.trace_nonfinite(net, optimizer)
+    with pytest.raises(ArithmeticError), trace:
+        train()
     told = capsys.readouterr().err
     assert told.count("FIRST NON-FINITE VALUE") == 1, told
     assert "look at the optimizer's settings" not in told
