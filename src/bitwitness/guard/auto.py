@@ -24,7 +24,7 @@ from bitwitness.guard.face import Face, note_models
 from bitwitness.guard.guard import Guard
 from bitwitness.guard.roots import watched_roots
 from bitwitness.guard.steppers import Steppers
-from bitwitness.guard.unguarded import Unguarded
+from bitwitness.guard.unguarded import NOTHING, Unguarded
 from bitwitness.ranks.process_groups import is_alone, wrappers_noticed
 from bitwitness.session.forked import inert_in_children
 from bitwitness.session.reporter import Reporter
@@ -115,18 +115,16 @@ class AutoGuard(ModelSearch[Face]):
         if self._inert:
             return
         note_models(self.entered, self._config.out)
+        lines = self._unguarded.lines([*self._passed, *self._met])
+        for guard in self.entered[:1]:
+            guard.beside = lines
         for guard in reversed(self.entered):
             guard.__exit__(kind, error, trace)
         self._stack.close()
         if kind is not None and not issubclass(kind, SystemExit):
             return
-        lines = self._unguarded.lines([*self._passed, *self._met])
-        if not (self.entered or self._trained or self._theirs or lines or self._child):
-            lines.append(
-                "no model was trained under guard: no module with trainable parameters was called in training mode with "
-                "gradients enabled"
-            )
-        for line in lines:
+        nothing = not (self.entered or self._trained or self._theirs or lines or self._child)
+        for line in [NOTHING] if nothing else lines:
             self._reporter.say(line)
 
     @property

@@ -56,6 +56,8 @@ class Face(Entered):
         self._ended = False
         self.watch: Watch | None = None
         self.reporter: Reporter | None = None
+        self.beside: list[str] = []
+        """What the process trains beside, and the run folder is to name."""
 
     # -- what differs --------------------------------------------------------------------------------------------
 
@@ -162,6 +164,8 @@ class Face(Entered):
         if watch is None or reporter is None:
             return
         table = self.coverage()
+        if self.beside:
+            table["not_covered"] = [*table["not_covered"], *self.beside]
         reporter.event(Note("coverage", self.session.step, watch.ranks.in_job, evidence=table))
         if watch.ranks.rank == 0:
             ending = self.session.run.ending
