@@ -162,7 +162,8 @@ class SuspectSearch:
             if self.unexplained is None and worst > explained and not innocent:
                 self.unexplained = self._exceeding(pair, worst, explained)
             inner = (pair.a.kind, pair.a.phase) == _RETURNED and pair.a.module != "." and self._recorded.is_seen(pair)
-            if worst > explained and inner and not differing and not innocent:
+            clean = not (differing or innocent or differences.parted_before)
+            if worst > explained and inner and clean:
                 self.apart[pair.a.module] = self._suspect(pair, Reason("computed", APART), worst, explained, clean=True)
             return
         self._note_inside(pair, worst)

@@ -14,6 +14,8 @@ from bitwitness.sense.nonfinite import UNTRACED
 from bitwitness.tap.compat import compiles_backward
 from bitwitness.tap.traffic import world_size
 
+_TURNS = 3
+"""Times that other parameters asked for gradients, from which on parts are frozen by turns, and not once for all."""
 _SHORT = 0.2
 """Share of the steps without a history long enough, from which on it is said; each set of parameters has some."""
 _FEW = 2
@@ -124,7 +126,7 @@ def _gaps(watch: GuardWatch) -> list[str]:
     for reason, count in watch.investigation.experiments.covered.most_common(5):
         gaps.append(f"{count} experiments were partial: {reason}")
     sensors = watch.sensors
-    if len(sensors.ever) > len(sensors.names) and sensors.unjudged > _SHORT * watch.judged_times:
+    if sensors.turns >= _TURNS and sensors.unjudged > _SHORT * watch.judged_times:
         gaps.append(
             f"in {_share(sensors.unjudged, watch)} the parameters that asked for a gradient had been trained together too "
             "rarely for a history of their gradients: trend does not judge them"

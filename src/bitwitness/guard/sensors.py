@@ -43,6 +43,8 @@ class Sensors:
         self.names = tuple(root.parameters)
         self.ever = set(self.names)
         """The names of all parameters that were judged at some time."""
+        self.turns = 0
+        """How often others were to be judged."""
         self.unjudged = 0
         """Steps for which the history of just these parameters was too short to judge by."""
         self._config, self._root, self._ranks, self._clock = config, root, ranks, clock
@@ -71,6 +73,7 @@ class Sensors:
 
         Scripts freeze and unfreeze parts by turns, as the two halves of a GAN; what is judged anew each time is never judged.
         """
+        self.turns += 1
         self._others[self.names] = self.trend, self.peers
         if len(self._others) > MOST_HISTORIES:
             del self._others[next(iter(self._others))]
