@@ -13,7 +13,9 @@ from bitwitness.guard.roots import watched_roots
 
 _TRIES = 3  # steps for which an optimizer's model is looked for
 _NAMED = 4  # parameters that are named at the end
-NOTHING = "no model was trained under guard: no module with trainable parameters was called in training mode, with gradients"
+NOTHING = (
+    "no model was trained under guard: no module with trainable parameters was called in training mode, with gradients"
+)
 
 
 @dataclass
