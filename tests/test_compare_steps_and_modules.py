@@ -189,3 +189,46 @@ def test_inputs_that_share_memory_are_all_given(tmp_path: Path, content: str, *,
     report = bw.compare(tmp_path / "a", tmp_path / "b")
     assert "is given" not in report.conclusion
     assert "head.weight" in report.conclusion
+
+
+class Cells(nn.Module):
+    """An LSTM of torch's, or written out; ``exchanged``: input and forget gates are."""
+
+    def __init__(self, *, written: bool, exchanged: bool) -> None:
+        super().__init__()
+        self.tok, self.lstm, self.head = nn.Embedding(31, 8), nn.LSTM(8, 12, batch_first=True), nn.Linear(12, 31)
+        self.written, self.exchanged = written, exchanged
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tok(tokens)
+        hidden = self.written_out(x) if self.written else self.lstm(x)[0]
+        return F.cross_entropy(self.head(hidden)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+    def written_out(self, x: torch.Tensor) -> torch.Tensor:
+        of = self.lstm
+        h = c = torch.zeros(len(x), 12)
+        found = []
+        for step in range(x.shape[1]):
+            gates = F.linear(x[:, step], of.weight_ih_l0, of.bias_ih_l0) + F.linear(h, of.weight_hh_l0, of.bias_hh_l0)
+            i, f, g, o = gates.chunk(4, -1)
+            if self.exchanged:
+                i, f = f, i
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            h = o.sigmoid() * c.tanh()
+            found.append(h)
+        return torch.stack(found, 1)
+
+
+@CONTENTS
+@pytest.mark.parametrize("exchanged", [False, True])
+def test_a_layer_written_out_wrongly_does_not_accuse_what_reads_it(
+    compared: Callable[..., Report], content: str, *, exchanged: bool
+) -> None:
+    runs = ((lambda w=w: Cells(written=w, exchanged=w and exchanged), usual) for w in (False, True))
+    report = compared(content, *runs)
+    if not exchanged:
+        assert report.suspects == [], report.conclusion
+        return
+    assert report.first is not None
+    assert report.first.site == "head/Linear#0:forward.in0"
+    assert "by mkldnn_rnn_layer of lstm in run A and by stack of the model itself in run B" in report.first.text

@@ -8,6 +8,8 @@ from functools import cached_property
 
 from bitwitness.comparison.align import Pair
 from bitwitness.comparison.differences import Differences
+from bitwitness.comparison.frame import Node
+from bitwitness.comparison.relation import in_words
 from bitwitness.comparison.suspect import Suspect
 
 _OF_OPERATORS = ("missing", "source", "view")
@@ -48,10 +50,18 @@ def computes_another(differences: Differences, pair: Pair) -> bool:
 
 
 def with_module(suspect: Suspect, apart: Mapping[str, Suspect], differences: Differences) -> Suspect:
-    """Say of the module that a suspect is in what is certain, where both runs compute with operators of their own in there.
+    """Say of the module that a suspect is in what is certain, where both runs compute with operators of their own.
 
-    ``apart``: modules whose inputs agree and whose results do not, by path.
+    In there: that its inputs agree and its result does not. Before it: that it is given something else.
+
+    Parameters
+    ----------
+    apart
+        Modules whose inputs agree and whose results do not, by path.
+
     """
+    if (given := _given_another(suspect, differences)) is not None:
+        return given
     path = suspect.site.rpartition("/")[0]
     while path not in apart and "." in path:
         path = path.rpartition(".")[0]
@@ -63,3 +73,25 @@ def with_module(suspect: Suspect, apart: Mapping[str, Suspect], differences: Dif
         return suspect
     module = apart[path].site.rpartition("#")[0]
     return replace(suspect, text=f"{module}: {APART}, of which the first that matters is this: {suspect.text}")
+
+
+def _given_another(suspect: Suspect, differences: Differences) -> Suspect | None:
+    """Return what the module that a suspect is in reads, if that differs and operators made it that only one run has, each."""
+    if suspect.reason != "missing" or suspect.lone is None:
+        return None
+    path = suspect.lone.module
+    for pair in differences.alignment.pairs:
+        if (pair.a.kind, pair.a.phase, pair.a.module) != ("module", "forward", path):
+            continue
+        for row_a, row_b in pair.inputs:
+            first, second = differences.lone_makers(row_a, row_b)
+            if first is not None and second is not None and differences.is_real(pair.a, row_a):
+                site = f"{pair.a.site}.{differences.a.text('slot', row_a)}"
+                makers = f"by {_named(first)} in run A and by {_named(second)} in run B"
+                words = in_words(differences.a, differences.b, row_a, row_b)
+                return replace(suspect, site=site, text=f"it is computed {makers}, with other results ({words})")
+    return None
+
+
+def _named(node: Node) -> str:
+    return f"{node.op} of {'the model itself' if node.module == '.' else node.module}"
