@@ -232,3 +232,32 @@ def test_a_layer_written_out_wrongly_does_not_accuse_what_reads_it(
     assert report.first is not None
     assert report.first.site == "head/Linear#0:forward.in0"
     assert "by mkldnn_rnn_layer of lstm in run A and by stack of the model itself in run B" in report.first.text
+
+
+class Padded(nn.Module):
+    """Attention over tokens of which 0 is padding; a key's bias has a gradient of rounding errors alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok, self.qkv, self.head = nn.Embedding(31, 16), nn.Linear(16, 48), nn.Linear(16, 31)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        there = tokens != 0
+        q, k, v = self.qkv(self.tok(tokens)).unsqueeze(1).chunk(3, -1)
+        x = F.scaled_dot_product_attention(q, k, v, attn_mask=there[:, None, None, :]).squeeze(1)
+        return F.cross_entropy(self.head(x).flatten(0, 1), torch.where(there, tokens, -100).flatten())
+
+
+@CONTENTS
+def test_batches_that_are_padded_further_agree_by_their_updates(compared: Callable[..., Report], content: str) -> None:
+    def step(by: int) -> Step:
+        def train(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+            optimizer.zero_grad()
+            model(F.pad(tokens_of(number).clamp_min(1), (0, by))).backward()
+            optimizer.step()
+
+        return train
+
+    report = compared(content, (Padded, step(0)), (Padded, step(7)))
+    assert report.status == "fine", report.conclusion
+    assert any("parameters, gradients and updates were compared, and nothing else" in note for note in report.notes)

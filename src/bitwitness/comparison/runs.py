@@ -191,12 +191,12 @@ def _compared_by_weights(
     If they do not, the batch may have been another one, and nothing is said of them.
     """
     a, b = of_weights(a), of_weights(b)
-    differences = Differences(
-        a, b, align(a, b, settings.modules), replace(known, named=dict(known.named), read=dict(known.read))
-    )
+    tried = replace(known, named=dict(known.named), read=dict(known.read))
+    differences = Differences(a, b, align(a, b, settings.modules), tried)
     search = SuspectSearch(differences, place.rank, place.step)
     if not has_gradients(a) or not has_gradients(b) or list(search.suspects()) or search.exceeding:
         return False
+    known.named, known.read, known.noise, known.last = tried.named, tried.read, tried.noise, (a, b)
     _count(report, differences, search.settled)
     return True
 
