@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -11,6 +12,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import polars as pl
@@ -19,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from compare_zoo import CASES, GPT, ConvNet, record
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import bitwitness as bw
@@ -477,3 +480,29 @@ def test_an_output_without_a_gradient_behind_a_backward_hook_ends_no_recording(
         net(torch.randn(3, 2, 4, requires_grad=True))[0].square().mean().backward()  # the last state is not used
     assert "ended at step" not in capsys.readouterr().err
     assert bw.Run(tmp_path / "run").problems == []
+
+
+def test_what_is_measured_together_at_a_steps_end_reaches_no_mode_of_the_scripts(tmp_path: Path) -> None:
+    class Counts(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[str] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def train(*, recorded: bool) -> list[str]:
+        torch.manual_seed(0)
+        net = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        recorder = bw.Recorder(net, out=tmp_path / "run", level="modules") if recorded else contextlib.nullcontext()
+        with Counts() as counts, recorder:
+            for _ in range(3):
+                counts.seen.clear()  # the first step's environment is looked at with hashes
+                optimizer.zero_grad()
+                net(torch.randn(2, 4)).sum().backward()
+                optimizer.step()
+            return counts.seen
+
+    assert train(recorded=True) == train(recorded=False)

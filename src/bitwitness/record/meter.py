@@ -17,6 +17,7 @@ from bitwitness.errors import UsageError
 from bitwitness.record.staging import Rows, Staging
 from bitwitness.stats import HashBatch, exact_sketch, quick_l2, sketch, sketch_rows, stats_of
 from bitwitness.store.rows import Measured
+from bitwitness.tap.identity import unseen
 
 _SMALL = 1e-15  # squares of float32 numbers below this lose digits
 _LARGE = 1e18  # and above this they overflow
@@ -132,8 +133,9 @@ class Meter:
         return self._deferred or values.device.type != "cpu"
 
     def _measure_staged(self) -> None:
-        for rows in self._staging.flush():
-            self._measure_rows(rows)
+        with unseen():  # also at a step's end, where modes of the script's may be on
+            for rows in self._staging.flush():
+                self._measure_rows(rows)
 
     def _measure_rows(self, rows: Rows) -> None:
         """Measure tensors of one length at once."""
