@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bitwitness as bw
-from bitwitness.testing import EVERY_STEP, FaultyDevice, load_faults
+from bitwitness.testing import EVERY_STEP, FaultyDevice, contained, from_mapping, load_faults
 
 ALWAYS = {"act": "protect", **EVERY_STEP}
 STEPS, LATE = 7, 3
@@ -301,3 +301,48 @@ def test_a_fault_that_wanders_is_never_healed_with_what_it_spoiled(first: int, p
             optimizer.zero_grad()
     assert guard.coverage()["verdicts"] == [f"step {first}: persistent_hardware [0] stopped"]
     assert "wrongly every time in a/addmm#0:forward.out0" in capsys.readouterr().err
+
+
+def test_a_transient_is_healed_after_a_penalty_was_switched_on() -> None:
+    """Steps of the new kind are replayed once, unasked: else nothing would be known of them when one is suspected."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 12), nn.Linear(12, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.raw = torch.tanh(self.a(x))
+            return self.b(self.raw)
+
+    def train(*, struck: bool) -> tuple[list[torch.Tensor], bw.Guard | None]:
+        torch.manual_seed(0)
+        net = Net()
+        optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+        fault = {
+            "kind": "multiply",
+            "factor": 1e6,
+            "pattern": "all",
+            "site": "b/mm*:backward",
+            "steps": [60],
+            "times": 1,
+        }
+        with contained(), FaultyDevice(from_mapping({"fault": [fault] if struck else []}), rank=0, seed=0):
+            guard = bw.Guard(net, optimizer, act="protect", self_test=False).start() if struck else None
+            for step in range(64):
+                x = torch.randn(8, 6)
+                loss = (net(x) - x[:, :3]).square().mean()
+                if step >= 12:
+                    loss = loss + 2 * net.raw.pow(2).mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            if guard is not None:
+                guard.close()
+        return [p.detach().clone() for p in net.parameters()], guard
+
+    healthy, _ = train(struck=False)
+    healed, guard = train(struck=True)
+    assert guard is not None
+    assert [(v.step, str(v.action)) for v in guard.verdicts] == [(60, "healed")]
+    assert all(map(torch.equal, healthy, healed))

@@ -46,7 +46,7 @@ class FollowUp:
         asked = (bool(flagged), statistical, hit, blamed, record.communicates)
         agreed = self.deep.agree(self.ranks, record.number, *asked)
         suspicious, by_history, hit, blamed, self.investigation.replayer.shared = agreed
-        calibrating = not suspicious and self.investigation.calibration_due(record.number)
+        calibrating = not suspicious and self.investigation.calibration_due(record)
         if (suspicious or calibrating) and not step.stepped_early:
             self.reader.edits.look_closely(record)
         if suspicious:

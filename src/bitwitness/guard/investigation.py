@@ -18,6 +18,7 @@ from bitwitness.config import Config
 from bitwitness.device import this_device
 from bitwitness.errors import EXIT_ELSEWHERE, SideChannelError, TrainingStopped
 from bitwitness.finding import Action, Cause, Device, Finding, Note, Severity, Verdict
+from bitwitness.guard.kinds import NewKinds
 from bitwitness.guard.roots import unguarded_among
 from bitwitness.guard.tracing import Tracing
 from bitwitness.judge.experiments import ReplayExperiments
@@ -119,6 +120,7 @@ class Investigation:
         self.stopped_at = ""
         """The anomaly at which the training was stopped without proof; empty where it was not."""
         self._said: set[tuple[str, bool]] = set()
+        self._kinds = NewKinds()
 
     def renewed(self, gradients: LocalGradients, before: Investigation | None) -> Investigation:
         """Return the same for other parameters of the same root; what was concluded so far is kept.
@@ -193,13 +195,16 @@ class Investigation:
         evidence = {"hash": f"{desync.hashes[light.rank] & (1 << 64) - 1:016x}"}
         return [Finding("replicas", site, Severity.ERROR, message, evidence, light.step, light.rank)]
 
-    def calibration_due(self, number: int) -> bool:
-        """Tell whether this healthy step, the one with that many looked at before, is to be replayed to learn the spread."""
+    def calibration_due(self, record: StepRecord) -> bool:
+        """Tell whether this healthy step is to be replayed, to learn the spread; alone, also one of a kind that is new."""
         if not (self._config.replay.enabled and self._config.replay.calibrate):
             return False
         if any(verdict.cause not in _NO_FAULT for verdict in self.verdicts):
             return False  # what a convicted device computes says nothing of the model
-        return self._rechecks > 0 or number in _CALIBRATIONS or (number > 0 and number % _CALIBRATE_EVERY == 0)
+        number = record.number  # how many were looked at before
+        known = self._ranks.size > 1 or self.experiments.agreed[record.shape] > 0
+        due = self._rechecks > 0 or number in _CALIBRATIONS or (number > 0 and number % _CALIBRATE_EVERY == 0)
+        return self._kinds.is_due(record.shape, known=known) or due
 
     def calibrate(self, record: StepRecord, original: Fingerprint, light: LightStep) -> None:
         """Replay a step that nobody suspects; collective. A spread that only a few ranks show is questioned at once."""

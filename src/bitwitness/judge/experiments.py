@@ -77,7 +77,7 @@ class ReplayExperiments:
         """Whether the last step that was replayed here came out otherwise than the training's own."""
         self.covered: Counter[str] = Counter()
         """What was not repeated, or not asked, in how many experiments."""
-        self._agreed: Counter[int] = Counter()
+        self.agreed: Counter[int] = Counter()
         self._problem: str | None = None
 
     @property
@@ -105,7 +105,7 @@ class ReplayExperiments:
     def remember(self, before: ReplayExperiments) -> None:
         """Go on with what was learned of the same parameters earlier in this process."""
         self.load(before.state())
-        self._repeated, self._agreed, self.mismatched = before._repeated, before._agreed, before.mismatched
+        self._repeated, self.agreed, self.mismatched = before._repeated, before.agreed, before.mismatched
 
     def calibrate(self, record: StepRecord, original: Fingerprint) -> str | None:
         """Replay a step that nobody suspects, here and on the next rank; return why it could not, if so.
@@ -175,7 +175,7 @@ class ReplayExperiments:
         if replayed and self.ranks.size > 1 and not self._exchanging():
             self._ask_elsewhere(record, executions, received)
         # Where no other device bears a replay out, one that came out otherwise undoes what earlier steps showed.
-        never = not self._agreed[record.shape] or ((self.ranks.size == 1 or self.replayer.shared) and self.mismatched)
+        never = not self.agreed[record.shape] or ((self.ranks.size == 1 or self.replayer.shared) and self.mismatched)
         if first is not None:
             self._note_match(record, original, first)
         dependent = torch.tensor(record.value_dependent(), dtype=torch.bool)
@@ -211,7 +211,7 @@ class ReplayExperiments:
         """Remember whether a replay gave the training's own result."""
         self.mismatched = self._match(original, here) is not Match.EQUAL
         if not self.mismatched:
-            self._agreed[record.shape] += 1
+            self.agreed[record.shape] += 1
 
     def _exchanging(self) -> bool:
         """Return whether any rank's forward exchanges something with others. Then no rank runs another's step."""
