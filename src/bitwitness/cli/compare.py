@@ -56,7 +56,7 @@ def main(args: argparse.Namespace) -> int:
     from bitwitness.comparison.beside import compared_beside
     from bitwitness.comparison.recordings import compare
     from bitwitness.comparison.renamed import proposed, read_map
-    from bitwitness.comparison.table import harmless, rows_of
+    from bitwitness.comparison.table import rows_of
     from bitwitness.store.opening import open_source
 
     if args.propose_map is not None:
@@ -74,15 +74,25 @@ def main(args: argparse.Namespace) -> int:
         asked = {"modules": modules, "ranks": args.ranks, "steps": args.steps}
         report = compare(args.a, args.b, **asked, sinks=sinks, progress=progress)
         others = compared_beside(args.a, args.b, **asked)
-        told = report.to_dict() | others.to_dict() | {"status": others.worst(report.status)}
+        conclusion = "; ".join(filter(None, (others.earlier(report), report.conclusion)))
+        told = report.to_dict() | others.to_dict() | {"status": others.worst(report.status), "conclusion": conclusion}
         for table in tables:
             table.finish(told)
     if args.json == "-":
         print(json.dumps(told, indent=1, allow_nan=False))
     elif not args.quiet:
-        _show(report)
-        print("".join(f"{harmless(line)}\n" for line in others.lines()), end="")
+        _show_all(report, others)
     return _CODES[told["status"]]
+
+
+def _show_all(report: Any, others: Any) -> None:
+    """Print what was found of one model, and a line for each of the others: before it, where that one parts before."""
+    from bitwitness.comparison.table import harmless
+
+    earlier = others.earlier(report)
+    print(f"{harmless(earlier)}\n" * bool(earlier), end="")
+    _show(report)
+    print("".join(f"{harmless(line)}\n" for line in others.lines() if line != earlier), end="")
 
 
 @contextmanager

@@ -5,6 +5,7 @@ Who compares the recordings of two scripts means all of them: that the first mod
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,15 @@ class Beside:
         told = [f"beside them, {a.name} against {b.name}: {report.conclusion}" for a, b, report in self.reports]
         return told + [f"not compared: {problem}" for problem in self.problems]
 
+    def earlier(self, named: Report) -> str:
+        """Return the line of the model that parts before the one that was named, if one does; empty if none does.
+
+        In one step, one that knows what made the difference before one that reads it from outside: another model's result.
+        """
+        parted = [(_parts(report), line) for (*_, report), line in zip(self.reports, self.lines(), strict=False)]
+        first, line = min(parted, default=((math.inf, False), ""))
+        return line if first < _parts(named) else ""
+
     def worst(self, status: str) -> str:
         """Return the status of all together with one: what could not be compared counts beside findings, too."""
         return worst_of([status, *(report.status for *_, report in self.reports), *["unread"] * bool(self.problems)])
@@ -41,6 +51,14 @@ class Beside:
             return {}
         reports = [{**report.to_dict(), "a": str(a), "b": str(b)} for a, b, report in self.reports]
         return {"beside": reports, "beside_not_compared": self.problems}
+
+
+def _parts(report: Report) -> tuple[float, bool]:
+    """Return the step in which two runs of a model part, and whether by something that came from outside it."""
+    if report.status != "findings":
+        return math.inf, False
+    steps = [one.step for one in (report.first, *report.exceeding[:1]) if one is not None]
+    return min(steps, default=math.inf), report.first is None or report.first.reason == "unknown"
 
 
 def compared_beside(a: str | os.PathLike[str], b: str | os.PathLike[str], **asked: Any) -> Beside:

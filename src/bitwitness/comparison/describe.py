@@ -89,9 +89,9 @@ def is_another_class_alone(a: dict[str, Any], b: dict[str, Any]) -> bool:
     if names[0] == names[1] or any("." in name for name in names):
         return False
     first, second = _named(a), _named(b)
-    decays = [settings.get("weight_decay", 0) or 0 for settings in (first, second)]
-    shared = (first.keys() & second.keys()) - {*_UNIMPORTANT, *_PLACES, "group"}
-    return decays[0] == decays[1] and all(first[name] == second[name] for name in shared)
+    decays = [settings["weight_decay"] or 0 for settings in (first, second) if "weight_decay" in settings]
+    shared = (first.keys() & second.keys()) - {*_UNIMPORTANT, *_PLACES, "group", "state"}  # each counts as it likes
+    return len(set(decays)) <= 1 and all(first[name] == second[name] for name in shared)
 
 
 def _named(call: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from functools import cached_property
@@ -171,6 +172,10 @@ class Differences:
         is_one = pair.a.kind == "gradient" or (
             pair.a.kind == "op" and pair.a.phase == "backward" and self.precisions is not None
         )
+        if pair.a.kind == "optimizer" and self.precisions is not None:  # of such a gradient an update is made, too
+            read = [rows for rows in pair.inputs if self.a.text("slot", rows[0]) == "grad"]
+            size = max((max(rms(self.a, i), rms(self.b, j)) for i, j in read), default=math.inf)
+            return size < _CANCELLED * self.usual_gradient
         return is_one and rms(self.a, pair.outputs[0][0]) < _CANCELLED * self.usual_gradient
 
     def maker(self, row_a: int) -> Pair | None:
