@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
+import textwrap
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -186,3 +188,31 @@ def test_another_threads_backwards_leave_a_tape_alone() -> None:
     thread.join()
     assert stacks == [0]
     assert [call.name for call in graph.calls.values()] == ["square", "sum"]
+
+
+def test_looking_at_other_threads_waits_for_no_garbage_collection() -> None:
+    """CPython's issue 106883: a collection inside ``sys._current_frames()`` waits for ever for the lock that it holds."""
+    script = """
+        import gc, threading, time
+        from bitwitness.tap.threads import elsewhere
+
+        class Garbage:
+            def __init__(self):
+                self.me, self.local = self, threading.local()
+                self.local.x = 1
+
+        for _ in range(30):
+            threading.Thread(target=time.sleep, args=(30,), daemon=True).start()
+        gc.set_threshold(30)
+        until = time.monotonic() + 3
+        while time.monotonic() < until:
+            Garbage()
+            elsewhere(lambda frame: False)
+        print("done", flush=True)
+        import os
+        os._exit(0)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "done\n", done.stderr

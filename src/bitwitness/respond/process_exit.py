@@ -25,6 +25,7 @@ from types import FrameType, TracebackType
 from typing import NoReturn
 
 from bitwitness.errors import TrainingStopped
+from bitwitness.tap.threads import frames
 
 GRACE_S = 60.0
 """Seconds that a main thread has to end, after the training was stopped in another thread."""
@@ -130,7 +131,7 @@ def _await(thread: threading.Thread, at_most: float) -> None:
     """Wait for a thread: for its frames, and where the system tells (Linux) for what C++ clears after them."""
     until = time.monotonic() + at_most
     task = Path(f"/proc/self/task/{thread.native_id}")
-    while time.monotonic() < until and (thread.ident in sys._current_frames() or task.exists()):
+    while time.monotonic() < until and (thread.ident in frames() or task.exists()):
         time.sleep(0.005)
 
 

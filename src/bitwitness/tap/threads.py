@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -16,7 +17,21 @@ _PATIENCE_S = 1.0  # for another thread to get through its hooks, which are call
 def _others() -> Iterator[tuple[int, FrameType]]:
     """Yield the other threads of the process, each with its innermost frame."""
     here = threading.get_ident()
-    yield from ((thread, frame) for thread, frame in sys._current_frames().items() if thread != here)
+    yield from ((thread, frame) for thread, frame in frames().items() if thread != here)
+
+
+def frames() -> dict[int, FrameType]:
+    """Return every thread's innermost frame, without a garbage collection meanwhile.
+
+    Up to Python 3.11.8 one may wait for ever for the lock that the call itself holds (CPython's issue 106883).
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()
 
 
 def elsewhere(is_it: Callable[[FrameType | None], bool]) -> bool:
