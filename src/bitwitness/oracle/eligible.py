@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from bitwitness.oracle.kernels import named_arguments
 from bitwitness.tap.compat import OpOverload
 
 _NOT_UNIQUE = ("svd", "eig", "linalg_qr", "geqrf", "ormqr", "householder", "lstsq", "lobpcg")
@@ -39,9 +40,7 @@ def draws(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> b
     """Whether a call draws random numbers; attention without dropout does not."""
     if not may_draw(func):
         return False
-    arguments = func._schema.arguments
-    defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
-    given = {**defaults, **dict(zip((a.name for a in arguments), args, strict=False)), **kwargs}
+    given = named_arguments(func, args, kwargs)
     return bool(given.get("dropout_p", 1.0) != 0.0)  # what has no dropout draws in any case
 
 
