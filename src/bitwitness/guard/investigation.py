@@ -202,9 +202,11 @@ class Investigation:
         if any(verdict.cause not in _NO_FAULT for verdict in self.verdicts):
             return False  # what a convicted device computes says nothing of the model
         number = record.number  # how many were looked at before
-        known = self._ranks.size > 1 or self.experiments.agreed[record.shape] > 0
         due = self._rechecks > 0 or number in _CALIBRATIONS or (number > 0 and number % _CALIBRATE_EVERY == 0)
-        return self._kinds.is_due(record.shape, known=known) or due
+        if self._ranks.size > 1:
+            return due
+        shape = record.shape
+        return self._kinds.is_due(shape, known=self.experiments.agreed[shape] > 0) or due
 
     def calibrate(self, record: StepRecord, original: Fingerprint, light: LightStep) -> None:
         """Replay a step that nobody suspects; collective. A spread that only a few ranks show is questioned at once."""
