@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 
 from bitwitness.comparison.align import Alignment
-from bitwitness.comparison.chains import parameter_of
 from bitwitness.comparison.conditions import of_forwards
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.frame import Node
@@ -116,7 +115,7 @@ def _matched(alignment: Alignment, side: str, kind: str) -> list[Node]:
 
 
 def _name(node: Node) -> str:
-    return node.module if node.kind == "optimizer" else parameter_of(node)
+    return node.module if node.kind == "optimizer" else node.parameter
 
 
 def _listed(nodes: Sequence[Node]) -> str:

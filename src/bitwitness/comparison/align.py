@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow.compute as pc
 
 from bitwitness.comparison.frame import Node, StepFrame
-from bitwitness.oracle.names import canonical
+from bitwitness.comparison.tokens import Tokens
 
 _KEYS = ("kind", "phase", "module", "op", "call", "slot", "micro", "recomputed")
 # Nodes of one module, beyond which lists are aligned by operators alone: the table that takes shapes and predecessors into
@@ -103,12 +103,12 @@ def align(a: StepFrame, b: StepFrame, modules: Mapping[str, str]) -> Alignment:
     found = Alignment()
     lists_a = _by_place(a, modules)
     lists_b = _by_place(b, {})
-    tokens_a, tokens_b = _Tokens(a, modules), _Tokens(b, {})
+    tokens_a, tokens_b = Tokens(a, modules), Tokens(b, {})
     results_a, results_b = a.sizes_of_modules(modules), b.sizes_of_modules({})
     for place in lists_a.keys() | lists_b.keys():
         ours, theirs = lists_a.get(place, []), lists_b.get(place, [])
         matches = _matches(ours, theirs, tokens_a, tokens_b)
-        if place[:2] == ("op", "backward") and (crossed := _crossed(ours, theirs, matches, tokens_a, tokens_b)):
+        if place[0] == "op" and (crossed := _crossed(ours, theirs, matches, tokens_a, tokens_b)):
             found.pairs += [_pair(a, b, ours[i], theirs[j]) for i, j in crossed.items()]
             ours = [node for i, node in enumerate(ours) if i not in crossed]
             theirs = [node for j, node in enumerate(theirs) if j not in crossed.values()]
@@ -130,7 +130,7 @@ def align(a: StepFrame, b: StepFrame, modules: Mapping[str, str]) -> Alignment:
     return found
 
 
-def _match_the_rest(found: Alignment, a: StepFrame, b: StepFrame, tokens_a: _Tokens, tokens_b: _Tokens) -> None:
+def _match_the_rest(found: Alignment, a: StepFrame, b: StepFrame, tokens_a: Tokens, tokens_b: Tokens) -> None:
     """Match what is left over across modules: where modules have other names, what lay in one may lie in another."""
     rest_a, rest_b = (sorted(only, key=lambda node: node.rows[-1]) for only in (found.only_a, found.only_b))
     found.only_a, found.only_b = [], []
@@ -149,50 +149,9 @@ def _by_place(frame: StepFrame, modules: Mapping[str, str]) -> dict[Place, list[
     return lists
 
 
-class _Tokens:
-    """What marks a node, beside its operator: the operators that made its inputs, and its first result's shape."""
-
-    def __init__(self, frame: StepFrame, modules: Mapping[str, str]) -> None:
-        self._frame = frame
-        self._modules = modules
-        self._by_number = {node.number: node for node in frame.nodes}
-
-    def op(self, node: Node) -> str:
-        if node.kind in ("module", "optimizer"):
-            return node.kind  # known by its path; the class may have been replaced
-        if node.kind == "gradient":  # one that was edited since the backward has two
-            return f"{node.op}.{self._frame.text('slot', node.rows[0])}"
-        return canonical(node.op) if node.kind in ("op", "collective") else node.op
-
-    def likeness(self, node: Node, other: Node, others: _Tokens) -> float:
-        """Return how like two nodes of one operator are, from 0 to 2."""
-        shape, other_shape = self._shape(node), others._shape(other)
-        made, other_made = self._makers(node), others._makers(other)
-        common = sum(x == y for x, y in zip(made, other_made, strict=False))
-        most = max(len(made), len(other_made))
-        return float(shape == other_shape) + (common / most if most else 1.0)
-
-    def _shape(self, node: Node) -> tuple[int, ...]:
-        return self._frame.shapes[node.outputs[0]] if node.outputs else ()
-
-    def shapes(self, node: Node) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of a node's inputs and results."""
-        return tuple(self._frame.shapes[row] for row in (*node.inputs, *node.outputs))
-
-    def _makers(self, node: Node) -> list[str]:
-        makers = []
-        for row in node.inputs:
-            made = self._by_number.get(int(self._frame.producer[row]))
-            name = self._frame.text("name", row)
-            makers.append(
-                name if made is None else f"{self._modules.get(made.module, made.module)}/{canonical(made.op)}"
-            )
-        return makers
-
-
-def _matches(ours: list[Node], theirs: list[Node], a: _Tokens, b: _Tokens) -> list[tuple[int, int]]:
+def _matches(ours: list[Node], theirs: list[Node], a: Tokens, b: Tokens) -> list[tuple[int, int]]:
     """Return the matched positions of two lists, ascending."""
-    ops_a, ops_b = [a.op(node) for node in ours], [b.op(node) for node in theirs]
+    ops_a, ops_b = [a.word(node) for node in ours], [b.word(node) for node in theirs]
     if ops_a == ops_b:  # the usual case, and far cheaper
         return [(i, i) for i in range(len(ours))]
     if max(len(ours), len(theirs)) > _LONGEST:
@@ -202,7 +161,7 @@ def _matches(ours: list[Node], theirs: list[Node], a: _Tokens, b: _Tokens) -> li
 
 
 def _best(
-    ours: list[Node], theirs: list[Node], ops_a: list[str], ops_b: list[str], a: _Tokens, b: _Tokens
+    ours: list[Node], theirs: list[Node], ops_a: list[str], ops_b: list[str], a: Tokens, b: Tokens
 ) -> list[tuple[int, int]]:
     """Align by the method of Needleman and Wunsch (1970): a match scores 3 and up to 2 for likeness, a gap nothing."""
     rows, columns = len(ours), len(theirs)
@@ -229,22 +188,30 @@ def _best(
 
 
 def _crossed(
-    ours: list[Node], theirs: list[Node], matches: list[tuple[int, int]], a: _Tokens, b: _Tokens
+    ours: list[Node], theirs: list[Node], matches: list[tuple[int, int]], a: Tokens, b: Tokens
 ) -> dict[int, int]:
-    """Return, by their positions, the nodes of a backward that match and are in another order in each run.
+    """Return, by their positions, the nodes that match and are in another order in each run: of a backward, and casts.
 
     Autograd calls the parts of a node in an order of its own: a layer's product for its weight comes before or after that for
     its input. What would match a node of other shapes, or none, matches one of its own operator and shapes.
     """
+
+    def key(tokens: Tokens, node: Node) -> Any:
+        if node.phase == "backward":
+            return tokens.op(node), tokens.shapes(node)
+        cast = tokens.cast(node)
+        return (cast, tokens.shapes(node)) if cast else None
+
     fitting = [(i, j) for i, j in matches if a.shapes(ours[i]) == b.shapes(theirs[j])]
     fixed_a, fixed_b = {i for i, _ in fitting}, {j for _, j in fitting}
     free: dict[Any, list[int]] = {}
     for j, node in enumerate(theirs):
         if j not in fixed_b:
-            free.setdefault((b.op(node), b.shapes(node)), []).append(j)
+            free.setdefault(key(b, node), []).append(j)
+    free.pop(None, None)
     crossed: dict[int, int] = {}
     for i, node in enumerate(ours):
-        if i not in fixed_a and (fit := free.get((a.op(node), a.shapes(node)))):
+        if i not in fixed_a and (fit := free.get(key(a, node))):
             crossed[i] = fit.pop(0)
     return crossed
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from bitwitness.comparison.align import Pair
 from bitwitness.comparison.differences import Differences
-
-CASTS = ("_to_copy", "to", "type_as")
-"""Operators that change a dtype."""
+from bitwitness.comparison.tokens import CASTS
 
 
 def other_dtype(differences: Differences, pair: Pair) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bitwitness.comparison.differences import Differences
-from bitwitness.comparison.frame import Node, StepFrame
+from bitwitness.comparison.frame import StepFrame
 
 STAGES = ("backward", "reduced", "read")
 """As the backward left it; complete, and before any clipping; as the optimizer read it."""
@@ -25,11 +25,6 @@ class Chain:
     b: Rows
 
 
-def parameter_of(node: Node) -> str:
-    """Return the parameter that a gradient's node is of."""
-    return node.op if node.module == "." else f"{node.module}.{node.op}"
-
-
 def chains_of(differences: Differences) -> list[Chain]:
     """Follow each parameter whose complete gradient both runs recorded."""
     a, b = differences.a, differences.b
@@ -44,7 +39,7 @@ def chains_of(differences: Differences) -> list[Chain]:
     for pair in differences.alignment.pairs:
         if pair.a.kind != "gradient" or not pair.outputs or a.text("slot", pair.outputs[0][0]) != "reduced":
             continue
-        names = [parameter_of(node) for node in (pair.a, pair.b)]
+        names = [node.parameter for node in (pair.a, pair.b)]
         i, j = pair.outputs[0]
         last = read.get(names[0], (None, None))
         rows_a, rows_b = (locals_a.get(names[0], i), i, last[0]), (locals_b.get(names[1], j), j, last[1])
@@ -68,5 +63,5 @@ def _local_rows(frame: StepFrame) -> dict[str, int]:
     found = {}
     for node in frame.nodes:
         if node.kind == "gradient" and node.outputs and frame.text("slot", node.outputs[0]) == "local":
-            found[parameter_of(node)] = node.outputs[0]
+            found[node.parameter] = node.outputs[0]
     return found

@@ -12,6 +12,7 @@ import numpy as np
 from bitwitness.comparison.align import Alignment, Group, Pair
 from bitwitness.comparison.allowance import rms, roundoff
 from bitwitness.comparison.changes import changes
+from bitwitness.comparison.drift import COARSE, drift
 from bitwitness.comparison.frame import Node, StepFrame
 from bitwitness.comparison.suspect import EarlierSteps
 from bitwitness.oracle.names import CONSTANT, PRODUCTS, canonical
@@ -32,21 +33,15 @@ VIEWED = 100.0
 A view or slice may hold the few elements of a large tensor that differ most, relative to their own size.
 """
 
-_DRIFTED = 8.0
-"""Times what rounding has moved the weights by until a later step begins, up to which values of that step may differ.
-
-Seen (small GPTs and Llamas in bfloat16 against the same written otherwise, AdamW at 1e-3 to 1e-2): weights by 1 to 10 %, values
-and gradients by up to six times that.
-"""
-_MOST_DRIFTED = 0.9
-"""Quantile of the weights that tells how far: a few move by more, as a key's bias does, whose gradient is rounding alone."""
 _VIEWED_MOST, _VIEWED_LEAST = 0.02, 4.0
 """Where noise is large, as in bfloat16, the first as a relative change, or the second times the noise, where that is more."""
 
 Right = Callable[[Pair], bool]
 """Returns whether both runs computed an operator rightly, by float64, each from what it was given."""
-Exact = Callable[[dict[tuple[int, int], float]], dict[tuple[int, int], float]]
-"""Returns the changes of pairs of rows by the values themselves, where they were kept, given those by statistics."""
+Changes = dict[tuple[int, int], float]
+Exact = Callable[[Changes, bool], Changes]
+"""Returns the changes of pairs of rows by the values themselves, where they were kept, given those by statistics, and whether
+values count as a whole rather than element by element."""
 
 
 class Differences:
@@ -67,6 +62,8 @@ class Differences:
     ----------
     change_of
         The relative change of each row of A that has a counterpart.
+    drifted
+        The change up to which values may differ because rounding has moved the weights apart in earlier steps.
     largest
         The largest change among the results of each node of A that was looked at, by its number.
     real
@@ -92,6 +89,7 @@ class Differences:
         self.parted_before = earlier.parted
         self.has_values = exact is not None
         self.right = right
+        self.drifted = 0.0
         self.change_of = self._measured(exact)
         self.largest: dict[int, float] = {}
         self.real: set[int] = set()
@@ -108,8 +106,11 @@ class Differences:
             return {}
         left, right = (np.array(side, dtype=np.int64) for side in zip(*rows, strict=True))
         found = changes(self.a, self.b, left, right).tolist()
-        if exact is not None:
-            found = list(exact(dict(zip(rows, found, strict=True))).values())
+        change_of = dict(zip(left.tolist(), found, strict=True))
+        self.drifted = drift(self.a, self.alignment.pairs, change_of, self.earlier)
+        if exact is None:
+            return change_of
+        found = list(exact(dict(zip(rows, found, strict=True)), self.drifted > COARSE).values())
         return dict(zip(left.tolist(), found, strict=True))
 
     def returns_another(self, pair: Pair) -> bool:
@@ -141,19 +142,6 @@ class Differences:
     def noise_limit(self) -> float:
         """Return the change up to which a value that nobody is known to have made differs by noise."""
         return max(NEGLIGIBLE + self.viewed(self.earlier.noise), self.viewed(self.rewritten), self.drifted)
-
-    @cached_property
-    def drifted(self) -> float:
-        """The change up to which a later step's values may differ because rounding has moved the weights apart before it.
-
-        An optimizer that looks at signs makes whole steps of gradients that are rounding errors. 0 in the first step, and where
-        no parameters were recorded.
-        """
-        if self.earlier.last is None or self.parted_before:
-            return 0.0
-        weights = [pair for pair in self.alignment.pairs if pair.a.kind == "parameter" and pair.outputs]
-        found = [self.change_of[row] for pair in weights for row, _ in pair.outputs if len(self.a.shapes[row]) > 1]
-        return _DRIFTED * min(float(np.quantile(found, _MOST_DRIFTED)), 1.0) if found else 0.0
 
     @staticmethod
     def viewed(noise: float) -> float:

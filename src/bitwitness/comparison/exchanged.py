@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from functools import cache, partial
 
-from bitwitness.comparison.chains import left_in_gradients, parameter_of
+from bitwitness.comparison.chains import left_in_gradients
 from bitwitness.comparison.frame import StepFrame
 from bitwitness.comparison.lined import Place
 from bitwitness.comparison.suspect import Suspect
@@ -27,7 +27,7 @@ def name_not_exchanged(suspects: Iterable[Suspect], a: Source, b: Source, places
         if suspect.reason != "edited" or suspect.pair is None:
             continue
         node = suspect.pair.a
-        name = node.module if node.kind == "optimizer" else parameter_of(node)
+        name = node.module if node.kind == "optimizer" else node.parameter
         first = shared_in_a(suspect.step).get(name)
         second = shared_in_b(step_in_b[suspect.rank, suspect.step]).get(name)
         if first is not None and second is not None and first != second:

@@ -71,6 +71,11 @@ class Node:
     outputs: list[int] = field(default_factory=list)
 
     @property
+    def parameter(self) -> str:
+        """The parameter that a gradient's node, or a parameter's own, is of."""
+        return self.op if self.module == "." else f"{self.module}.{self.op}"
+
+    @property
     def site(self) -> str:
         """The site of its first result."""
         return f"{self.module}/{self.op}#{self.call}:{self.phase}"
@@ -182,6 +187,13 @@ class StepFrame:
         if self._nodes is None:
             self._nodes = _nodes(self)
         return self._nodes
+
+    @cached_property
+    def trained(self) -> set[str]:
+        """The names of the parameters that have a gradient in this step."""
+        rows = np.flatnonzero(self.texts["kind"].equals("gradient")).tolist()
+        places = {(self.text("module", row), self.text("op", row)) for row in rows}
+        return {op if module == "." else f"{module}.{op}" for module, op in places}
 
     def sizes(self, node: Node) -> list[int]:
         """Return how many elements each result of a node has."""

@@ -6,13 +6,14 @@ from collections.abc import Iterable
 
 from bitwitness.comparison.align import Pair
 from bitwitness.comparison.allowance import roundoff
-from bitwitness.comparison.casts import CASTS, other_dtype
+from bitwitness.comparison.casts import other_dtype
 from bitwitness.comparison.changes import BITS_DIFFER, moved
 from bitwitness.comparison.describe import argument_differences, in_chain, is_another_class_alone, made_by_nothing
 from bitwitness.comparison.differences import NEGLIGIBLE, Differences
 from bitwitness.comparison.operands import Operands
 from bitwitness.comparison.reason import Reason
 from bitwitness.comparison.relation import in_words
+from bitwitness.comparison.tokens import CASTS
 from bitwitness.oracle.names import is_random
 from bitwitness.oracle.recorded import arguments
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from bitwitness.comparison.batches import has_gradients, of_weights, other_batch
 from bitwitness.comparison.changes import changes
 from bitwitness.comparison.conditions import conditions
 from bitwitness.comparison.differences import Differences
+from bitwitness.comparison.drift import DriftBeside
 from bitwitness.comparison.exchanged import name_not_exchanged
 from bitwitness.comparison.frame import Node, StepFrame
 from bitwitness.comparison.gradients import OF_ALL_GRADIENTS
@@ -76,9 +78,12 @@ def compare_sources(
         steps=len({place.step for place in lined.places}),
     )  # fmt: skip
     earlier: dict[int, EarlierSteps] = {}
+    beside = DriftBeside(a, b)
     for done, place in enumerate(lined.places):
         progress(done, len(lined.places))
-        _compare_step(report, a, b, place, earlier.setdefault(place.rank, EarlierSteps()), settings, sinks)
+        known = earlier.setdefault(place.rank, EarlierSteps())
+        known.beside = partial(beside.at, place.rank, place.step, place.step_b)
+        _compare_step(report, a, b, place, known, settings, sinks)
     progress(len(lined.places), len(lined.places))
     report.noise = max((known.noise for known in earlier.values()), default=0.0)
     report.problems += [*a.problems, *b.problems, *absent]
@@ -114,7 +119,7 @@ def _compare_step(
     if same and not sinks and _nothing_differs(frame_a, frame_b):
         report.rows += frame_a.size
         report.matched += len(np.unique(frame_a.node))
-        known.last = frame_a, frame_b
+        known.add(frame_a, frame_b)
         return
     alignment = row_by_row(frame_a, frame_b) if same else align(frame_a, frame_b, settings.modules)
     first_look = Differences(frame_a, frame_b, alignment, known)
@@ -153,7 +158,7 @@ def _compare_step(
     _count(report, differences, search.settled)
     for sink in sinks:
         sink(rank, step, differences, values)
-    known.last = frame_a, frame_b
+    known.add(frame_a, frame_b)
 
 
 def _name_lines(suspects: list[Suspect], a: Source, b: Source) -> None:
@@ -191,12 +196,13 @@ def _compared_by_weights(
     If they do not, the batch may have been another one, and nothing is said of them.
     """
     a, b = of_weights(a), of_weights(b)
-    tried = replace(known, named=dict(known.named), read=dict(known.read))
+    tried = replace(known, named=dict(known.named), read=dict(known.read), trained=set(known.trained))
     differences = Differences(a, b, align(a, b, settings.modules), tried)
     search = SuspectSearch(differences, place.rank, place.step)
     if not has_gradients(a) or not has_gradients(b) or list(search.suspects()) or search.exceeding:
         return False
-    known.named, known.read, known.noise, known.last = tried.named, tried.read, tried.noise, (a, b)
+    known.named, known.read, known.noise = tried.named, tried.read, tried.noise
+    known.add(a, b)
     _count(report, differences, search.settled)
     return True
 

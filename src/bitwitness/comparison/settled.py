@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from functools import cached_property
 
 from bitwitness.comparison.align import Pair
-from bitwitness.comparison.chains import parameter_of
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.frame import Node
 from bitwitness.comparison.relation import is_reordered, numbers_of
@@ -120,10 +119,10 @@ class SettledModules:
     @cached_property
     def _gradients(self) -> dict[str, bool]:
         pairs = [pair for pair in self._differences.alignment.pairs if pair.a.kind == "gradient"]
-        return {parameter_of(pair.a): self._gradient_agrees(pair) for pair in pairs}
+        return {pair.a.parameter: self._gradient_agrees(pair) for pair in pairs}
 
     def _gradient_agrees(self, pair: Pair) -> bool:
-        turned = parameter_of(pair.a) in self._turned and self._as_large(pair)
+        turned = pair.a.parameter in self._turned and self._as_large(pair)
         return turned or self.agrees(pair) or self._differences.is_cancelled(pair)
 
     @cached_property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,7 +128,8 @@ class EarlierSteps:
     ``named``: the latest change of each parameter and buffer, by name; ``read``: the largest change of each gradient that an
     optimizer has read, by the parameter's name (its moments hold that, though a later gradient agrees); ``noise``: the
     largest change so far that rounding explained; ``parted``: something differed by more; ``last``: the step before, of both
-    runs.
+    runs; ``trained``: run A's parameters that have had a gradient; ``beside``: how far those of the process's other models are
+    apart by now.
     """
 
     named: dict[str, float] = field(default_factory=dict)
@@ -135,3 +137,10 @@ class EarlierSteps:
     noise: float = 0.0
     parted: bool = False
     last: tuple[StepFrame, StepFrame] | None = None
+    trained: set[str] = field(default_factory=set)
+    beside: Callable[[], float] = lambda: 0.0
+
+    def add(self, a: StepFrame, b: StepFrame) -> None:
+        """Note that a step was compared."""
+        self.last = a, b
+        self.trained |= a.trained

@@ -7,7 +7,6 @@ from functools import cached_property
 from statistics import median
 
 from bitwitness.comparison.align import Pair
-from bitwitness.comparison.chains import parameter_of
 from bitwitness.comparison.differences import FINE, Differences
 from bitwitness.comparison.gradients import GradientChains
 from bitwitness.comparison.reason import Reason
@@ -77,7 +76,7 @@ class Updates:
 
     def edited_elsewhere(self, pair: Pair) -> bool:
         """Return whether a gradient was only edited at another place (by hand, by a clipping function) to the same end."""
-        chain = self._chain_of.get(parameter_of(pair.a)) if pair.a.kind == "gradient" else None
+        chain = self._chain_of.get(pair.a.parameter) if pair.a.kind == "gradient" else None
         return chain is not None and self._chains.edited_elsewhere(chain)
 
     def of_value(self, pair: Pair) -> Reason | None:
@@ -87,7 +86,7 @@ class Updates:
             return self._reasons.of_lone(pair, row_a, row_b)
         if pair.a.kind != "gradient":
             return None
-        return self._edited(parameter_of(pair.a)) or self._reasons.of_value(row_a, row_b)
+        return self._edited(pair.a.parameter) or self._reasons.of_value(row_a, row_b)
 
     def of_update(self, pair: Pair) -> Reason | None:
         """Return what an update is to blame on its gradient for: one run lacks it, or has edited it after the backward."""

@@ -85,12 +85,20 @@ class KeptValues:
         """Return how far two rows' values are apart; None if that is not known."""
         return self._metrics.get(self._key(row_a, row_b))
 
-    def changes(self, found: dict[tuple[int, int], float]) -> dict[tuple[int, int], float]:
-        """Return the relative changes of pairs of rows: by their values where both were kept, else as they are."""
+    def changes(self, found: dict[tuple[int, int], float], whole: bool) -> dict[tuple[int, int], float]:
+        """Return the relative changes of pairs of rows: by their values where both were kept, else as they are.
+
+        ``whole``: an element that differs counts by its share in the whole, beside what statistics show.
+        """
         exact = {}
         for rows, change in found.items():
             metrics = self.metrics(*rows)
-            exact[rows] = change if metrics is None else _change(metrics, self._a.frame, rows[0])
+            if metrics is None:
+                exact[rows] = change
+            elif whole and metrics is not EQUAL:
+                exact[rows] = max(change, _of_all(metrics))
+            else:
+                exact[rows] = _change(metrics, self._a.frame, rows[0])
         return exact
 
     def _key(self, row_a: int, row_b: int) -> tuple[int, int, str, str]:
@@ -177,13 +185,17 @@ class KeptValues:
         return max(known, key=lambda error: error.ratio) if known else None
 
 
-def _change(metrics: ErrorMetrics, frame: StepFrame, row: int) -> float:
+def _of_all(metrics: ErrorMetrics) -> float:
     if metrics.nan_mismatch or metrics.inf_mismatch:
         return math.inf
+    # Where run B holds zeros, all of it differs, and no more than that: small gradients of float16 are lost.
+    return metrics.l2_relative if math.isfinite(metrics.l2_relative) else 1.0
+
+
+def _change(metrics: ErrorMetrics, frame: StepFrame, row: int) -> float:
     top = max(abs(float(frame.numbers["min"][row])), abs(float(frame.numbers["max"][row])), 0.0)
     local = metrics.max_abs / top if top and math.isfinite(top) else 0.0
-    # Where run B holds zeros, all of it differs, and no more than that: small gradients of float16 are lost.
-    return max(metrics.l2_relative if math.isfinite(metrics.l2_relative) else 1.0, local)
+    return max(_of_all(metrics), local)
 
 
 def _times(ratio: float) -> str:

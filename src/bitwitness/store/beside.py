@@ -24,6 +24,19 @@ def runs_beside(path: str | os.PathLike[str], description: Mapping[str, Any]) ->
     return [beside for beside, mine in _beside(path, description) if mine is not False]
 
 
+def runs_of_process(path: str | os.PathLike[str]) -> list[Path]:
+    """Return all folders in which the process of a run recorded its models, its own among them, by their numbers."""
+    folder = Path(os.path.abspath(path))
+    first = folder.with_name(folder.name.rpartition("-")[0] or folder.name)
+    try:
+        description = read_description(folder)
+        if first != folder and (first / "run.json").is_file() and folder in runs_beside(first, description):
+            folder = first
+        return [folder, *runs_beside(folder, description)]
+    except (UsageError, OSError):
+        return []
+
+
 def _beside(path: str | os.PathLike[str], description: Mapping[str, Any]) -> Iterator[tuple[Path, bool | None]]:
     """Yield the runs that lie beside one by their numbers, and whether they are of its process; None: it cannot be told."""
     process = description.get("process")

@@ -1,0 +1,79 @@
+"""By what a node of one run is known in the other: its operator, what made its inputs, its shapes, what it casts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from bitwitness.comparison.frame import Node, StepFrame
+from bitwitness.oracle.names import canonical
+
+CASTS = ("_to_copy", "to", "type_as")
+"""Operators that change a dtype."""
+
+
+class Tokens:
+    """What marks the nodes of one step.
+
+    Parameters
+    ----------
+    frame
+        The step.
+    modules
+        Module paths by what the other run calls them, where that is something else.
+
+    """
+
+    def __init__(self, frame: StepFrame, modules: Mapping[str, str]) -> None:
+        self._frame = frame
+        self._modules = modules
+        self._by_number = {node.number: node for node in frame.nodes}
+
+    def op(self, node: Node) -> str:
+        """Return the operator's name, whatever a framework or a release calls it."""
+        if node.kind in ("module", "optimizer"):
+            return node.kind  # known by its path; the class may have been replaced
+        if node.kind == "gradient":  # one that was edited since the backward has two
+            return f"{node.op}.{self._frame.text('slot', node.rows[0])}"
+        return canonical(node.op) if node.kind in ("op", "collective") else node.op
+
+    def word(self, node: Node) -> str:
+        """Return what a node is aligned by: its operator and what it casts."""
+        return self.op(node) + self.cast(node)
+
+    def cast(self, node: Node) -> str:
+        """Return which parameter or buffer an operator only casts, and how that is laid out: a transposed one is another.
+
+        Empty if it is another operator, or casts what has no name. The name is the one in its module, which may be called
+        otherwise in the other run.
+        """
+        if node.op not in CASTS or not node.inputs:
+            return ""
+        name, layout = (self._frame.text(column, node.inputs[0]) for column in ("name", "layout"))
+        return f" of {name.rpartition('.')[2]} {layout}" if name else ""
+
+    def likeness(self, node: Node, other: Node, others: Tokens) -> float:
+        """Return how like two nodes of one operator are, from 0 to 2."""
+        shape, other_shape = self.shape(node), others.shape(other)
+        made, other_made = self.makers(node), others.makers(other)
+        common = sum(x == y for x, y in zip(made, other_made, strict=False))
+        most = max(len(made), len(other_made))
+        return float(shape == other_shape) + (common / most if most else 1.0)
+
+    def shape(self, node: Node) -> tuple[int, ...]:
+        """Return the shape of a node's first result."""
+        return self._frame.shapes[node.outputs[0]] if node.outputs else ()
+
+    def shapes(self, node: Node) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of a node's inputs and results."""
+        return tuple(self._frame.shapes[row] for row in (*node.inputs, *node.outputs))
+
+    def makers(self, node: Node) -> list[str]:
+        """Return the names of a node's inputs, or what made them."""
+        makers = []
+        for row in node.inputs:
+            made = self._by_number.get(int(self._frame.producer[row]))
+            name = self._frame.text("name", row)
+            makers.append(
+                name if made is None else f"{self._modules.get(made.module, made.module)}/{canonical(made.op)}"
+            )
+        return makers
