@@ -193,7 +193,8 @@ def _crossed(
     """Return, by their positions, the nodes that match and are in another order in each run: of a backward, and casts.
 
     Autograd calls the parts of a node in an order of its own: a layer's product for its weight comes before or after that for
-    its input. What would match a node of other shapes, or none, matches one of its own operator and shapes.
+    its input. What would match a node of other shapes, or none, matches one of its own operator and shapes; of several with
+    the same shapes, the one whose inputs the same operators made.
     """
 
     def key(tokens: Tokens, node: Node) -> Any:
@@ -213,7 +214,26 @@ def _crossed(
     for i, node in enumerate(ours):
         if i not in fixed_a and (fit := free.get(key(a, node))):
             crossed[i] = fit.pop(0)
-    return crossed
+    return crossed | _exchanged(ours, theirs, [(i, j) for i, j in fitting if ours[i].phase == "backward"], a, b)
+
+
+def _exchanged(
+    ours: list[Node], theirs: list[Node], matches: list[tuple[int, int]], a: Tokens, b: Tokens
+) -> dict[int, int]:
+    """Return, by their positions, matched nodes of which each fits another's counterpart: all shapes are the same."""
+    alike: dict[Any, list[tuple[int, int]]] = {}
+    for i, j in matches:
+        alike.setdefault((a.op(ours[i]), a.shapes(ours[i])), []).append((i, j))
+    exchanged: dict[int, int] = {}
+    for places in alike.values():
+        doubtful = [(i, j) for i, j in places if len(places) > 1 and a.makers(ours[i]) != b.makers(theirs[j])]
+        left = {j: b.makers(theirs[j]) for _, j in doubtful}
+        for i, _ in doubtful:
+            made = a.makers(ours[i])
+            if (fit := next((j for j, other in left.items() if other == made), None)) is not None:
+                exchanged[i] = fit
+                del left[fit]
+    return exchanged
 
 
 def _take(

@@ -15,6 +15,7 @@ from bitwitness.comparison.changes import changes
 from bitwitness.comparison.drift import COARSE, drift
 from bitwitness.comparison.frame import Node, StepFrame
 from bitwitness.comparison.suspect import EarlierSteps
+from bitwitness.comparison.tokens import CASTS
 from bitwitness.oracle.names import CONSTANT, PRODUCTS, canonical
 
 NEGLIGIBLE = 1e-6
@@ -110,7 +111,13 @@ class Differences:
         self.drifted = drift(self.a, self.alignment.pairs, change_of, self.earlier)
         if exact is None:
             return change_of
-        found = list(exact(dict(zip(rows, found, strict=True)), self.drifted > COARSE).values())
+        # Where much is rounded otherwise, single elements pass a ReLU or take an optimizer's step in one run only.
+        whole = (
+            self.drifted > COARSE
+            or self.rewritten > 0.0
+            or (self.precisions is not None and self.roundoff_inside > FINE)
+        )
+        found = list(exact(dict(zip(rows, found, strict=True)), whole).values())
         return dict(zip(left.tolist(), found, strict=True))
 
     def returns_another(self, pair: Pair) -> bool:
@@ -149,8 +156,15 @@ class Differences:
         return max(min(VIEWED * noise, _VIEWED_MOST), _VIEWED_LEAST * noise)
 
     def made_change(self, row_a: int) -> float:
-        """Return how far the results of what made a value are apart; 0 if they agree, or nobody is known to have made it."""
-        return self.largest.get(int(self.a.producer[row_a]), 0.0)
+        """Return how far the results of what made a value are apart; 0 if they agree, or nobody is known to have made it.
+
+        Of a cast, also those of what it casts: one that lies otherwise in each run shows less of how far it is apart.
+        """
+        made = self.largest.get(int(self.a.producer[row_a]), 0.0)
+        maker = self.maker(row_a)
+        if maker is None or maker.a.op not in CASTS or not maker.inputs:
+            return made
+        return max(made, self.made_change(maker.inputs[0][0]))
 
     def is_cancelled(self, pair: Pair) -> bool:
         """Return whether a gradient is so much smaller than the others that it may be rounding errors alone.

@@ -28,6 +28,7 @@ _IN_BACKWARD = 64.0
 _OTHER_CLASS = 4e-6
 """Relative change of a parameter up to which two optimizers' formulas are the same one: some dozen roundings in float32."""
 _RANDOM = "it draws random numbers, and drew others: another seed or another number of draws before"
+_SINCE = "; the runs agreed in it at the end of the step before, so it was changed between these two steps"
 _COMPUTED = "its inputs agree and its result does not"
 _COMPUTED_UPDATE = (
     "parameter, gradient and settings agree and the update does not: the optimizer's state does (moments, step counts), "
@@ -78,14 +79,27 @@ class Reasons:
                 self._written[name] = self._differences.change_of[row]
 
     def of_state(self, pair: Pair) -> Reason | None:
-        """Return that a parameter or buffer differs from the beginning, where no reader of it was told of."""
+        """Return that a parameter or buffer differs from the beginning, where no reader of it was told of.
+
+        What no gradient moves is looked at in each step: who made it of other weights may do so at any.
+        """
         row_a, row_b = pair.outputs[0]
         name, change = self.a.text("name", row_a), self._differences.change_of[row_a]
-        if not name or name in self._told or name in self._earlier.named or self._differences.parted_before:
+        if not name or name in self._told or self._differences.parted_before:
             return None
-        if change <= NEGLIGIBLE + _ROUNDED * self._differences.roundoff(row_a, row_b):
+        known = self._earlier.named.get(name)
+        limit = self._of_dtype(row_a, row_b)
+        if known is not None:
+            limit = max(limit, self._differences.noise_limit())
+            if pair.a.kind == "buffer" or name in self._earlier.trained or known > limit:
+                return None
+        if change <= limit:
             return None
-        return Reason("source", f"{name} differs: {in_words(self.a, self.b, row_a, row_b)}", rows=(row_a, row_b))
+        since = _SINCE if self._earlier.last is not None else ""
+        return Reason("source", f"{name} differs: {in_words(self.a, self.b, row_a, row_b)}{since}", rows=(row_a, row_b))
+
+    def _of_dtype(self, row_a: int, row_b: int) -> float:
+        return NEGLIGIBLE + _ROUNDED * self._differences.roundoff(row_a, row_b)
 
     # -- the node's own ------------------------------------------------------------------------------------------
 
@@ -250,11 +264,7 @@ class Reasons:
             return None  # the optimizer did, which comes last in the step
         # What the runs begin with has no noise yet, but that of its own dtype.
         begun = name and known is None and not late
-        limit = (
-            NEGLIGIBLE + _ROUNDED * self._differences.roundoff(row_a, row_b)
-            if begun
-            else self._differences.noise_limit()
-        )
+        limit = self._of_dtype(row_a, row_b) if begun else self._differences.noise_limit()
         if change <= limit:
             return None
         if not name:
@@ -272,13 +282,9 @@ class Reasons:
         words = in_words(self.a, self.b, row_a, row_b)
         # A step before in which nothing differed leaves no names.
         before = 0.0 if known is None and self._earlier.last is not None else known
-        if (
-            before is not None
-            and before <= limit
-            and self._begun.get(name, 0.0) > limit
-            and not self._written.get(name)
-        ):
-            words += "; the runs agreed in it at the end of the step before, so it was changed between these two steps"
+        agreed = before is not None and before <= limit and not self._written.get(name)
+        if agreed and self._begun.get(name, 0.0) > limit:
+            words += _SINCE
         return Reason("source", f"{called} differs: {words}", rows=(row_a, row_b))
 
     def _moved_since(self, name: str, row_a: int, row_b: int) -> bool:
