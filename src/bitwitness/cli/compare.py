@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -74,25 +74,25 @@ def main(args: argparse.Namespace) -> int:
         asked = {"modules": modules, "ranks": args.ranks, "steps": args.steps}
         report = compare(args.a, args.b, **asked, sinks=sinks, progress=progress)
         others = compared_beside(args.a, args.b, **asked)
-        conclusion = "; ".join(filter(None, (others.earlier(report), report.conclusion)))
+        earlier = others.earlier(report)
+        conclusion = "; ".join(filter(None, (earlier, report.conclusion)))
         told = report.to_dict() | others.to_dict() | {"status": others.worst(report.status), "conclusion": conclusion}
         for table in tables:
             table.finish(told)
     if args.json == "-":
         print(json.dumps(told, indent=1, allow_nan=False))
     elif not args.quiet:
-        _show_all(report, others)
+        _show_all(report, earlier, others.lines())
     return _CODES[told["status"]]
 
 
-def _show_all(report: Any, others: Any) -> None:
-    """Print what was found of one model, and a line for each of the others: before it, where that one parts before."""
+def _show_all(report: Any, earlier: str, others: Sequence[str]) -> None:
+    """Print what was found of one model, and a line for each of the others: ``earlier`` before it, which parts before."""
     from bitwitness.comparison.table import harmless
 
-    earlier = others.earlier(report)
     print(f"{harmless(earlier)}\n" * bool(earlier), end="")
     _show(report)
-    print("".join(f"{harmless(line)}\n" for line in others.lines() if line != earlier), end="")
+    print("".join(f"{harmless(line)}\n" for line in others if line != earlier), end="")
 
 
 @contextmanager

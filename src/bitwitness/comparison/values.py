@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from bitwitness.comparison.align import Pair
-from bitwitness.comparison.frame import StepFrame
+from bitwitness.comparison.frame import Node, StepFrame
 from bitwitness.comparison.order import order_in_words
 from bitwitness.comparison.suspect import Suspect
 from bitwitness.comparison.tensors import same_bits, tensor_metrics
@@ -66,6 +66,7 @@ class KeptValues:
         self._a = a
         self._b = b
         self._metrics: dict[tuple[int, int, str, str], ErrorMetrics | None] = {}
+        self._errors: dict[tuple[bool, int], WorstElement | None] = {}
         self.problems: list[str] = []
 
     @property
@@ -165,7 +166,14 @@ class KeptValues:
         return bool(metrics) and all(one is EQUAL for one in metrics)
 
     def _error(self, side: Side, pair: Pair, *, first: bool) -> WorstElement | None:
+        """Return how far one run's results are from float64's, of each operator once; None where that is not known."""
         node = pair.a if first else pair.b
+        key = first, node.number
+        if key not in self._errors:
+            self._errors[key] = self._by_float64(side, node)
+        return self._errors[key]
+
+    def _by_float64(self, side: Side, node: Node) -> WorstElement | None:
         frame = side.frame
         if any(not side.has(row) for row in node.rows):
             return None  # without all of its inputs an operator cannot be run

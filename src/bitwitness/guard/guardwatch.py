@@ -13,11 +13,12 @@ from bitwitness.capture.light import LightStep
 from bitwitness.capture.training import Wants
 from bitwitness.config import Config
 from bitwitness.finding import Finding
+from bitwitness.guard.byparameters import ByParameters
 from bitwitness.guard.deepsteps import DeepSteps
 from bitwitness.guard.followup import FollowUp
 from bitwitness.guard.investigation import Investigation
 from bitwitness.guard.operatorsensors import OperatorSensors
-from bitwitness.guard.sensors import MOST_HISTORIES, Sensors
+from bitwitness.guard.sensors import Sensors
 from bitwitness.guard.tracing import Tracing
 from bitwitness.guard.uneven import UnevenSteps
 from bitwitness.guard.watch import Watch
@@ -65,16 +66,14 @@ class GuardWatch(Watch):
         self.investigation = Investigation(config, self.reader.root, self.reader.gradients, ranks, reporter)
         self.uneven = UnevenSteps(self.reader, ranks, reporter, self.deep, self._ask_nobody)
         self.investigation.interpret = self.uneven.interpret
-        self._investigations: dict[tuple[str, ...], Investigation] = {}
+        self._investigations: ByParameters[Investigation] = ByParameters()
         self._follow_up = FollowUp(self.reader, self.sensors, self.investigation, self.deep, ranks)
 
     def parameters_changed(self) -> None:
         """Judge other parameters from now on."""
-        self._investigations[self.sensors.names] = self.investigation
+        names = self.sensors.names
         self.sensors.follow()
-        if len(self._investigations) > MOST_HISTORIES:
-            del self._investigations[next(iter(self._investigations))]
-        before = self._investigations.pop(self.sensors.names, None)
+        before = self._investigations.exchange(names, self.investigation, self.sensors.names)
         self.investigation = self.investigation.renewed(self.reader.gradients, before)
         self._follow_up = FollowUp(self.reader, self.sensors, self.investigation, self.deep, self.ranks)
 

@@ -8,6 +8,8 @@ _SEEN = 3
 """Steps of one kind until it is taken for one that stays: the loss with a penalty that was switched on, say."""
 _MOST = 8
 """Kinds that are replayed for this: a script may compute something else at every step."""
+_KEPT = 1024
+"""Kinds that are counted at a time: what comes again comes soon."""
 
 
 class NewKinds:
@@ -22,6 +24,8 @@ class NewKinds:
 
     def is_due(self, shape: int, *, known: bool) -> bool:
         """Count a step of this `StepRecord.shape`; ``known``: a replay of its kind has given the training's own result."""
+        if shape not in self._seen and len(self._seen) >= _KEPT:
+            del self._seen[next(iter(self._seen))]
         self._seen[shape] += 1
         due = not known and self._seen[shape] == _SEEN and self._asked < _MOST
         self._asked += due

@@ -12,6 +12,7 @@ from bitwitness.capture.light import LightStep
 from bitwitness.capture.root import RootTap
 from bitwitness.config import Config
 from bitwitness.finding import Finding
+from bitwitness.guard.byparameters import ByParameters
 from bitwitness.guard.operatorsensors import OperatorSensors, Switches
 from bitwitness.guard.reference import ReferenceSchemes
 from bitwitness.nonfinite.approach import ApproachSensor
@@ -23,8 +24,6 @@ from bitwitness.sense.trend import TrendSensor
 from bitwitness.session.reporter import Reporter
 
 _PEERS_NEEDED = 3  # of two ranks that differ neither is the odd one
-MOST_HISTORIES = 16
-"""Sets of parameters whose histories are kept, while others are judged."""
 STATISTICAL = ("trend", "peers")
 """The sensors that judge by a history."""
 
@@ -53,7 +52,7 @@ class Sensors:
         """Ask no other rank, for now."""
         self.nonfinite = NonfiniteSensor() if config.nonfinite.enabled else None
         self.trend, self.peers = self._histories()
-        self._others: dict[tuple[str, ...], tuple[TrendSensor | None, PeersSensor | None]] = {}
+        self._others: ByParameters[tuple[TrendSensor | None, PeersSensor | None]] = ByParameters()
         self.operators = OperatorSensors(
             root,
             self._switches,
@@ -74,12 +73,9 @@ class Sensors:
         Scripts freeze and unfreeze parts by turns, as the two halves of a GAN; what is judged anew each time is never judged.
         """
         self.turns += 1
-        self._others[self.names] = self.trend, self.peers
-        if len(self._others) > MOST_HISTORIES:
-            del self._others[next(iter(self._others))]
-        self.names = tuple(self._root.parameters)
+        before, self.names = self.names, tuple(self._root.parameters)
         self.ever.update(self.names)
-        known = self._others.pop(self.names, None)
+        known = self._others.exchange(before, (self.trend, self.peers), self.names)
         self.trend, self.peers = self._histories() if known is None else known
         self.reference.close()
         self.reference = ReferenceSchemes(self._config, self._root, self._ranks, self._clock)

@@ -109,14 +109,14 @@ def _compared(call: OpCall) -> Discrepancy:
         return _not_comparable(OVERFLOWS, repeats=repeats)
     # The coarsest dtype of all, since a kernel may compute in any of them.
     allowed = limit_of((*inputs, *call.outputs))
-    outputs = defined_results(call)
+    outputs, whole = defined_results(call), exact
     if not repeats and not is_wholly_defined(call):
         outputs = with_padding_filled(outputs, again, exact, allowed)
         exact = with_padding_filled(exact, twice, exact, allowed)
     found = replace(_distance(outputs, exact, []), allowed=allowed, repeats=repeats)
     if found.outside:  # or else its terms, which take some more runs, need not be known
         with own_work(REFERENCE):
-            least = _least_sizes(call, inputs, outputs, run_in_float64(func, call.args, call.kwargs), allowed)
+            least = _least_sizes(call, inputs, outputs, whole, allowed)
         found = replace(_distance(outputs, exact, least), allowed=allowed, repeats=repeats)
     return found
 
