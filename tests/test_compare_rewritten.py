@@ -86,3 +86,39 @@ def test_what_a_norm_makes_up_for_is_said(tmp_path: Path) -> None:
     assert report.status == "fine"
     assert "but for a/Linear#0:forward.out0" in report.conclusion
     assert "of which nothing is left in what follows" in report.conclusion
+
+
+class Activated(nn.Module):
+    """Two layers and an activation: torch's own, or the formula by a hyperbolic tangent, as many models write it."""
+
+    def __init__(self, *, other: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.other = nn.Linear(48, 48), nn.Linear(48, 8), other
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        if not self.other:
+            return self.b(nn.functional.gelu(h))
+        return self.b(0.5 * h * (1.0 + torch.tanh((2 / torch.pi) ** 0.5 * (h + 0.044715 * torch.pow(h, 3.0)))))
+
+
+@pytest.mark.parametrize("content", chosen(["stats", "tensors"], ["stats"]))
+def test_a_formula_that_coarse_rounding_hides_is_named(tmp_path: Path, content: str) -> None:
+    def case(dtype: str, *, other: bool) -> Case:
+        def loss(model: Any, generator: torch.Generator) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+                out: torch.Tensor = model(torch.randn(32, 48, generator=generator))
+            return out.float().square().mean()
+
+        return Case(lambda: Activated(other=other), loss)
+
+    a = record(tmp_path / "a", case("float32", other=False), content=content)
+    hidden = bw.compare(a, record(tmp_path / "b", case("bfloat16", other=True), content=content))
+    assert hidden.status == "fine"
+    assert "computed by gelu in run A and by mul, pow, …, mul in run B" in hidden.conclusion
+    assert "whether these are one formula cannot be told" in hidden.conclusion
+    same = bw.compare(a, record(tmp_path / "c", case("bfloat16", other=False), content=content))
+    assert "one formula" not in same.conclusion
+    shown = bw.compare(a, record(tmp_path / "d", case("float32", other=True), content=content))
+    assert shown.status == "findings"
+    assert "gelu" in shown.conclusion

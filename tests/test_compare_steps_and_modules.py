@@ -100,8 +100,9 @@ def test_what_is_wrong_behind_a_rewrite_is_told_of_the_module(compared: Callable
     assert report.first is not None
     assert report.first.site.startswith("part/")
     assert report.first.step == 0
-    told = "part/Experts: its inputs agree and its result does not; inside, the runs compute with other operators"
-    assert told in report.first.text
+    said = f"{report.first.site}: {report.first.text}"
+    assert "part/Experts" in said
+    assert "its inputs agree and its result does not; inside, the runs compute with other operators" in said
 
 
 @CONTENTS

@@ -104,23 +104,14 @@ def align(a: StepFrame, b: StepFrame, modules: Mapping[str, str]) -> Alignment:
     lists_a = _by_place(a, modules)
     lists_b = _by_place(b, {})
     tokens_a, tokens_b = Tokens(a, modules), Tokens(b, {})
-    results_a, results_b = a.sizes_of_modules(modules), b.sizes_of_modules({})
-    for place in lists_a.keys() | lists_b.keys():
-        ours, theirs = lists_a.get(place, []), lists_b.get(place, [])
-        matches = _matches(ours, theirs, tokens_a, tokens_b)
-        if place[0] == "op" and (crossed := _crossed(ours, theirs, matches, tokens_a, tokens_b)):
-            found.pairs += [_pair(a, b, ours[i], theirs[j]) for i, j in crossed.items()]
-            ours = [node for i, node in enumerate(ours) if i not in crossed]
-            theirs = [node for j, node in enumerate(theirs) if j not in crossed.values()]
-            matches = _matches(ours, theirs, tokens_a, tokens_b)
-        if (
-            place[:2] == ("op", "backward")
-            and (shapes := results_a.get(place[1:]))
-            and shapes == results_b.get(place[1:])
-        ):
-            # Inside a module that returns the same shapes, what makes other shapes is another way of writing.
-            matches = [(i, j) for i, j in matches if a.sizes(ours[i])[:1] == b.sizes(theirs[j])[:1]]
-        _take(found, a, b, ours, theirs, matches)
+    sizes = a.sizes_of_modules(modules), b.sizes_of_modules({})
+    for backward in (False, True):  # what a backward reads of the forward tells which node of it is which
+        tokens_a.matched = {pair.a.number: pair.a.number for pair in found.pairs}
+        tokens_b.matched = {pair.b.number: pair.a.number for pair in found.pairs}
+        for place in lists_a.keys() | lists_b.keys():
+            if (place[:2] == ("op", "backward")) == backward:
+                same = backward and sizes[0].get(place[1:], ()) == sizes[1].get(place[1:])
+                _align_place(found, a, b, (lists_a.get(place, []), lists_b.get(place, [])), tokens_a, tokens_b, same)
     if modules:
         _match_the_rest(found, a, b, tokens_a, tokens_b)
     found.pairs.sort(key=lambda pair: pair.a.rows[-1])
@@ -128,6 +119,29 @@ def align(a: StepFrame, b: StepFrame, modules: Mapping[str, str]) -> Alignment:
         only.sort(key=lambda node: node.rows[-1])
     found.groups.sort(key=lambda group: group.a[-1].rows[-1])
     return found
+
+
+def _align_place(
+    found: Alignment,
+    a: StepFrame,
+    b: StepFrame,
+    lists: tuple[list[Node], list[Node]],
+    tokens_a: Tokens,
+    tokens_b: Tokens,
+    same_sizes: bool,
+) -> None:
+    """Match the nodes of one module and phase; ``same_sizes``: of a backward of a module that returns the same shapes."""
+    ours, theirs = lists
+    matches = _matches(ours, theirs, tokens_a, tokens_b)
+    is_op = bool(ours) and ours[0].kind == "op"
+    if is_op and (crossed := _crossed(ours, theirs, matches, tokens_a, tokens_b)):
+        found.pairs += [_pair(a, b, ours[i], theirs[j]) for i, j in crossed.items()]
+        ours = [node for i, node in enumerate(ours) if i not in crossed]
+        theirs = [node for j, node in enumerate(theirs) if j not in crossed.values()]
+        matches = _matches(ours, theirs, tokens_a, tokens_b)
+    if same_sizes:  # what makes other shapes inside is another way of writing
+        matches = [(i, j) for i, j in matches if a.sizes(ours[i])[:1] == b.sizes(theirs[j])[:1]]
+    _take(found, a, b, ours, theirs, matches)
 
 
 def _match_the_rest(found: Alignment, a: StepFrame, b: StepFrame, tokens_a: Tokens, tokens_b: Tokens) -> None:

@@ -23,5 +23,5 @@ def _is_cast_here(differences: Differences, pair: Pair, row_a: int, row_b: int) 
     if (row_a, row_b) in pair.outputs:
         dtypes = [(differences.dtypes(*rows), rows) for rows in pair.inputs]
         return all(first == second or _is_cast_here(differences, pair, *rows) for (first, second), rows in dtypes)
-    makers = differences.lone_makers(row_a, row_b)
+    makers = differences.makers.lone(row_a, row_b)
     return any(maker is not None and maker.op in CASTS for maker in makers)

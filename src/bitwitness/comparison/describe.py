@@ -59,7 +59,10 @@ def argument_differences(
     if kinds[0] != kinds[1]:
         # Another optimizer. Another kernel of one operator, or another tool's name for it, has other arguments.
         is_operator = any("." in kind for kind in kinds)
-        return [] if is_operator else [f"{kinds[0]} against {kinds[1]}"]
+        other = [
+            f"{name} {_meant(name, first[name])} against {_meant(name, second[name])}" for name in _other_settings(a, b)
+        ]
+        return [] if is_operator else [f"{kinds[0]} against {kinds[1]}", *other]
     for name in [*first, *(name for name in second if name not in first)]:
         x, y = first.get(name, "(default)"), second.get(name, "(default)")
         if name in _DIMENSIONS and _counted(x, rank) == _counted(y, rank):
@@ -88,10 +91,15 @@ def is_another_class_alone(a: dict[str, Any], b: dict[str, Any]) -> bool:
     names = str(a.get("f", "")), str(b.get("f", ""))
     if names[0] == names[1] or any("." in name for name in names):
         return False
+    decays = [call["weight_decay"] or 0 for call in (_named(a), _named(b)) if "weight_decay" in call]
+    return len(set(decays)) <= 1 and not _other_settings(a, b)
+
+
+def _other_settings(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """Return the settings that two optimizers of other classes both have, and that are not the same."""
     first, second = _named(a), _named(b)
-    decays = [settings["weight_decay"] or 0 for settings in (first, second) if "weight_decay" in settings]
-    shared = (first.keys() & second.keys()) - {*_UNIMPORTANT, *_PLACES, "group", "state"}  # each counts as it likes
-    return len(set(decays)) <= 1 and all(first[name] == second[name] for name in shared)
+    passed = {*_UNIMPORTANT, *_PLACES, "group", "state"}  # each counts as it likes
+    return [name for name in first if name in second and name not in passed and first[name] != second[name]]
 
 
 def _named(call: dict[str, Any]) -> dict[str, Any]:

@@ -9,11 +9,12 @@ from functools import cached_property
 
 import numpy as np
 
-from bitwitness.comparison.align import Alignment, Group, Pair
+from bitwitness.comparison.align import Alignment, Pair
 from bitwitness.comparison.allowance import rms, roundoff
 from bitwitness.comparison.changes import changes
 from bitwitness.comparison.drift import COARSE, drift
 from bitwitness.comparison.frame import Node, StepFrame
+from bitwitness.comparison.makers import Makers
 from bitwitness.comparison.suspect import EarlierSteps
 from bitwitness.comparison.tokens import CASTS
 from bitwitness.oracle.names import CONSTANT, PRODUCTS, canonical
@@ -34,6 +35,8 @@ VIEWED = 100.0
 A view or slice may hold the few elements of a large tensor that differ most, relative to their own size.
 """
 
+_HANDED = 4.0
+"""Times the change of a trained weight up to which a teacher's differs that follows it."""
 _VIEWED_MOST, _VIEWED_LEAST = 0.02, 4.0
 """Where noise is large, as in bfloat16, the first as a relative change, or the second times the noise, where that is more."""
 
@@ -94,12 +97,7 @@ class Differences:
         self.change_of = self._measured(exact)
         self.largest: dict[int, float] = {}
         self.real: set[int] = set()
-        self._made_a = {pair.a.number: pair for pair in alignment.pairs if pair.a.outputs}
-        self._made_b = {pair.b.number: pair for pair in alignment.pairs if pair.b.outputs}
-        self._lone_a = {node.number: node for node in alignment.lone(first=True)}
-        self._lone_b = {node.number: node for node in alignment.lone(first=False)}
-        self._group_of = {("a", node.number): group for group in alignment.groups for node in group.a}
-        self._group_of |= {("b", node.number): group for group in alignment.groups for node in group.b}
+        self.makers = Makers(a, b, alignment)
 
     def _measured(self, exact: Exact | None) -> dict[int, float]:
         rows = [rows for pair in self.alignment.pairs for rows in (*pair.inputs, *pair.outputs)]
@@ -150,6 +148,12 @@ class Differences:
         """Return the change up to which a value that nobody is known to have made differs by noise."""
         return max(NEGLIGIBLE + self.viewed(self.earlier.noise), self.viewed(self.rewritten), self.drifted)
 
+    def handed_beside(self, name: str) -> float:
+        """Return the change up to which a weight may differ that no gradient moves: what its namesake elsewhere hands on."""
+        if self.earlier.last is None or not name or name in self.earlier.trained:
+            return 0.0
+        return _HANDED * self.earlier.beside().get(name, 0.0)
+
     @staticmethod
     def viewed(noise: float) -> float:
         """Return the change up to which a value may differ that is a part of one within noise."""
@@ -161,7 +165,7 @@ class Differences:
         Of a cast, also those of what it casts: one that lies otherwise in each run shows less of how far it is apart.
         """
         made = self.largest.get(int(self.a.producer[row_a]), 0.0)
-        maker = self.maker(row_a)
+        maker = self.makers.maker(row_a)
         if maker is None or maker.a.op not in CASTS or not maker.inputs:
             return made
         return max(made, self.made_change(maker.inputs[0][0]))
@@ -180,36 +184,23 @@ class Differences:
             return size < _CANCELLED * self.usual_gradient
         return is_one and rms(self.a, pair.outputs[0][0]) < _CANCELLED * self.usual_gradient
 
-    def maker(self, row_a: int) -> Pair | None:
-        """Return the matched node that made a row of A, if that is known."""
-        return self._made_a.get(int(self.a.producer[row_a]))
-
-    def lone_makers(self, row_a: int, row_b: int) -> tuple[Node | None, Node | None]:
-        """Return the nodes of A and of B that made these rows, each only if the other run has no such node."""
-        return self._lone_a.get(int(self.a.producer[row_a])), self._lone_b.get(int(self.b.producer[row_b]))
-
-    def lone_makers_near(self, pair: Pair, row_a: int, row_b: int) -> tuple[Node | None, Node | None]:
-        """Return the same of what a pair reads; of two in different modules the one alone that lies in the reader's own.
-
-        The other is inside a module that is written otherwise, and what came out of that was changed on its way to the reader.
-        """
-        lone_a, lone_b = self.lone_makers(row_a, row_b)
-        if lone_a is None or lone_b is None or lone_a.module == lone_b.module:
-            return lone_a, lone_b
-        near = lone_a.module == pair.a.module, lone_b.module == pair.b.module
-        return (lone_a, lone_b) if near[0] == near[1] else (lone_a if near[0] else None, lone_b if near[1] else None)
-
-    def group_of(self, lone: Node, *, first: bool) -> Group | None:
-        """Return the nodes that stand against each other in both runs, a node that only one has among them."""
-        return self._group_of.get(("a" if first else "b", lone.number))
-
     def differed_before(self, lone: Node, *, first: bool) -> bool:
-        """Return whether what a node read differed already that only run A (``first``) or only run B has."""
-        frame, made = (self.a, self._made_a) if first else (self.b, self._made_b)
-        pairs = [pair for row in lone.inputs if (pair := made.get(int(frame.producer[row]))) is not None]
+        """Return whether what only run A (``first``) or only run B computes is made of something that differed already."""
+        pairs, names = self.makers.origins(lone, first=first)
+        if names & self._moved[0 if first else 1]:
+            return True
         if not pairs:  # who made what it read is not known, as in other tools' dumps
             return self.earlier.parted
         return any(pair.a.number in self.real for pair in pairs)
+
+    @cached_property
+    def _moved(self) -> tuple[set[str], set[str]]:
+        """The names, in A and in B, of the weights that rounding has moved apart in earlier steps by more than noise."""
+        if self.earlier.last is None:
+            return set(), set()
+        weights = [pair for pair in self.alignment.pairs if pair.a.kind == "parameter" and pair.outputs]
+        moved = [pair for pair in weights if self.change_of[pair.outputs[0][0]] > self.noise_limit()]
+        return {pair.a.parameter for pair in moved}, {pair.b.parameter for pair in moved}
 
     def dtypes(self, row_a: int, row_b: int) -> tuple[str, str]:
         """Return both rows' dtypes."""
@@ -278,6 +269,11 @@ class Differences:
     def coarse(self) -> float:
         """The unit roundoff of the dtype that both runs compute their products in; 0 where it is not the same."""
         return roundoff(self.a.computed) if self.a.computed == self.b.computed else 0.0
+
+    @cached_property
+    def other_losses(self) -> bool:
+        """Whether the runs' backwards start from other numbers of losses."""
+        return self.makers.has_lone("saved", "loss")
 
     @cached_property
     def has_operators(self) -> bool:

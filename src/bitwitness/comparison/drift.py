@@ -47,15 +47,18 @@ class DriftBeside:
         runs_a, runs_b = (runs_of_process(source.path) if source.kind == "bitwitness" else [] for source in (a, b))
         self._paths = [(x, y) for x, y in zip(runs_a, runs_b, strict=False) if str(x) != a.path and str(y) != b.path]
         self._open: list[tuple[Source, Source]] | None = None
-        self._found: dict[tuple[int, int, int], float] = {}
+        self._found: dict[tuple[int, int, int], dict[str, float]] = {}
 
-    def at(self, rank: int, step: int, step_b: int) -> float:
-        """Return it for one step of one rank; 0 where no other model was recorded then."""
+    def at(self, rank: int, step: int, step_b: int) -> dict[str, float]:
+        """Return the changes of other models' weights in one step of one rank, by name; of several the largest."""
         if self._open is None:
             self._open = [pair for paths in self._paths if (pair := _opened(*paths)) is not None]
         place = rank, step, step_b
         if place not in self._found:
-            self._found[place] = max((_of_model(a, b, *place) for a, b in self._open), default=0.0)
+            found = self._found[place] = {}
+            for a, b in self._open:
+                for name, change in _of_model(a, b, *place).items():
+                    found[name] = max(change, found.get(name, 0.0))
         return self._found[place]
 
 
@@ -83,7 +86,7 @@ def drift(frame: StepFrame, pairs: Iterable[Pair], change_of: Mapping[int, float
     }
     trained = [change_of[row] for row, own in moved.items() if own]
     if not trained and any(change_of[row] > 0.0 for row in moved):
-        return _TIMES * min(earlier.beside(), 1.0)
+        return _TIMES * min(_far([*earlier.beside().values()]), 1.0)
     return _TIMES * min(_far(trained), 1.0)
 
 
@@ -98,22 +101,19 @@ def _opened(a: object, b: object) -> tuple[Source, Source] | None:
         return None  # told where that model is compared itself
 
 
-def _of_model(a: Source, b: Source, rank: int, step: int, step_b: int) -> float:
+def _of_model(a: Source, b: Source, rank: int, step: int, step_b: int) -> dict[str, float]:
     if rank not in a.ranks() or rank not in b.ranks() or step not in a.steps(rank) or step_b not in b.steps(rank):
-        return 0.0
+        return {}
     first, second = StepFrame(a.table(rank, step)), StepFrame(b.table(rank, step_b))
-    theirs = _weights(second)
-    rows = [(row, theirs[name]) for name, row in _weights(first).items() if name in theirs]
-    if not rows:
-        return 0.0
-    left, right = (np.array(side, dtype=np.int64) for side in zip(*rows, strict=True))
-    found = changes(first, second, left, right)
-    return _far([one for one in found.tolist() if math.isfinite(one)])
+    here, there = _weights(first), _weights(second)
+    names = [name for name in here if name in there]
+    rows = [np.array([found[name] for name in names], dtype=np.int64) for found in (here, there)]
+    found = changes(first, second, *rows).tolist()
+    return {name: change for name, change in zip(names, found, strict=True) if math.isfinite(change)}
 
 
 def _weights(frame: StepFrame) -> dict[str, int]:
-    """Return the rows of matrices that have a gradient in this step."""
+    """Return the rows of parameters that have a gradient in this step."""
     trained = frame.trained
     nodes = (node for node in frame.nodes if node.kind == "parameter" and node.outputs)
-    named = ((node.parameter, node.outputs[0]) for node in nodes)
-    return {name: row for name, row in named if name in trained and len(frame.shapes[row]) > 1}
+    return {node.parameter: node.outputs[0] for node in nodes if node.parameter in trained}

@@ -217,7 +217,7 @@ class GradientChains:
                 return factor(self._a, pair.a.outputs[0], self._b, pair.b.outputs[0])
         return None
 
-    def _between(self, stage: int, ratio: float) -> Cause:
+    def _between(self, stage: int, ratio: float) -> Cause | None:
         said = self._every(ratio)
         since = stage - 1 if self._is_reduced else 0
         own = [
@@ -233,6 +233,8 @@ class GradientChains:
             self._norms(self._a, [c.a for c in self.chains], since),
             self._norms(self._b, [c.b for c in self.chains], since),
         ]
+        if all(one is not None and 0 < one < 1 for one in own) and self._is_one(norms[1][1] / norms[0][1]):
+            return None  # one clipping, of gradients that differ before it
         tops = (
             self._clipped_at(self._a, [c.a for c in self.chains]),
             self._clipped_at(self._b, [c.b for c in self.chains]),
@@ -281,8 +283,8 @@ class GradientChains:
         what = "micro-batches" if a.micros != b.micros else "ranks"
         text = (
             f"gradients ({apart} of {len(rows)}) differ by no one factor although all that the forward returned agrees: run "
-            f"A's {counts[0]} and run B's {counts[1]} {what} weigh otherwise; a mean of means is not the mean over all "
-            "samples or tokens"
+            f"A's {counts[0]} and run B's {counts[1]} {what} weigh otherwise (a mean of means is not the mean over all "
+            "samples or tokens), or their losses are not the same function"
         )
         return Cause("weighed", STAGES[0], text, self._row(0), math.nan)
 

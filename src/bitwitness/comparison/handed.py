@@ -26,7 +26,7 @@ def hands_on(differences: Differences, pair: Pair) -> bool:
 
 def _made_by_noise(differences: Differences, row_a: int, row_b: int) -> bool:
     """Return whether one operator of both runs made two rows, and what it made differs by noise."""
-    maker = differences.maker(row_a)
+    maker = differences.makers.maker(row_a)
     if maker is None or maker.b.number != differences.b.producer[row_b]:
         return False
     return maker.a.number in differences.largest and maker.a.number not in differences.real

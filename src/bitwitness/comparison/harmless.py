@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 from bitwitness.comparison.align import Pair
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.effects import Effects
+from bitwitness.comparison.otherwise import computing
 from bitwitness.comparison.settled import SettledModules
 from bitwitness.comparison.suspect import Suspect
 from bitwitness.oracle.names import canonical
@@ -25,6 +28,11 @@ _FILLED = (
     "zeros",
 )
 """Operators that make something to work on, or fill what is masked: a softmax makes as much of minus infinity as of -1e9."""
+
+_OTHER_DIMENSION = re.compile(r": dim \S+ against \S+$")
+_NUMBERS = re.compile(r": \w+ (-?[\d.]+(?:e[+-]?\d+)?) against (-?[\d.]+(?:e[+-]?\d+)?)$")
+_FILLING = 1e3
+"""Magnitude of numbers by which what is masked is multiplied."""
 
 
 class Harmless:
@@ -64,12 +72,29 @@ class Harmless:
 
         Those of something else (a sum over other dimensions) may, and so may those of a backward: they follow from what the
         forward is written in. A loss that is summed may be divided by what follows, and so may any number be that something
-        is multiplied by; and memory to work on may have any shape.
+        is multiplied by, where there is something else that makes up for it; and memory to work on may have any shape.
         """
         a, b = self._differences.a, self._differences.b
         other = any(a.shapes[i] != b.shapes[j] for i, j in pair.inputs)
-        means = pair.a.kind == "op" and canonical(pair.a.op) in (*_ARITHMETIC, *_FILLED)
-        return other or means or pair.a.phase == "backward" or "reduction '" in suspect.text
+        op = canonical(pair.a.op) if pair.a.kind == "op" else ""
+        means = op in _FILLED or (op in _ARITHMETIC and (self._is_made_up_for(pair) or _fills(suspect.text)))
+        along = _OTHER_DIMENSION.search(suspect.text) is not None
+        return other or means or along or pair.a.phase == "backward" or "reduction '" in suspect.text
+
+    def _is_made_up_for(self, pair: Pair) -> bool:
+        """Return whether something else is written otherwise in a node's module, or in the one around it."""
+        around = {pair.a.module, pair.a.module.rpartition(".")[0] or "."}
+        a, b, alignment = self._differences.a, self._differences.b, self._differences.alignment
+        lone = [node for first in (True, False) for node in alignment.lone(first=first) if node.kind == "op"]
+        if any(node.phase == pair.a.phase and node.module in around for node in computing(lone)):
+            return True
+        others = (one for one in alignment.pairs if one.a.kind == "op" and one.a.module in around and one is not pair)
+        return any(
+            one.a.phase == pair.a.phase
+            and canonical(one.a.op) in _ARITHMETIC
+            and a.text("args", one.a.rows[0]) != b.text("args", one.b.rows[0])
+            for one in others
+        )
 
     def _has_no_effect(self, pair: Pair, suspect: Suspect) -> bool:
         sides = [(pair.a, True), (pair.b, False)] if suspect.lone is None else [(suspect.lone, suspect.side == "a")]
@@ -79,3 +104,9 @@ class Harmless:
                 return False
             self.ends |= ends
         return True
+
+
+def _fills(text: str) -> bool:
+    """Return whether an argument is as large in both runs as what masks are filled with."""
+    found = _NUMBERS.search(text)
+    return found is not None and all(abs(float(one)) >= _FILLING for one in found.groups())

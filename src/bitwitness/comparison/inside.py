@@ -84,7 +84,7 @@ def _given_another(suspect: Suspect, differences: Differences) -> Suspect | None
         if (pair.a.kind, pair.a.phase, pair.a.module) != ("module", "forward", path):
             continue
         for row_a, row_b in pair.inputs:
-            first, second = differences.lone_makers(row_a, row_b)
+            first, second = differences.makers.lone(row_a, row_b)
             if first is not None and second is not None and differences.is_real(pair.a, row_a):
                 site = f"{pair.a.site}.{differences.a.text('slot', row_a)}"
                 makers = f"by {_named(first)} in run A and by {_named(second)} in run B"

@@ -6,34 +6,21 @@ from collections.abc import Iterable
 
 from bitwitness.comparison.align import Pair
 from bitwitness.comparison.allowance import roundoff
-from bitwitness.comparison.casts import other_dtype
-from bitwitness.comparison.changes import BITS_DIFFER, moved
-from bitwitness.comparison.describe import argument_differences, in_chain, is_another_class_alone, made_by_nothing
+from bitwitness.comparison.changes import moved
+from bitwitness.comparison.describe import in_chain, made_by_nothing
 from bitwitness.comparison.differences import NEGLIGIBLE, Differences
 from bitwitness.comparison.operands import Operands
 from bitwitness.comparison.reason import Reason
 from bitwitness.comparison.relation import in_words
 from bitwitness.comparison.tokens import CASTS
-from bitwitness.oracle.names import is_random
-from bitwitness.oracle.recorded import arguments
 
 _FOLLOWED = 4.0
 """Times a known change up to which a later reader sees that same change: statistics of one value vary less than this."""
-_SURE = 0.01
-"""Share of `NEGLIGIBLE` that a result has to differ by before other arguments are its reason: below, they did not matter."""
 _ROUNDED = 4.0
 """Unit roundoffs by which what the runs begin with may differ, kept in another dtype."""
 _IN_BACKWARD = 64.0
 """Unit roundoffs of the coarser precision by which sketches of a deep backward were seen apart: 38 in a CLIP of two layers."""
-_OTHER_CLASS = 4e-6
-"""Relative change of a parameter up to which two optimizers' formulas are the same one: some dozen roundings in float32."""
-_RANDOM = "it draws random numbers, and drew others: another seed or another number of draws before"
 _SINCE = "; the runs agreed in it at the end of the step before, so it was changed between these two steps"
-_COMPUTED = "its inputs agree and its result does not"
-_COMPUTED_UPDATE = (
-    "parameter, gradient and settings agree and the update does not: the optimizer's state does (moments, step counts), "
-    "or it computed wrongly"
-)
 
 
 class Reasons:
@@ -85,73 +72,23 @@ class Reasons:
         """
         row_a, row_b = pair.outputs[0]
         name, change = self.a.text("name", row_a), self._differences.change_of[row_a]
+        known = self._earlier.named.get(name)
         if not name or name in self._told or self._differences.parted_before:
             return None
-        known = self._earlier.named.get(name)
-        limit = self._of_dtype(row_a, row_b)
+        limit = max(self._of_dtype(row_a, row_b), self._differences.handed_beside(name))
         if known is not None:
             limit = max(limit, self._differences.noise_limit())
             if pair.a.kind == "buffer" or name in self._earlier.trained or known > limit:
                 return None
         if change <= limit:
             return None
-        since = _SINCE if self._earlier.last is not None else ""
-        return Reason("source", f"{name} differs: {in_words(self.a, self.b, row_a, row_b)}{since}", rows=(row_a, row_b))
+        words = in_words(self.a, self.b, row_a, row_b) + (_SINCE if self._earlier.last is not None else "")
+        return Reason("source", f"{name} differs: {words}", rows=(row_a, row_b))
 
-    def _of_dtype(self, row_a: int, row_b: int) -> float:
-        return NEGLIGIBLE + _ROUNDED * self._differences.roundoff(row_a, row_b)
-
-    # -- the node's own ------------------------------------------------------------------------------------------
-
-    def own(self, pair: Pair, worst: float, *, over: bool) -> Reason | None:
-        """Return the reason that lies in a node itself.
-
-        Parameters
-        ----------
-        worst
-            The change of its result that exceeds what is explained by most.
-        over
-            Whether that is more than rounding and its inputs' changes explain.
-
-        """
-        differences = self._differences
-        if text := other_dtype(differences, pair):
-            return Reason("dtype", text)
-        carried = max((differences.change_of[row] for row, _ in pair.inputs), default=0.0)
-        first, second = self.a.text("args", pair.a.rows[0]), self.b.text("args", pair.b.rows[0])
-        if first != second and worst > max(NEGLIGIBLE * _SURE, _FOLLOWED * carried * (carried < NEGLIGIBLE)):
-            rank = len(self.a.shapes[pair.inputs[0][0]]) if pair.inputs else 0
-            differing = argument_differences(arguments(first), arguments(second), differences.precisions, rank=rank)
-            same_formula = worst <= _OTHER_CLASS and is_another_class_alone(arguments(first), arguments(second))
-            matters = over or carried == 0.0 or worst > differences.roundoff(*pair.outputs[0])
-            if differing and matters and not same_formula:
-                return Reason("argument", f"called with other arguments: {'; '.join(differing)}")
-        if not over or (not pair.inputs and differences.precisions is not None):
-            return None  # the latter: a constant of each run's own dtype
-        if not differences.has_values and any(differences.is_real(pair.a, row) for row, _ in pair.inputs):
-            return None  # statistics say too little of how far apart differing inputs are
-        if is_random(pair.a.op) or (pair.a.kind == "module" and "drop" in pair.a.op.lower()):
-            return Reason("random", self._draws_alone(pair) or _RANDOM)
-        if worst == BITS_DIFFER:
-            return None  # by how much is not known
-        if pair.a.kind == "module" and pair.a.op != pair.b.op:
-            return Reason("argument", f"another module: {pair.a.op} in run A, {pair.b.op} in run B")
-        slots = {self.a.text("slot", row) for row, _ in pair.inputs}
-        stateless = pair.a.kind == "optimizer" and slots <= {"param", "grad"}
-        return Reason("computed", _COMPUTED_UPDATE if stateless else _COMPUTED)
+    def _of_dtype(self, *rows: int) -> float:
+        return NEGLIGIBLE + _ROUNDED * self._differences.roundoff(*rows)
 
     # -- where an input's difference comes from --------------------------------------------------------------------
-
-    def _draws_alone(self, pair: Pair) -> str:
-        """Say that random numbers are drawn in a module in one run only; empty where both draw, or it is not known."""
-        drawn = [
-            any(
-                node.module == pair.a.module and is_random(node.op)
-                for node in self._differences.alignment.lone(first=first)
-            )
-            for first in (True, False)
-        ]
-        return f"it draws random numbers in run {'AB'[drawn.index(True)]} alone" if drawn[0] != drawn[1] else ""
 
     def of_inputs(self, pair: Pair) -> Reason | None:
         """Return why an input differs, if no matched operator made the difference."""
@@ -173,7 +110,7 @@ class Reasons:
             made = int(self.a.producer[row_a])
             if self._operands.other(row_a, row_b) is not None:
                 continue
-            if any(differences.lone_makers(row_a, row_b)):
+            if any(differences.makers.lone(row_a, row_b)):
                 found = self.of_lone(pair, row_a, row_b)
             elif made in differences.largest:
                 found = self._from_view(pair, row_a, change, differences.largest[made])
@@ -209,7 +146,7 @@ class Reasons:
     def of_lone(self, pair: Pair, row_a: int, row_b: int) -> Reason | None:
         """Return that a node which only one run has made a value, if that is why the value differs."""
         differences, change = self._differences, self._differences.change_of[row_a]
-        lone_a, lone_b = differences.lone_makers_near(pair, row_a, row_b)
+        lone_a, lone_b = differences.makers.lone_near(pair, row_a, row_b)
         lone = lone_a or lone_b
         assert lone is not None  # noqa: S101 - the caller asked
         first, second = differences.dtypes(row_a, row_b)
@@ -224,7 +161,7 @@ class Reasons:
         side = "a" if lone_a is not None else "b"
         reader = f"{pair.a.site}.{self.a.text('slot', row_a)}"
         words = in_words(self.a, self.b, row_a, row_b)
-        group = differences.group_of(lone, first=lone_a is not None)
+        group = differences.makers.group(lone, first=lone_a is not None)
         text = f"only run {side.upper()} has it, and its result matters to {reader} ({words})"
         if group is not None:
             ways = " and ".join(f"by {in_chain(nodes)} in run {run}" for nodes, run in ((group.a, "A"), (group.b, "B")))
@@ -241,9 +178,8 @@ class Reasons:
         if change <= max(limit, differences.drifted):
             return None
         slot = self.a.text("slot", row_a)
-        return Reason(
-            "view", f"{slot} differs although what it is taken from agrees: another view (a transpose, a slice)"
-        )
+        said = f"{slot} differs although what it is taken from agrees: another view (a transpose, a slice)"
+        return Reason("view", said)
 
     def _from_outside(self, pair: Pair, row_a: int, row_b: int, change: float) -> Reason | None:
         """Return the reason of an input that no recorded operator made."""
@@ -265,6 +201,7 @@ class Reasons:
         # What the runs begin with has no noise yet, but that of its own dtype.
         begun = name and known is None and not late
         limit = self._of_dtype(row_a, row_b) if begun else self._differences.noise_limit()
+        limit = max(limit, self._differences.handed_beside(name))
         if change <= limit:
             return None
         if not name:

@@ -9,6 +9,7 @@ from typing import Any
 from bitwitness.comparison.allowance import roundoff
 from bitwitness.comparison.describe import RECORD_OPERATORS
 from bitwitness.comparison.gradients import SOME_FACTOR
+from bitwitness.comparison.otherwise import Otherwise, in_words
 from bitwitness.comparison.suspect import Exceeding, Suspect
 from bitwitness.finding import to_jsonable
 
@@ -61,6 +62,8 @@ class Report:
         How the two were lined up, one sentence each.
     unaligned
         Steps that were not given the same batch, and were not compared; ``unaligned_from`` is the first.
+    in_parts
+        That one run recorded the parts of a model alone, and which: nothing was compared then.
     shifted
         From which step's weights the other run starts, where steps do not have the same number.
     conditions
@@ -73,6 +76,8 @@ class Report:
         How many operators (of all steps) differ by more than rounding inside modules whose results agree: ways of writing, and
         branches that lead nowhere. ``made_up_for``: the first module among them whose results differ, though nothing of that is
         left later.
+    otherwise
+        What is computed by other operators in each run, in a dtype too coarse to tell whether by the same formula; in order.
     merged
         The runs are spread differently over ranks; all ranks were put together.
 
@@ -102,6 +107,7 @@ class Report:
     unaligned: list[str] = field(default_factory=list)
     unaligned_from: float = math.inf
     shifted: str = ""
+    in_parts: str = ""
     precisions: tuple[str, str] | None = None
     operators: bool = True
     kept: bool = False
@@ -109,6 +115,7 @@ class Report:
     lone: int = 0
     cleared: int = 0
     made_up_for: Exceeding | None = None
+    otherwise: dict[Otherwise, None] = field(default_factory=dict)
 
     def note(self, text: str) -> None:
         """Note how runs were lined up, once."""
@@ -118,7 +125,7 @@ class Report:
     @property
     def status(self) -> str:
         """Tell ``fine``, ``findings`` or ``unread``: something could not be read or compared, beside findings or not."""
-        if self.problems or self.unaligned or not self.rows or self.unlike:
+        if self.problems or self.unaligned or self.in_parts or not self.rows or self.unlike:
             return "unread"
         return "fine" if self.first is None and not self.exceeding else "findings"
 
@@ -130,6 +137,8 @@ class Report:
     @property
     def conclusion(self) -> str:
         """One sentence for all."""
+        if self.in_parts:
+            return f"not the same pieces: {self.in_parts}; no operator is accused: record both with bw.Recorder(model)"
         if self.first is not None and not self._parted_unseen and self.first.step < self.unaligned_from:
             return self._parts_at(self.first)
         if self.unaligned:
@@ -170,7 +179,8 @@ class Report:
 
     @property
     def _rounding_only(self) -> str:
-        nearest = "" if self.nearest is None else f"; the nearest to that is {self.nearest}"
+        nearest = f"; but {in_words(self.otherwise)}" if self.otherwise else ""
+        nearest += "" if self.nearest is None else f"; the nearest to that is {self.nearest}"
         if self.precisions is not None:
             coarse = max(self.precisions, key=roundoff)
             how = f"the runs compute in {' against '.join(self.precisions)}"
@@ -216,6 +226,7 @@ class Report:
             "suspects": [suspect.to_dict() for suspect in self.suspects],
             "only_in_a": self.only_a,
             "only_in_b": self.only_b,
+            "written_otherwise": [one._asdict() for one in self.otherwise],
             "equivalent": [{"a": a, "b": b} for a, b in self.groups],
             "renamed": self.modules,
             "ranks_merged": self.merged,

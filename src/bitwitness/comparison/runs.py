@@ -20,6 +20,8 @@ from bitwitness.comparison.frame import Node, StepFrame
 from bitwitness.comparison.gradients import OF_ALL_GRADIENTS
 from bitwitness.comparison.inside import with_module
 from bitwitness.comparison.lined import Place, line_up
+from bitwitness.comparison.otherwise import written_otherwise
+from bitwitness.comparison.parts import recorded_in_parts
 from bitwitness.comparison.relation import in_times
 from bitwitness.comparison.report import Report
 from bitwitness.comparison.settled import SettledModules
@@ -81,6 +83,11 @@ def compare_sources(
     beside = DriftBeside(a, b)
     for done, place in enumerate(lined.places):
         progress(done, len(lined.places))
+        if not done:
+            frames = StepFrame(a.table(place.rank, place.step)), StepFrame(b.table(place.rank, place.step_b))
+            report.in_parts = recorded_in_parts(a, b, *frames)
+            if report.in_parts:
+                break
         known = earlier.setdefault(place.rank, EarlierSteps())
         known.beside = partial(beside.at, place.rank, place.step, place.step_b)
         _compare_step(report, a, b, place, known, settings, sinks)
@@ -148,6 +155,7 @@ def _compare_step(
     if not report.conditions:
         report.conditions = conditions(differences)
     report.precisions = report.precisions or differences.precisions
+    report.otherwise |= {} if len(report.otherwise) > _LISTED else dict.fromkeys(written_otherwise(differences))
     report.operators = differences.has_operators
     report.exceeding += search.exceeding[: _LISTED - len(report.exceeding)]
     report.unexplained = report.unexplained or search.unexplained

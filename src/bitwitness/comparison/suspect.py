@@ -129,7 +129,7 @@ class EarlierSteps:
     optimizer has read, by the parameter's name (its moments hold that, though a later gradient agrees); ``noise``: the
     largest change so far that rounding explained; ``parted``: something differed by more; ``last``: the step before, of both
     runs; ``trained``: run A's parameters that have had a gradient; ``beside``: how far those of the process's other models are
-    apart by now.
+    apart by now, by name.
     """
 
     named: dict[str, float] = field(default_factory=dict)
@@ -138,7 +138,7 @@ class EarlierSteps:
     parted: bool = False
     last: tuple[StepFrame, StepFrame] | None = None
     trained: set[str] = field(default_factory=set)
-    beside: Callable[[], float] = lambda: 0.0
+    beside: Callable[[], dict[str, float]] = dict
 
     def add(self, a: StepFrame, b: StepFrame) -> None:
         """Note that a step was compared."""

@@ -17,6 +17,7 @@ from bitwitness.comparison.handed import hands_on
 from bitwitness.comparison.harmless import Harmless
 from bitwitness.comparison.inside import APART, Inside, computes_another
 from bitwitness.comparison.noted import of_absence, of_cause
+from bitwitness.comparison.own import OwnReasons
 from bitwitness.comparison.reason import Reason
 from bitwitness.comparison.reasons import Reasons
 from bitwitness.comparison.relation import numbers_of
@@ -49,6 +50,7 @@ class SuspectSearch:
     def __init__(self, differences: Differences, rank: int, step: int) -> None:
         self.differences = differences
         self._reasons = Reasons(differences)
+        self._own_reasons = OwnReasons(differences)
         self._earlier = differences.earlier
         self._rank = rank
         self._step = step
@@ -179,7 +181,7 @@ class SuspectSearch:
 
     def _own(self, pair: Pair, worst: float, explained: float, *, clean: bool) -> Suspect | None:
         """Return a node as a suspect whose inputs are no reason of its difference."""
-        reason = self._reasons.own(pair, worst, over=worst > explained)
+        reason = self._own_reasons.of(pair, worst, over=worst > explained)
         # An update follows what happened to all gradients, unless it has another learning rate or the like.
         if pair.a.kind == "optimizer" and self._updates.cause and (reason is None or reason.kind == "computed"):
             return None
@@ -252,9 +254,11 @@ class SuspectSearch:
     def _without_inputs(self, pair: Pair, worst: float) -> Suspect | None:
         """Return a value that stands alone as a suspect, if it is one: a gradient, a saved point."""
         differences, number = self.differences, pair.a.number
+        if pair.a.kind == "saved" and pair.a.op == "loss" and differences.other_losses:
+            return None  # one run's is a sum, or goes back in pieces
         if pair.a.kind == "op":
             differences.real.add(number)
-            reason = self._reasons.own(pair, worst, over=worst > NEGLIGIBLE)
+            reason = self._own_reasons.of(pair, worst, over=worst > NEGLIGIBLE)
             return None if reason is None else self._suspect(pair, reason, worst, NEGLIGIBLE, clean=True)
         if pair.a.kind == "collective":
             differences.real.add(number)

@@ -27,6 +27,8 @@ class Tokens:
         self._frame = frame
         self._modules = modules
         self._by_number = {node.number: node for node in frame.nodes}
+        self.matched: dict[int, int] = {}
+        """The numbers of nodes that were matched already, with those of run A."""
 
     def op(self, node: Node) -> str:
         """Return the operator's name, whatever a framework or a release calls it."""
@@ -68,12 +70,13 @@ class Tokens:
         return tuple(self._frame.shapes[row] for row in (*node.inputs, *node.outputs))
 
     def makers(self, node: Node) -> list[str]:
-        """Return the names of a node's inputs, or what made them."""
-        makers = []
-        for row in node.inputs:
-            made = self._by_number.get(int(self._frame.producer[row]))
-            name = self._frame.text("name", row)
-            makers.append(
-                name if made is None else f"{self._modules.get(made.module, made.module)}/{canonical(made.op)}"
-            )
-        return makers
+        """Return the names of a node's inputs, or what made them: the very node where that was matched, or its operator."""
+        return [self._maker(row) for row in node.inputs]
+
+    def _maker(self, row: int) -> str:
+        made = self._by_number.get(int(self._frame.producer[row]))
+        if made is None:
+            return self._frame.text("name", row)
+        if made.number in self.matched:
+            return f"#{self.matched[made.number]}"
+        return f"{self._modules.get(made.module, made.module)}/{canonical(made.op)}"

@@ -82,7 +82,7 @@ class Updates:
     def of_value(self, pair: Pair) -> Reason | None:
         """Return why a gradient differs by more than its `limit`; None for other values, and where all gradients do."""
         row_a, row_b = pair.outputs[0]
-        if any(self._differences.lone_makers(row_a, row_b)):
+        if any(self._differences.makers.lone(row_a, row_b)):
             return self._reasons.of_lone(pair, row_a, row_b)
         if pair.a.kind != "gradient":
             return None

@@ -74,13 +74,14 @@ class ModelRecording(Instrument):
         """What kept something from being recorded, the first of it."""
         self.records = False
         """Whether the step that runs is recorded."""
-        self._gradients_recorded = False
+        self._gradients_recorded = self._focused = False
         self._hooked_now = False  # in the call that runs, whose list of hooks torch has made before
 
     # -- being on ------------------------------------------------------------------------------------------------
 
     def added(self) -> None:
-        """Record from the next forward on."""
+        """Record from the next forward on: of the model, or of its parts where the script calls these."""
+        self.session.hook_parts(in_doubt=True)
         self.resumed()
 
     def resumed(self) -> None:
@@ -179,7 +180,9 @@ class ModelRecording(Instrument):
             self._open_step()
         if self.records:
             if self.config.operators:
-                self._tracker.focus_on(self.session.root)
+                if not self._focused:  # a step may have several forwards before its backward
+                    self._tracker.focus_on(self.session.root)
+                    self._focused = True
                 self._window.open()
                 self._tracker.begin(self.session.root)
             self._modules.begin(forward.part, forward.args, forward.kwargs, listed=not self._hooked_now)
@@ -188,7 +191,7 @@ class ModelRecording(Instrument):
     def _open_step(self) -> None:
         if not self.config.wants_step(self.session.step) or self._writing.broken is not None:
             return
-        self.records, self._gradients_recorded = True, False
+        self.records, self._gradients_recorded, self._focused = True, False, False
         if self._keeper is not None:
             self._keeper.begin_step(self.session.step)
         self._values.new_step()

@@ -152,10 +152,13 @@ class Training(StepListener):
         if self._hooks is not None and not self._open:
             self._hooks.join(module, args, kwargs)
 
-    def hook_parts(self) -> None:
-        """Tell of the outermost calls of the model's parts from now on, too: the script does not call the model itself."""
-        if self._hooks is not None:
-            self._hooks.hook_parts()
+    def hook_parts(self, *, in_doubt: bool = False) -> None:
+        """Tell of the outermost calls of the model's parts from now on, too: the script does not call the model itself.
+
+        ``in_doubt``: only if it turns out so with the first call.
+        """
+        if self._hooks is not None and not any(map(is_compiled, self.root.modules())):
+            self._hooks.hook_parts(in_doubt=in_doubt)
 
     def _forward_begins(self, part: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         stack = ExitStack()
@@ -209,8 +212,7 @@ class Training(StepListener):
         """Count the outermost backward, before anybody looks at what it left: a step may have begun with it."""
         if self.backward_depth == 1 and self._count.backward_ended():
             self._tell("step_begins", self.step)
-            if not any(map(is_compiled, self.root.modules())):
-                self.hook_parts()
+            self.hook_parts()
 
     def clipping(self, gradients: list[torch.Tensor]) -> None:
         """Tell that gradients are complete, if it is the model's that are about to be clipped."""

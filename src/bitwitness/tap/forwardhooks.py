@@ -35,6 +35,8 @@ class ForwardHooks:
         self._before = before
         self._after = after
         self._parts_hooked = False
+        self._of_parts: list[torch.utils.hooks.RemovableHandle] = []
+        self._in_doubt = False
         self._part: nn.Module | None = None
         self._depth = 0
         self._calls = 0  # of the root, that have not returned
@@ -45,29 +47,43 @@ class ForwardHooks:
         if entry.in_place:
             self._handles.append(HookedCall(entry.module, *self._hooks))
         else:
-            self._hook(entry.module, *self._hooks)
+            self._handles += self._hook(entry.module, *self._hooks)
 
     def close(self) -> None:
         """Remove the hooks."""
         for hook in self._hooks:
             hook.let_go()
-        for handle in self._handles:
+        for handle in (*self._handles, *self._of_parts):
             handle.remove()
         self._not_pickled.__exit__(None, None, None)
 
-    def hook_parts(self) -> None:
-        """Tell of the outermost calls of the root's parts from now on, too: the script does not call the root."""
+    def hook_parts(self, *, in_doubt: bool = False) -> None:
+        """Tell of the outermost calls of the root's parts from now on, too: the script does not call the root.
+
+        ``in_doubt``: only if the first call with gradients is one of a part; else these hooks go as they came.
+        """
+        self._in_doubt &= in_doubt
         if self._parts_hooked or self._entry.in_place:
             return
-        self._parts_hooked = True
+        self._parts_hooked, self._in_doubt = True, in_doubt
         before, after = ModuleHook(self._part_begins), ModuleHook(self._part_ends)
         self._hooks += [before, after]
         for part in self._root.modules():
             if part is not self._root and not isinstance(part, torch.jit.ScriptModule):
-                self._hook(part, before, after)
+                self._of_parts += self._hook(part, before, after)
 
-    def _hook(self, module: nn.Module, before: ModuleHook, after: ModuleHook) -> None:
-        self._handles += [
+    def _unhook_parts(self) -> None:
+        self._parts_hooked = self._in_doubt = False
+        for hook in self._hooks[2:]:
+            hook.let_go()
+        del self._hooks[2:]
+        while self._of_parts:
+            self._of_parts.pop().remove()
+
+    def _hook(
+        self, module: nn.Module, before: ModuleHook, after: ModuleHook
+    ) -> list[torch.utils.hooks.RemovableHandle]:
+        return [
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
             module.register_forward_hook(after, with_kwargs=True, always_call=True),
         ]
@@ -78,6 +94,8 @@ class ForwardHooks:
             self._root_begins(module, args, kwargs)
 
     def _root_begins(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._in_doubt:
+            self._unhook_parts()
         self._calls += 1
         self._before(None, args, kwargs)
 
@@ -90,6 +108,9 @@ class ForwardHooks:
         if part is self._part:
             self._depth += 1
         elif self._part is None and not self._calls:
+            if self._in_doubt and not torch.is_grad_enabled():
+                return  # a look at the model before it is trained
+            self._in_doubt = False
             self._part, self._depth = part, 0
             self._before(part, args, kwargs)
 

@@ -1,0 +1,81 @@
+"""Who made a value: a node that both runs have, or one that only one of them has; and what that was made of."""
+
+from __future__ import annotations
+
+from bitwitness.comparison.align import Alignment, Group, Pair
+from bitwitness.comparison.frame import Node, StepFrame
+
+_FOLLOWED = 256
+"""Nodes of one run alone that are followed to what they are made of."""
+
+
+class Makers:
+    """Knows the makers of one step's values, in both runs.
+
+    Parameters
+    ----------
+    a, b
+        The two steps.
+    alignment
+        What matches what.
+
+    """
+
+    def __init__(self, a: StepFrame, b: StepFrame, alignment: Alignment) -> None:
+        self._frames = a, b
+        pairs = [pair for pair in alignment.pairs if pair.outputs]
+        self._made = {pair.a.number: pair for pair in pairs}, {pair.b.number: pair for pair in pairs}
+        self._lone = tuple({node.number: node for node in alignment.lone(first=first)} for first in (True, False))
+        groups_a = {node.number: group for group in alignment.groups for node in group.a}
+        groups_b = {node.number: group for group in alignment.groups for node in group.b}
+        self._groups = groups_a, groups_b
+
+    def maker(self, row_a: int) -> Pair | None:
+        """Return the matched node that made a row of A, if that is known."""
+        return self._made[0].get(int(self._frames[0].producer[row_a]))
+
+    def lone(self, row_a: int, row_b: int) -> tuple[Node | None, Node | None]:
+        """Return the nodes of A and of B that made these rows, each only if the other run has no such node."""
+        a, b = self._frames
+        return self._lone[0].get(int(a.producer[row_a])), self._lone[1].get(int(b.producer[row_b]))
+
+    def lone_near(self, pair: Pair, row_a: int, row_b: int) -> tuple[Node | None, Node | None]:
+        """Return the same of what a pair reads; of two in different modules the one alone that lies in the reader's own.
+
+        The other is inside a module that is written otherwise, and what came out of that was changed on its way to the reader.
+        """
+        lone_a, lone_b = self.lone(row_a, row_b)
+        if lone_a is None or lone_b is None or lone_a.module == lone_b.module:
+            return lone_a, lone_b
+        near = lone_a.module == pair.a.module, lone_b.module == pair.b.module
+        return (lone_a, lone_b) if near[0] == near[1] else (lone_a if near[0] else None, lone_b if near[1] else None)
+
+    def group(self, lone: Node, *, first: bool) -> Group | None:
+        """Return the nodes that stand against each other in both runs, a node that only one has among them."""
+        return self._groups[0 if first else 1].get(lone.number)
+
+    def has_lone(self, kind: str, op: str) -> bool:
+        """Return whether one run alone has such a node."""
+        return any(node.kind == kind and node.op == op for lone in self._lone for node in lone.values())
+
+    def origins(self, lone: Node, *, first: bool) -> tuple[list[Pair], set[str]]:
+        """Return what led to a node that only run A (``first``) or only run B has: matched nodes, and what has a name.
+
+        It is followed through nodes that only that run has.
+        """
+        side = 0 if first else 1
+        frame, made, alone = self._frames[side], self._made[side], self._lone[side]
+        pairs: list[Pair] = []
+        names: set[str] = set()
+        waiting, seen = [lone], {lone.number}
+        while waiting and len(seen) < _FOLLOWED:
+            for row in waiting.pop().inputs:
+                number = int(frame.producer[row])
+                if name := frame.text("name", row):
+                    names.add(name)
+                elif number in made:
+                    pairs.append(made[number])
+                elif number in alone and number not in seen:
+                    seen.add(number)
+                    waiting.append(alone[number])
+        return pairs, names

@@ -1,0 +1,78 @@
+"""What two runs compute by different operators, where they compute so coarsely that small differences in kind do not show.
+
+Two formulas of one activation differ by less than bfloat16's rounding: that they agree says little, so they are named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from bitwitness.comparison.align import Group
+from bitwitness.comparison.describe import in_chain
+from bitwitness.comparison.differences import FINE, Differences
+from bitwitness.comparison.frame import Node
+from bitwitness.comparison.tokens import CASTS
+from bitwitness.oracle.names import PRODUCTS, canonical
+
+_VIEWS = (
+    "_unsafe_view",
+    "alias",
+    "expand",
+    "permute",
+    "reshape",
+    "select",
+    "slice",
+    "split",
+    "squeeze",
+    "t",
+    "transpose",
+)
+_MOVES = frozenset((*CASTS, *_VIEWS, "clone", "copy_", "detach", "unsqueeze", "view"))
+"""Operators that compute nothing."""
+_LINEAR = frozenset((*PRODUCTS, "add", "mul", "sum"))
+"""Of which there is one formula, whatever a kernel is called."""
+
+
+class Otherwise(NamedTuple):
+    """One formula in other operators: in which module first, and by what in each run."""
+
+    module: str
+    a: str
+    b: str
+
+
+def written_otherwise(differences: Differences) -> Iterator[Otherwise]:
+    """Yield what is computed by other operators in each run, of a step that is computed in a coarse dtype in one of them."""
+    coarse = max(differences.coarse, differences.roundoff_inside if differences.precisions is not None else 0.0)
+    if coarse <= FINE:
+        return
+    for group in differences.alignment.groups:
+        first, second = computing(group.a), computing(group.b)
+        if group.a[0].phase != "forward" or not first or not second:
+            continue
+        names = [{canonical(node.op) for node in nodes} for nodes in (first, second)]
+        if names[0] != names[1] and not all(found <= _LINEAR for found in names):
+            yield Otherwise(_place(group), in_chain(first), in_chain(second))
+
+
+def in_words(found: Iterable[Otherwise]) -> str:
+    """Say which are the first, and how many more there are; empty where there are none."""
+    listed = list(dict.fromkeys(found))
+    if not listed:
+        return ""
+    first = listed[0]
+    more = f" (and so in {len(listed) - 1} other places)" if len(listed) > 1 else ""
+    return (
+        f"{first.module} is computed by {first.a} in run A and by {first.b} in run B{more}, and whether these are one formula "
+        "cannot be told in that precision"
+    )
+
+
+def computing(nodes: Iterable[Node]) -> list[Node]:
+    """Return those that compute something, and not only cast or move it."""
+    return [node for node in nodes if canonical(node.op) not in _MOVES]
+
+
+def _place(group: Group) -> str:
+    return group.a[0].module

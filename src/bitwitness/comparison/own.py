@@ -1,0 +1,101 @@
+"""The reason of a difference that lies in an operator itself: its dtype, its arguments, what it draws, what it computes."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from bitwitness.comparison.align import Pair
+from bitwitness.comparison.casts import other_dtype
+from bitwitness.comparison.changes import BITS_DIFFER
+from bitwitness.comparison.describe import argument_differences, is_another_class_alone
+from bitwitness.comparison.differences import NEGLIGIBLE, Differences
+from bitwitness.comparison.reason import Reason
+from bitwitness.oracle.names import is_random
+from bitwitness.oracle.recorded import arguments
+
+_FOLLOWED = 4.0
+"""Times a known change up to which a later reader sees that same change: statistics of one value vary less than this."""
+_SURE = 0.01
+"""Share of `NEGLIGIBLE` that a result has to differ by before other arguments are its reason: below, they did not matter."""
+_OTHER_CLASS = 4e-6
+"""Relative change of a parameter up to which two optimizers' formulas are the same one: some dozen roundings in float32."""
+_RANDOM = "it draws random numbers, and drew others: another seed or another number of draws before"
+_COMPUTED_UPDATE = (
+    "parameter, gradient and settings agree and the update does not: the optimizer's state does (moments, step counts), "
+    "or it computed wrongly"
+)
+_COMPUTED = "its inputs agree and its result does not"
+
+
+class OwnReasons:
+    """Finds the reasons of one step of one rank.
+
+    Parameters
+    ----------
+    differences
+        The step's changes.
+
+    """
+
+    def __init__(self, differences: Differences) -> None:
+        self._differences = differences
+
+    def of(self, pair: Pair, worst: float, *, over: bool) -> Reason | None:
+        """Return the reason that lies in a node itself.
+
+        Parameters
+        ----------
+        worst
+            The change of its result that exceeds what is explained by most.
+        over
+            Whether that is more than rounding and its inputs' changes explain.
+
+        """
+        differences = self._differences
+        if text := other_dtype(differences, pair):
+            return Reason("dtype", text)
+        carried = max((differences.change_of[row] for row, _ in pair.inputs), default=0.0)
+        first, second = (
+            self._differences.a.text("args", pair.a.rows[0]),
+            self._differences.b.text("args", pair.b.rows[0]),
+        )
+        if first != second and worst > max(NEGLIGIBLE * _SURE, _FOLLOWED * carried * (carried < NEGLIGIBLE)):
+            rank = len(self._differences.a.shapes[pair.inputs[0][0]]) if pair.inputs else 0
+            differing = argument_differences(arguments(first), arguments(second), differences.precisions, rank=rank)
+            same_formula = is_another_class_alone(arguments(first), arguments(second)) and (
+                worst <= _OTHER_CLASS or self._is_one_formula
+            )
+            matters = over or carried == 0.0 or worst > differences.roundoff(*pair.outputs[0])
+            if differing and matters and not same_formula:
+                return Reason("argument", f"called with other arguments: {'; '.join(differing)}")
+        if not over or (not pair.inputs and differences.precisions is not None):
+            return None  # the latter: a constant of each run's own dtype
+        if not differences.has_values and any(differences.is_real(pair.a, row) for row, _ in pair.inputs):
+            return None  # statistics say too little of how far apart differing inputs are
+        if is_random(pair.a.op) or (pair.a.kind == "module" and "drop" in pair.a.op.lower()):
+            return Reason("random", self._draws_alone(pair) or _RANDOM)
+        if worst == BITS_DIFFER:
+            return None  # by how much is not known
+        if pair.a.kind == "module" and pair.a.op != pair.b.op:
+            return Reason("argument", f"another module: {pair.a.op} in run A, {pair.b.op} in run B")
+        slots = {self._differences.a.text("slot", row) for row, _ in pair.inputs}
+        stateless = pair.a.kind == "optimizer" and slots <= {"param", "grad"}
+        return Reason("computed", _COMPUTED_UPDATE if stateless else _COMPUTED)
+
+    @cached_property
+    def _is_one_formula(self) -> bool:
+        """Whether two optimizers' classes move most parameters alike: others have gradients of rounding errors."""
+        moved = [pair for pair in self._differences.alignment.pairs if pair.a.kind == "optimizer" and pair.outputs]
+        changes = [max(self._differences.change_of[row] for row, _ in pair.outputs) for pair in moved]
+        return sum(change <= _OTHER_CLASS for change in changes) > len(changes) / 2
+
+    def _draws_alone(self, pair: Pair) -> str:
+        """Say that random numbers are drawn in a module in one run only; empty where both draw, or it is not known."""
+        drawn = [
+            any(
+                node.module == pair.a.module and is_random(node.op)
+                for node in self._differences.alignment.lone(first=first)
+            )
+            for first in (True, False)
+        ]
+        return f"it draws random numbers in run {'AB'[drawn.index(True)]} alone" if drawn[0] != drawn[1] else ""
