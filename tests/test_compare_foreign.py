@@ -268,3 +268,47 @@ def test_each_forward_of_a_step_has_its_backward_recorded(tmp_path: Path) -> Non
     rows = bw.Run(siamese(tmp_path / "a", stopped=True)).rows(step=0).to_pylist()
     of_weights = [row for row in rows if row["phase"] == "backward" and row["shape"] == [10, 14]]
     assert [row["op"] for row in of_weights if row["slot"] == "out0"] == ["mm", "mm", "add"]
+
+
+# -- other names -----------------------------------------------------------------------------------------------------
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(6, 9), nn.LayerNorm(9), nn.Linear(9, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.norm(self.first(x)).relu())
+
+
+class Inner(nn.Module):
+    def __init__(self, plain: Plain) -> None:
+        super().__init__()
+        self.down, self.ln, self.up = plain.second, plain.norm, plain.first  # registered the other way round
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.ln(self.up(x)).relu())
+
+
+class Wrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner(Plain())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def test_parameters_of_renamed_modules_in_another_order_are_the_same_ones(tmp_path: Path) -> None:
+    for name, make in (("a", Plain), ("b", Wrapped)):
+        torch.manual_seed(0)
+        model = make()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        with bw.Recorder(model, out=tmp_path / name):
+            for _ in range(3):
+                model(torch.randn(5, 6)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    report = bw.compare(tmp_path / "a", tmp_path / "b")
+    assert report.status == "fine", report.conclusion

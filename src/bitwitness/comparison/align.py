@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow.compute as pc
 
 from bitwitness.comparison.frame import Node, StepFrame
-from bitwitness.comparison.tokens import Tokens
+from bitwitness.comparison.tokens import Tokens, renamed
 
 _KEYS = ("kind", "phase", "module", "op", "call", "slot", "micro", "recomputed")
 # Nodes of one module, beyond which lists are aligned by operators alone: the table that takes shapes and predecessors into
@@ -156,7 +156,7 @@ def _match_the_rest(found: Alignment, a: StepFrame, b: StepFrame, tokens_a: Toke
 def _by_place(frame: StepFrame, modules: Mapping[str, str]) -> dict[Place, list[Node]]:
     lists: dict[Place, list[Node]] = {}
     for node in frame.nodes:
-        module = modules.get(node.module, node.module)
+        module = renamed(node, modules)
         # These come once for each parameter and in no order of execution, so they are one list.
         kind = "state" if node.kind in ("parameter", "gradient", "buffer", "optimizer") else node.kind
         lists.setdefault((kind, node.phase, module, node.micro), []).append(node)

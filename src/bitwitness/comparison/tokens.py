@@ -80,3 +80,11 @@ class Tokens:
         if made.number in self.matched:
             return f"#{self.matched[made.number]}"
         return f"{self._modules.get(made.module, made.module)}/{canonical(made.op)}"
+
+
+def renamed(node: Node, modules: Mapping[str, str]) -> str:
+    """Return a node's module by run B's name; of an update, whose place is its parameter, that of the parameter's module."""
+    if node.kind != "optimizer" or node.module in modules:
+        return modules.get(node.module, node.module)
+    path, dot, name = node.module.rpartition(".")
+    return f"{modules.get(path or '.', path)}{dot}{name}" if dot else node.module
