@@ -1,0 +1,100 @@
+"""The numbers that a run left, whoever wrote them: its monitored series or, without these, what its recording tells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from bitwitness.errors import UsageError
+from bitwitness.store.folder import Run
+from bitwitness.store.monitored import is_monitored, monitored_ranks, read_series
+
+COLUMNS = ("step", "kind", "name", "metric", "value", "count", "nan", "inf", "min", "max", "l2")
+_MOST_TABLES = 2000  # steps of all ranks that are read of a recording: each holds thousands of rows
+_KINDS = {
+    ("module", "forward"): "activation",
+    ("module", "backward"): "activation_grad",
+    ("gradient", "grad"): "grad",
+    ("parameter", "param"): "param",
+}
+
+
+@dataclass(slots=True)
+class Numbers:
+    """A run's numbers, rank by rank; ``problems``: what could not be read, or was left out."""
+
+    run: Run
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def monitored(self) -> bool:
+        """Whether the run was monitored."""
+        return is_monitored(self.run.path)
+
+    def ranks(self) -> list[int]:
+        """Return the ranks that have numbers."""
+        if self.monitored:
+            return monitored_ranks(self.run.path)
+        return [rank for rank in self.run.ranks() if self.run.steps(rank)]
+
+    def tables(self) -> Iterator[tuple[int, pa.Table]]:
+        """Yield each rank's rows with `COLUMNS`: one rank's at a time are in memory."""
+        ranks = self.ranks()
+        for rank in ranks:
+            if self.monitored:
+                table, problems = read_series(self.run.path, rank, columns=COLUMNS)
+                self.problems += problems
+            else:
+                table = self._recorded(rank, _MOST_TABLES // max(len(ranks), 1))
+            if table.num_rows:
+                yield rank, table.unify_dictionaries().combine_chunks()
+
+    def _recorded(self, rank: int, most: int) -> pa.Table:
+        steps = self.run.steps(rank)
+        every = -(-len(steps) // max(most, 1))
+        if every > 1:
+            self.problems.append(f"of {len(steps)} recorded steps of rank {rank} one in {every} was read for the charts")
+        tables = []
+        for step in steps[::every]:
+            try:
+                tables.append(_as_series(self.run.rows(step=step, rank=rank)))
+            except UsageError as error:
+                self.problems.append(str(error))
+        return pa.concat_tables(tables) if tables else pa.table({name: [] for name in COLUMNS})
+
+
+def _as_series(rows: pa.Table) -> pa.Table:
+    """Return a recording's rows of modules and parameters as those of a monitored run."""
+    kinds, phases, slots = (rows.column(name).cast(pa.string()) for name in ("kind", "phase", "slot"))
+    told = pa.nulls(rows.num_rows, pa.string())
+    for (kind, phase), series in _KINDS.items():
+        told = pc.if_else(pc.and_(pc.equal(kinds, kind), pc.equal(phases, phase)), series, told)
+    result = pc.or_(pc.starts_with(slots, "out"), pc.starts_with(slots, "grad_in"))
+    kept = pc.and_(pc.is_valid(told), pc.or_(result, pc.not_equal(kinds, "module")))
+    kept = pc.fill_null(kept, fill_value=False)
+    rows, told = rows.filter(kept), told.filter(kept)
+    module, op = (rows.column(name).cast(pa.string()) for name in ("module", "op"))
+    inner = pc.if_else(pc.equal(module, "."), op, pc.binary_join_element_wise(module, op, "."))
+    names = pc.if_else(pc.is_in(told, pa.array(["activation", "activation_grad"])), module, inner)
+    nothing = pa.nulls(rows.num_rows, pa.string())
+    columns = {
+        "step": rows.column("step"),
+        "kind": told,
+        "name": names,
+        "metric": nothing,
+        "value": pa.nulls(rows.num_rows, pa.float64()),
+        "count": rows.column("count"),
+        "nan": pc.fill_null(rows.column("nan"), 0),
+        "inf": pc.add(pc.fill_null(rows.column("pos_inf"), 0), pc.fill_null(rows.column("neg_inf"), 0)),
+        "min": rows.column("min"),
+        "max": rows.column("max"),
+        "l2": rows.column("l2"),
+    }
+    table = pa.table(columns)
+    for name in ("kind", "name", "metric"):
+        at = table.schema.get_field_index(name)
+        table = table.set_column(at, name, pc.dictionary_encode(table.column(name)))
+    return table
