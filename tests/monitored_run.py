@@ -19,7 +19,10 @@ SPIKE, STEP, RANK = "layers.3.mlp", 137, 1
 def modules(count: int) -> list[str]:
     """Return names as a transformer has them."""
     parts = ("attn.qkv", "attn.out", "mlp.up", "mlp.down", "mlp", "norm1", "norm2", "attn")
-    return [f"layers.{number // len(parts)}.{parts[number % len(parts)]}" for number in range(count - 2)] + ["tokens", "head"]
+    return [f"layers.{number // len(parts)}.{parts[number % len(parts)]}" for number in range(count - 2)] + [
+        "tokens",
+        "head",
+    ]
 
 
 def write_monitored(folder: Path, *, steps: int = 200, names: list[str] | None = None, ranks: int = 2) -> Path:
@@ -28,7 +31,11 @@ def write_monitored(folder: Path, *, steps: int = 200, names: list[str] | None =
     random = np.random.default_rng(0)
     for rank in range(ranks):
         writer = RunWriter(folder, rank, ranks)
-        writer.event(Note("coverage", steps - 1, rank, evidence=COVERAGE | {"steps": {"held": steps, "judged": steps, "deep": 2}}))
+        writer.event(
+            Note(
+                "coverage", steps - 1, rank, evidence=COVERAGE | {"steps": {"held": steps, "judged": steps, "deep": 2}}
+            )
+        )
         writer.ended("finished", "the end of the training", steps)
         writer.close()
         pq.write_table(_series(steps, names, rank, random), folder / f"rank{rank:05d}" / "monitor-000001.parquet")

@@ -19,7 +19,7 @@ def add_parser(verbs: Any) -> None:
         "report",
         help="a report to hand on: the verdict, what to do, the evidence",
         description="Makes one HTML file that opens offline. Two recordings are compared, the second being the one to compare "
-        "with. Exit code as status and compare: 0 healthy or equal, 1 something was found, 3 not everything could be looked at.",
+        "with. Exit code as status and compare: 0 fine, 1 something was found, 3 not everything was looked at.",
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", help="run folders: what --out named")
     parser.add_argument(

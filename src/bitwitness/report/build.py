@@ -13,7 +13,7 @@ from bitwitness.report.clean import name, text
 from bitwitness.report.heatmap import HeatMap, HeatMapMaker, steps_of
 from bitwitness.report.numbers import Numbers
 from bitwitness.report.series import Line, lines_of
-from bitwitness.report.story import RunStory, Story, story_of, story_of_run
+from bitwitness.report.story import RunStory, Story, story_of, story_of_run, tell_broken
 from bitwitness.report.tree import LEVELS, PAIR_LEVELS, levels_of_run, tree_of
 from bitwitness.store.answer import Answer, answers
 from bitwitness.store.folder import Run
@@ -74,7 +74,8 @@ class _Read:
     run: Run
     story: RunStory
     events: list[Event]
-    numbers: Numbers
+    lines: list[Line]
+    heat: HeatMap
 
 
 def build_report(
@@ -133,7 +134,13 @@ def _one(answer: Answer, told: str) -> _Read:
     path = told if os.fspath(answer.path) == os.fspath(os.path.normpath(told)) else os.fspath(answer.path)
     events: list[Event] = [*run.verdicts(), *findings]
     events += [note for note in run.notes() if note.message != "coverage"]
-    return _Read(run, story_of_run(answer, findings, path), events, Numbers(run))
+    numbers = Numbers(run)
+    lines, heat = _numbers_of(numbers)
+    story = story_of_run(answer, findings, path)
+    if heat.broken and not answer.verdicts and not findings:
+        tell_broken(story, *heat.broken)
+    story.doubts += [text(problem) for problem in dict.fromkeys(numbers.problems)][:20]
+    return _Read(run, story, events, lines, heat)
 
 
 def _charts(read: list[_Read], found: Compared | None) -> dict[str, Any]:
@@ -143,13 +150,12 @@ def _charts(read: list[_Read], found: Compared | None) -> dict[str, Any]:
     lines: list[dict[str, Any]] = []
     heat = HeatMap()
     for number, one in enumerate(read):
-        own, map_ = _numbers_of(one.numbers)
-        lines += [{**line.to_dict(), "run": name(one.story.path) if several else ""} for line in own]
-        heat = heat if number and heat.layers else map_
-        one.story.doubts += [text(problem) for problem in dict.fromkeys(one.numbers.problems)][:20]
+        lines += [{**line.to_dict(), "run": name(one.story.path) if several else ""} for line in one.lines]
+        heat = heat if number and heat.layers else one.heat
     marks = [_mark(event, one, several=several) for one in read for event in one.events if _weighty(event)]
     if lines or marks:
         charts["timeline"] = {"lines": lines, "marks": marks[:_MARKS]}
+    heat = heat if found is None else found.heat
     if heat.layers:
         charts["heat"] = heat.to_dict()
     if found is not None:
@@ -158,7 +164,7 @@ def _charts(read: list[_Read], found: Compared | None) -> dict[str, Any]:
         if heat.worst:
             levels = levels_of_run(heat.worst)
             charts["tree"] = {"root": tree_of(levels).to_dict(), "levels": list(LEVELS)}
-        charts["table"] = _events_table(read, several=several)
+        charts |= _events_table(read, several=several)
     return charts
 
 
@@ -190,17 +196,23 @@ def _of_pair(found: Compared) -> dict[str, Any]:
     if found.graph.nodes:
         charts["graph"] = found.graph.to_dict()
     said = f"{found.total} compared values" + ("" if found.total == len(found.rows) else f"; {len(found.rows)} shown")
-    charts["table"] = {"said": f"{said}; those that differ come first", "columns": list(found.columns), "rows": found.rows}
+    charts["table"] = {
+        "said": f"{said}; those that differ come first",
+        "columns": list(found.columns),
+        "rows": found.rows,
+    }
     return charts
 
 
 def _events_table(read: list[_Read], *, several: bool) -> dict[str, Any]:
     events = [(one, event) for one in read for event in one.events]
     events.sort(key=lambda pair: (not isinstance(pair[1], Verdict), _SEVERITY.get(pair[1].to_event()["severity"], 3)))
+    if not events:
+        return {}
     rows = [_row(event, one, several=several) for one, event in events[:_EVENTS]]
     said = f"{len(events)} events" + ("" if len(events) == len(rows) else f"; {len(rows)} shown, the gravest")
     columns = ["step", "rank", "type", "severity", "sensor", "site", "message"]
-    return {"said": said, "columns": [*(["run"] if several else []), *columns], "rows": rows}
+    return {"table": {"said": said, "columns": [*(["run"] if several else []), *columns], "rows": rows}}
 
 
 def _row(event: Event, one: _Read, *, several: bool) -> list[str]:
@@ -219,5 +231,3 @@ def _mark(event: Event, one: _Read, *, several: bool) -> dict[str, Any]:
     said = f"{event.cause.replace('_', ' ')}; {event.action}" if isinstance(event, Verdict) else name(event.sensor)
     whose = f"{name(one.story.path)}: " if several else ""
     return {"step": event.step, "verdict": verdict, "said": f"{whose}step {event.step}: {said}"}
-
-

@@ -13,8 +13,10 @@ _SUSPICIONS = 5  # of one rank: the strongest come first
 _RANKS = 64  # rows of a table of ranks
 _KNOWN = frozenset({
     "whose", "parameter", "l2_by_execution", "hash_by_execution", "ranks", "operator", "checksum", "suspicions", "alert",
-    "inputs", "outputs", "reaches", "line", "tensors", "suspected_by", "wrong_executions", "reason", "injected", "last_modules",
+    "residual", "threshold", "invariant", "inputs", "outputs", "reaches", "line", "tensors", "suspected_by",
+    "wrong_executions", "reason", "injected", "last_modules",
 })  # fmt: skip
+"""Fields that have a table of their own, or say the same as one that has."""
 
 
 @dataclass(slots=True)
@@ -60,7 +62,8 @@ def _executions(evidence: Mapping[str, Any]) -> Iterator[Block]:
     if not sizes and not hashes:
         return
     letters: dict[str, str] = {}
-    rows, marked = [], []
+    rows: list[list[str]] = []
+    marked: list[int] = []
     wrong = _wrong_executions(evidence)
     for execution in dict.fromkeys([*sizes, *hashes]):
         bits = str(hashes.get(execution, "?"))
@@ -77,7 +80,9 @@ def _executions(evidence: Mapping[str, Any]) -> Iterator[Block]:
 
 def _wrong_executions(evidence: Mapping[str, Any]) -> set[str]:
     whose = f" of {evidence.get('whose')}"
-    told = [one for items in mapping(evidence.get("wrong_executions")).values() if isinstance(items, list) for one in items]
+    told = [
+        one for items in mapping(evidence.get("wrong_executions")).values() if isinstance(items, list) for one in items
+    ]
     return {str(one).removesuffix(whose) for one in told if str(one).endswith(whose)}
 
 
@@ -101,7 +106,8 @@ def _operator(evidence: Mapping[str, Any]) -> Iterator[Block]:
     operator = mapping(evidence.get("operator"))
     if not operator:
         return
-    rows, marked = [], []
+    rows: list[list[str]] = []
+    marked: list[int] = []
     for who, found in operator.items():
         if not isinstance(found, Mapping) or not found.get("comparable"):
             continue
@@ -114,13 +120,17 @@ def _operator(evidence: Mapping[str, Any]) -> Iterator[Block]:
     if rows:
         note += " The worst element, beside float64's answer from the same inputs."
     yield Block(
-        "The operator", text(note), ["on", "it computed", "float64 says", "error of the whole", "error allowed"], rows, marked
+        "The operator",
+        text(note),
+        ["on", "it computed", "float64 says", "error of the whole", "error allowed"],
+        rows,
+        marked,
     )
 
 
 def _checksum(evidence: Mapping[str, Any]) -> Iterator[Block]:
     """The identity that a product must satisfy, and by how much it does not."""
-    check = mapping(evidence.get("checksum"))
+    check = mapping(evidence.get("checksum")) or (evidence if {"residual", "threshold"} <= evidence.keys() else {})
     if not check:
         return
     residual, threshold = check.get("residual"), check.get("threshold")
@@ -134,7 +144,8 @@ def _checksum(evidence: Mapping[str, Any]) -> Iterator[Block]:
 
 def _values(evidence: Mapping[str, Any]) -> Iterator[Block]:
     """What an operator that made NaN or Inf was given, and what it made."""
-    rows, marked = [], []
+    rows: list[list[str]] = []
+    marked: list[int] = []
     for key in ("inputs", "outputs"):
         for value in evidence.get(key) or () if isinstance(evidence.get(key), list) else ():
             found = mapping(value)
@@ -146,7 +157,9 @@ def _values(evidence: Mapping[str, Any]) -> Iterator[Block]:
         return
     columns = ["value", "dtype", "shape", "least", "largest", "NaN", "Inf", "elements"]
     line = f" Its line: {evidence['line']}." if evidence.get("line") else ""
-    yield Block("What went in and what came out", text(f"The operator that made the first.{line}"), columns, rows, marked)
+    yield Block(
+        "What went in and what came out", text(f"The operator that made the first.{line}"), columns, rows, marked
+    )
     reaches = evidence.get("reaches")
     if isinstance(reaches, list) and reaches:
         yield Block("What it reaches", "", ["value"], [[name(one)] for one in reaches[:20]])
@@ -154,7 +167,7 @@ def _values(evidence: Mapping[str, Any]) -> Iterator[Block]:
 
 def _suspicions(evidence: Mapping[str, Any]) -> Iterator[Block]:
     """What made the guard ask at all."""
-    rows = []
+    rows: list[list[str]] = []
     for rank, items in mapping(evidence.get("suspicions")).items():
         for item in items[:_SUSPICIONS] if isinstance(items, list) else ():
             found = mapping(item)
@@ -165,7 +178,11 @@ def _suspicions(evidence: Mapping[str, Any]) -> Iterator[Block]:
 
 def _rest(evidence: Mapping[str, Any]) -> Iterator[Block]:
     """All else that a reader may want to check, as it was written."""
-    rows = [[name(key), text(value, 400)] for key, value in evidence.items() if key not in _KNOWN and value not in ("", None)]
+    rows = [
+        [name(key), text(value, 400)]
+        for key, value in evidence.items()
+        if key not in _KNOWN and value not in ("", None)
+    ]
     rows += [[key, text(evidence[key], 400)] for key in ("reason", "injected") if evidence.get(key)]
     if rows:
         yield Block("Also noted", "", ["what", "value"], rows)

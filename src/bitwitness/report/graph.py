@@ -44,7 +44,9 @@ def graph_around(first: Suspect, differences: Differences) -> Graph:
     if centre is None:
         return Graph()
     nodes = {number: node for number, node in nodes.items() if node.kind == centre.kind or node.kind != "module"}
-    made_by = {number: [m for m in _makers(node, frame) if m in nodes and m != number] for number, node in nodes.items()}
+    made_by = {
+        number: [m for m in _makers(node, frame) if m in nodes and m != number] for number, node in nodes.items()
+    }
     read_by: dict[int, list[int]] = {}
     for number, makers in made_by.items():
         for maker in makers:
@@ -82,4 +84,11 @@ def _told(node: Node, centre: Node, differences: Differences, *, second: bool) -
     if pair is not None:
         change = max((differences.change_of[row] for row, _ in pair.outputs), default=0.0)
     said = STATES[state] if pair is None else f"{STATES[state]}; relative change {change:.3g}"
-    return {"id": node.number, "op": name(node.op), "module": name(node.module), "phase": node.phase, "state": state, "said": said}
+    return {
+        "id": node.number,
+        "op": name(node.op),
+        "module": name(node.module),
+        "phase": node.phase,
+        "state": state,
+        "said": said,
+    }

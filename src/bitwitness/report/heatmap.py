@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,9 +24,15 @@ KINDS = {
     "grad": "local gradients of parameters",
     "grad_reduced": "gradients as the optimizer reads them",
     "param": "parameters",
+    "difference": "how far the results of the two runs are apart",
     "update": "size of the update over size of the weight",
 }
-MEASURES = {"z": "unusual for this row (z)", "l2": "L2 norm", "absmax": "largest magnitude"}
+MEASURES = {
+    "change": "relative change",
+    "z": "unusual for this row (z)",
+    "l2": "L2 norm",
+    "absmax": "largest magnitude",
+}
 BAD = 255
 """The byte of NaN or Inf; 0 is nothing recorded, 1 to 254 lie between the least and the largest of the layer."""
 _CELLS = 6_000_000  # of all layers together: as many bytes before they are packed
@@ -67,6 +73,13 @@ class HeatMap:
     layers: list[Layer] = field(default_factory=list)
     left_out: int = 0
     worst: dict[str, tuple[float, int, int]] = field(default_factory=dict)
+
+    @property
+    def broken(self) -> tuple[str, int, int] | None:
+        """The first NaN or Inf that the series hold: name, step and rank."""
+        found = [(step, rank, name) for name, (z, step, rank) in self.worst.items() if np.isinf(z)]
+        step, rank, name = min(found, default=(0, 0, ""))
+        return (name, step, rank) if found else None
 
     def to_dict(self) -> dict[str, Any]:
         """Return it for the page."""
@@ -117,6 +130,13 @@ class HeatMapMaker:
                 matrix = _matrix(rows, self._steps)
                 self._note_worst(matrix, rank)
                 self._found.setdefault(kind, {})[rank] = self._folded(matrix)
+
+    def add_changes(self, rank: int, names: list[str], changes: npt.NDArray[np.float64]) -> None:
+        """Take one rank's relative changes, rows by name and columns by step; NaN where nothing was compared."""
+        with np.errstate(divide="ignore"):
+            logs = np.log(np.clip(changes, 1e-17, None)).astype(np.float32)
+        matrix = _Matrix(names, {"change": np.where(np.isinf(changes), np.nan, logs)}, np.isinf(changes))
+        self._found.setdefault("difference", {})[rank] = self._folded(matrix)
 
     def made(self) -> HeatMap:
         """Return the map."""
@@ -226,9 +246,7 @@ def _layer(
     return Layer(kind, measure, least, largest, names, matrices)
 
 
-def _bytes(
-    names: list[str], matrix: _Matrix | None, measure: str, columns: int, limits: tuple[float, float]
-) -> Bytes:
+def _bytes(names: list[str], matrix: _Matrix | None, measure: str, columns: int, limits: tuple[float, float]) -> Bytes:
     made = np.zeros((len(names), columns), dtype=np.uint8)
     if matrix is None or measure not in matrix.numbers:
         return made
@@ -239,6 +257,24 @@ def _bytes(
     scaled = 1.0 + (values.clip(*limits) - limits[0]) * (253.0 / (limits[1] - limits[0]))
     made[to] = np.where(bad, BAD, np.where(np.isnan(values), 0, np.nan_to_num(scaled))).astype(np.uint8)
     return made
+
+
+def map_of_changes(changes: Mapping[int, Mapping[tuple[str, int], float]]) -> HeatMap:
+    """Return the map of two recordings: of each rank, by module and step, how far results are apart."""
+    places = [place for found in changes.values() for place in found]
+    steps = np.unique([step for _, step in places]).astype(np.int64)
+    if not len(steps):
+        return HeatMap()
+    maker = HeatMapMaker(steps, len(changes))
+    names = list(dict.fromkeys(module for module, _ in places))
+    row = {name: number for number, name in enumerate(names)}
+    column = {int(step): number for number, step in enumerate(steps)}
+    for rank, found in changes.items():
+        values = np.full((len(names), len(steps)), np.nan)
+        for (module, step), change in found.items():
+            values[row[module], column[step]] = change
+        maker.add_changes(rank, [shown_name(name) for name in names], values)
+    return maker.made()
 
 
 def _column(rows: pa.Table, name: str) -> npt.NDArray[np.float64]:

@@ -56,7 +56,9 @@ class Numbers:
         steps = self.run.steps(rank)
         every = -(-len(steps) // max(most, 1))
         if every > 1:
-            self.problems.append(f"of {len(steps)} recorded steps of rank {rank} one in {every} was read for the charts")
+            self.problems.append(
+                f"of {len(steps)} recorded steps of rank {rank} one in {every} was read for the charts"
+            )
         tables = []
         for step in steps[::every]:
             try:

@@ -27,7 +27,9 @@ _OWN = ("common.js", "timeline.js", "heatmap.js", "tree.js", "graph.js", "table.
 def check_jinja() -> None:
     """Say before the work, and not after it, that no page can be made; raises `UsageError`."""
     if find_spec("jinja2") is None:
-        raise UsageError("the report as HTML needs Jinja2: pip install 'bitwitness[report]'; or use --markdown or --json")
+        raise UsageError(
+            "the report as HTML needs Jinja2: pip install 'bitwitness[report]'; or use --markdown or --json"
+        )
 
 
 def to_html(report: Report) -> str:
@@ -74,9 +76,8 @@ def _scripts(charts: dict[str, Any]) -> list[str]:
 
 def _policy(scripts: list[str], style: str) -> str:
     allowed = " ".join(_hash(script) for script in scripts)
-    return (
-        f"default-src 'none'; script-src {allowed}; style-src {_hash(style)}; img-src data:; base-uri 'none'; form-action 'none'"
-    )
+    rest = "img-src data:; base-uri 'none'; form-action 'none'"
+    return f"default-src 'none'; script-src {allowed}; style-src {_hash(style)}; {rest}"
 
 
 def _hash(script: str) -> str:

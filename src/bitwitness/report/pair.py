@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from bitwitness.comparison.table import rows_of
 from bitwitness.comparison.values import KeptValues
 from bitwitness.report.clean import name, number
 from bitwitness.report.graph import Graph, graph_around
+from bitwitness.report.heatmap import HeatMap, map_of_changes
 from bitwitness.report.tree import level_of_change
 
 _ROWS = 3000  # of the table: those that differ first
@@ -32,6 +34,7 @@ class Compared:
     total: int
     levels: dict[str, tuple[int, str]]
     graph: Graph
+    heat: HeatMap
     columns: tuple[str, ...] = COLUMNS
 
 
@@ -41,6 +44,7 @@ class _Watching:
 
     total: int = 0
     levels: dict[str, tuple[int, str]] = field(default_factory=dict)
+    changes: dict[int, dict[tuple[str, int], float]] = field(default_factory=dict)
     held: dict[tuple[int, int], Differences] = field(default_factory=dict)
     best: list[tuple[tuple[int, int], list[str]]] = field(default_factory=list)
 
@@ -62,18 +66,24 @@ class _Watching:
     def _level(self, cells: dict[str, Any]) -> None:
         module = str(cells["site"]).partition("/")[0]
         if "change" not in cells:
-            level, said = 2, f"{cells['result']}, step {cells['step']}"
+            level, change = 2, math.inf
+            said = f"{cells['result']}, step {cells['step']}"
         else:
             differs = cells["result"] == "differs"
-            level = level_of_change(float(cells["change"]), differs=differs)
-            said = f"relative change {cells['change']:.3g}, step {cells['step']}, rank {cells['rank']}" if level else "equal"
+            change = float(cells["change"])
+            level = level_of_change(change, differs=differs)
+            said = (
+                f"relative change {cells['change']:.3g}, step {cells['step']}, rank {cells['rank']}"
+                if level
+                else "equal"
+            )
+        known, place = self.changes.setdefault(cells["rank"], {}), (module, cells["step"])
+        known[place] = max(change, known.get(place, 0.0))
         if level > self.levels.get(module, (-1, ""))[0]:
             self.levels[module] = level, said
 
 
-def compared(
-    a: str | os.PathLike[str], b: str | os.PathLike[str], progress: Callable[[int, int], None]
-) -> Compared:
+def compared(a: str | os.PathLike[str], b: str | os.PathLike[str], progress: Callable[[int, int], None]) -> Compared:
     """Compare two recordings; raises `UsageError` as `bitwitness.comparison.recordings.compare` does."""
     watching = _Watching()
     report = compare(a, b, sinks=[watching], progress=progress)
@@ -81,7 +91,7 @@ def compared(
     differences = None if first is None else watching.held.get((first.rank, first.step))
     graph = Graph() if first is None or differences is None else graph_around(first, differences)
     rows = [row for _, row in sorted(watching.best, key=lambda entry: entry[0], reverse=True)]
-    return Compared(report, rows, watching.total, watching.levels, graph)
+    return Compared(report, rows, watching.total, watching.levels, graph, map_of_changes(watching.changes))
 
 
 def _shown(cells: dict[str, Any]) -> list[str]:

@@ -106,11 +106,11 @@ def story_of_run(answer: Answer, findings: Sequence[Finding], path: str) -> RunS
     """Tell one run's story."""
     health = answer.health
     told = [told_verdict(verdict) for verdict in answer.verdicts[:_EVENTS]]
-    heavy = [one for one in findings if one.severity == "error" and (one.evidence.get("kind") or not answer.verdicts)]
+    heavy = [one for one in findings if one.severity == "error" and (one.sensor == "nonfinite" or not answer.verdicts)]
     told += [told_finding(one) for one in heavy[: _EVENTS - len(told)]]
     advices = [text(one.evidence["advice"]) for one in heavy if isinstance(one.evidence.get("advice"), str)]
-    to_do = [text(health.advice)] if health.advice else []
-    to_do += [advice for advice in dict.fromkeys(advices) if advice][:5]
+    to_do = [_sentence(text(health.advice))] if health.advice else []
+    to_do += [_sentence(advice) for advice in dict.fromkeys(advices) if advice][:5]
     price = [line for table in answer.tables[:1] for line in told_of(table) if not line.startswith("not covered: ")]
     gaps = [*health.gaps, *_unchecked(answer.tables)]
     return RunStory(
@@ -126,6 +126,18 @@ def story_of_run(answer: Answer, findings: Sequence[Finding], path: str) -> RunS
         price=[text(line) for line in price[:_LINES]],
         facts=_facts(answer),
     )
+
+
+def tell_broken(run: RunStory, where: str, step: int, rank: int) -> None:
+    """Tell of NaN or Inf in the series of a run of which no instrument said a word: it is none of status' to tell."""
+    run.doubts.append(
+        f"its series hold NaN or Inf, first in {where} at step {step} on rank {rank}, which nobody judged"
+    )
+    run.headline += " But its series hold NaN or Inf, which nobody judged: see below."
+    run.to_do = [
+        f"Look at {where}, step {step}, rank {rank}: 'bitwitness trace' names the operator that makes NaN or Inf.",
+        *(line for line in run.to_do if line != NOTHING),
+    ]
 
 
 def story_of(runs: list[RunStory], report: Report | None) -> Story:
@@ -156,6 +168,11 @@ def told_finding(finding: Finding) -> Told:
     return Told(title, text(finding.message), text(finding.site, 300), blocks_of(finding))
 
 
+def _sentence(words: str) -> str:
+    """Return status' words as a sentence."""
+    return words[:1].upper() + words[1:] + ("" if words.endswith(".") else ".")
+
+
 def _believed(answer: Answer) -> list[str]:
     """Say what was looked at and how: nobody believes a tool that only says that all is well."""
     guards = [table for table in answer.tables if "parameters" in table]
@@ -164,9 +181,9 @@ def _believed(answer: Answer) -> list[str]:
     first = guards[0]
     steps, parameters = mapping(first.get("steps")), mapping(first.get("parameters"))
     size = f" on each of {len(guards)} ranks" if len(guards) > 1 else ""
+    gradients = f"the gradients of {parameters.get('watched')} of {parameters.get('of')} parameters"
     lines = [
-        f"In each of {steps.get('held', 0)} steps the gradients of {parameters.get('watched')} of {parameters.get('of')} "
-        f"parameters were looked at{size}, before the optimizer used them."
+        f"In each of {steps.get('held', 0)} steps {gradients} were looked at{size}, before the optimizer used them."
     ]
     lines += _looked_deep(first, steps)
     replay = mapping(first.get("replay"))
@@ -178,7 +195,9 @@ def _believed(answer: Answer) -> list[str]:
         lines.append(f"Of {suspicions} suspicions {dismissed} were dismissed by running the step again.")
     else:
         lines.append("Nothing looked suspicious.")
-    if mapping(answer.description.get("config")).get("self_test") and not any(table.get("failures") for table in guards):
+    if mapping(answer.description.get("config")).get("self_test") and not any(
+        table.get("failures") for table in guards
+    ):
         lines.append("At the start each sensor proved on a planted fault that it sees (self-test).")
     if not answer.health.doubts:
         lines.append("The run folder is whole: all its checksums were verified for this report.")
@@ -190,7 +209,11 @@ def _looked_deep(table: Mapping[str, Any], steps: Mapping[str, Any]) -> list[str
     if not steps.get("deep"):
         return []
     share = operators.get("share_checked")
-    told = f", {share:.1%} of their floating-point work" if isinstance(share, float) and operators.get("flops_seen") else ""
+    told = (
+        f", {share:.1%} of their floating-point work"
+        if isinstance(share, float) and operators.get("flops_seen")
+        else ""
+    )
     return [f"In {steps['deep']} of them every matrix product and attention kernel was checked as well{told}."]
 
 

@@ -11,7 +11,13 @@ from bitwitness.report.clean import name as shown_name
 
 LEVELS = ("as usual", "slightly unusual", "unusual", "very unusual", "far off, NaN or Inf")
 """What a run's levels are called; a comparison's are `PAIR_LEVELS`."""
-PAIR_LEVELS = ("equal", "rounding", "differs by less than a thousandth", "differs by less than a tenth", "differs by more")
+PAIR_LEVELS = (
+    "equal",
+    "rounding",
+    "differs by less than a thousandth",
+    "differs by less than a tenth",
+    "differs by more",
+)
 _Z = (4.0, 9.0, 30.0, 100.0)
 _MOST = 1500  # modules that are shown: beyond that the mildest are left out
 _DEEP = 40

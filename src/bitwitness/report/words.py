@@ -24,7 +24,11 @@ def headline_of(answer: Answer) -> str:
     health = answer.health
     if health.worst is not None:
         return _of_verdict(health.worst, len(answer.verdicts) - 1)
-    if health.sentence.startswith("NOT healthy") or "origin of NaN" in health.sentence or "origins of NaN" in health.sentence:
+    if (
+        health.sentence.startswith("NOT healthy")
+        or "origin of NaN" in health.sentence
+        or "origins of NaN" in health.sentence
+    ):
         bad = [table for table in answer.tables if table.get("nonfinite") and table["nonfinite"].get("bad")]
         if bad:
             return "The training made numbers that are none (NaN or Inf); where they come from is named below."
@@ -88,7 +92,11 @@ def to_do_of_pair(report: Report) -> list[str]:
         }.get(first.reason, "Make both runs do the same there, record again, and compare again.")
         return [one for one in (line, told) if one]
     if report.problems or report.unaligned:
-        return ["Look at what could not be read or compared, below; record both with the same batches, and compare again."]
+        return [
+            "Look at what could not be read or compared, below; record both with the same batches, and compare again."
+        ]
     if report.exceeding:
-        return ["Record more of what lies before the first difference (--content tensors, all operators), and compare again."]
+        return [
+            "Record more of what lies before the first difference (--content tensors, all operators), and compare again."
+        ]
     return ["Nothing has to be done."]

@@ -4,6 +4,7 @@ bw.graph = () => {
   const graph = new dagre.graphlib.Graph();
   graph.setGraph({ rankdir: "TB", nodesep: 18, ranksep: 34, marginx: 12, marginy: 12 });
   graph.setDefaultEdgeLabel(() => ({}));
+  for (const node of nodes) node.module = node.module === "." ? "the model itself" : node.module;
   for (const node of nodes) graph.setNode(String(node.id), { width: 190, height: 54 });
   for (const [from, to] of edges) graph.setEdge(String(from), String(to));
   dagre.layout(graph);

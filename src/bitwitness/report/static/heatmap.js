@@ -8,7 +8,8 @@ bw.heatmap = () => {
   const field = bw.make("div", { className: "field" }, canvas, cursor);
   bw.at("heat").append(bw.make("div", { className: "heat" }, labels, bw.make("div", {}, field, steps)));
   const columns = heat.spans.length;
-  let kind = Object.keys(heat.kinds)[0], measure = Object.keys(heat.measures)[0], rank = 0;
+  /* rank -1: of all ranks the worst at each place */
+  let kind = Object.keys(heat.kinds)[0], measure = Object.keys(heat.measures)[0], rank = heat.ranks.length > 1 ? -1 : 0;
   let layer, bytes = new Uint8Array(0), row = 0, column = 0, cellHeight = 4;
 
   /* darker is more; of z, red is above usual and blue below; NaN and Inf are magenta, which is neither */
@@ -16,7 +17,9 @@ bw.heatmap = () => {
     if (byte === 0) return [255, 255, 255];
     if (byte === 255) return [209, 0, 209];
     if (measure !== "z") { const t = (byte - 1) / 253; return [247 - 239 * t, 251 - 203 * t, 255 - 148 * t]; }
-    const z = (byte - 127.5) / 126.5, t = Math.sqrt(Math.abs(z));
+    const z = (layer.largest * (byte - 127.5)) / 126.5, size = Math.abs(z);
+    /* what is within two deviations is nearly white; beyond that a step of colour is a factor */
+    const t = size < 2 ? 0.06 * size : 0.12 + (0.88 * Math.log(size / 2)) / Math.log(Math.max(layer.largest, 4) / 2);
     return z > 0 ? [255 - 130 * t * t, 255 - 255 * t, 255 - 255 * t] : [255 - 255 * t, 255 - 200 * t, 255 - 110 * t * t];
   }
 
@@ -24,15 +27,31 @@ bw.heatmap = () => {
     if (byte === 0) return "nothing recorded";
     if (byte === 255) return "NaN or Inf";
     const value = layer.least + ((byte - 1) / 253) * (layer.largest - layer.least);
-    return measure === "z" ? `${bw.figure(+value.toPrecision(3))} deviations from its median` : `about ${bw.figure(+Math.exp(value).toPrecision(3))}`;
+    return measure === "z" ? `${bw.figure(+value.toPrecision(3))} deviations from its median` : measure === "change" ? `differs by ${bw.figure(+Math.exp(value).toPrecision(3))} of its size` : `about ${bw.figure(+Math.exp(value).toPrecision(3))}`;
   }
 
   async function load() {
     layer = heat.layers.find((one) => one.kind === kind && one.measure === measure) || heat.layers.find((one) => one.kind === kind);
     measure = layer.measure;
-    bytes = await bw.unpacked(layer.ranks[rank]);
+    const all = await Promise.all((rank < 0 ? layer.ranks : [layer.ranks[rank]]).map(bw.unpacked));
+    bytes = all[0];
+    for (const other of all.slice(1)) other.forEach((byte, i) => { if (badness(byte) > badness(bytes[i])) bytes[i] = byte; });
     draw();
+    if (cursor.hidden) toWorst();
   }
+
+  function badness(byte) {
+    if (byte === 0) return -1;
+    return byte === 255 ? 256 : measure === "z" ? Math.abs(byte - 127.5) : byte;
+  }
+
+  function toWorst() {
+    let worst = 0;
+    bytes.forEach((byte, i) => { if (badness(byte) > badness(bytes[worst])) worst = i; });
+    to(Math.floor(worst / columns), worst % columns);
+  }
+
+  const whose = () => (rank < 0 ? "the worst of all ranks" : `rank ${heat.ranks[rank]}`);
 
   function draw() {
     const rows = layer.rows.length;
@@ -46,7 +65,7 @@ bw.heatmap = () => {
     bytes.forEach((byte, i) => { image.data.set([...palette[byte], 255], 4 * i); });
     canvas.getContext("2d").putImageData(image, 0, 0);
     canvas.setAttribute("role", "img");
-    canvas.setAttribute("aria-label", `${heat.kinds[kind]}, ${heat.measures[measure]}, rank ${heat.ranks[rank]}: ${rows} rows, steps ${heat.spans[0][0]} to ${heat.spans[columns - 1][1]}. Arrow keys move.`);
+    canvas.setAttribute("aria-label", `${heat.kinds[kind]}, ${heat.measures[measure]}, ${whose()}: ${rows} rows, steps ${heat.spans[0][0]} to ${heat.spans[columns - 1][1]}. Arrow keys move.`);
     const every = Math.max(1, Math.ceil(14 / cellHeight));
     labels.replaceChildren(...layer.rows.flatMap((name, i) => {
       if (i % every) return [];
@@ -79,7 +98,7 @@ bw.heatmap = () => {
     cursor.style.height = `${cellHeight}px`;
     const [first, last] = heat.spans[column];
     const when = first === last ? `step ${first}` : `steps ${first} to ${last}`;
-    bw.at("heat-said").textContent = `${layer.rows[row]}, ${when}, rank ${heat.ranks[rank]}: ${number(bytes[row * columns + column])}`;
+    bw.at("heat-said").textContent = `${layer.rows[row]}, ${when}, ${whose()}: ${number(bytes[row * columns + column])}`;
   }
 
   function to(newRow, newColumn) {
@@ -104,7 +123,8 @@ bw.heatmap = () => {
   controls.append(
     bw.choice("of", Object.entries(heat.kinds), (value) => { kind = value; load(); }),
     bw.choice("as", Object.entries(heat.measures), (value) => { measure = value; load(); }),
-    bw.choice("rank", heat.ranks.map((one, i) => [i, String(one)]), (value) => { rank = Number(value); load(); }),
+    bw.choice("rank", [...(rank < 0 ? [[-1, "all: the worst"]] : []), ...heat.ranks.map((one, i) => [i, String(one)])], (value) => { rank = Number(value); load(); }),
+    bw.button("the worst", "go to the worst place", toWorst),
   );
   bw.resize.push(() => { if (!cursor.hidden) point(); });
   return load();

@@ -19,7 +19,7 @@ bw.table = () => {
 
   function draw() {
     const kept = found();
-    body.replaceChildren(...kept.slice(0, most).map((row) => bw.make("tr", {}, ...row.map((cell) => bw.make("td", { textContent: cell })))));
+    body.replaceChildren(...kept.slice(0, most).map((row) => bw.make("tr", {}, ...row.map((cell) => bw.make("td", { textContent: cell, className: cell.length > 50 ? "long" : "" })))));
     bw.at("table-said").textContent = `${said}. ${kept.length} match; ${Math.min(most, kept.length)} on the page.`;
     more.hidden = kept.length <= most;
   }

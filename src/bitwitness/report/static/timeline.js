@@ -6,6 +6,8 @@ bw.timeline = () => {
     line.x = new Int32Array(bw.bytes(line.steps).buffer);
     line.y = new Float64Array(bw.bytes(line.values).buffer);
   }
+  const named = (line) => `${line.run ? line.run + ", " : ""}rank ${line.rank}`;
+  const names = [...new Set(lines.map(named))];
   const metrics = [...new Set(lines.map((line) => line.metric))];
   const shown = new Set(metrics.slice(0, 2));
   const log = new Set(metrics.filter((one) => wide(lines.filter((line) => line.metric === one))));
@@ -16,7 +18,7 @@ bw.timeline = () => {
   function draw() {
     const chosen = metrics.filter((one) => shown.has(one));
     const height = 190;
-    place.style.height = `${chosen.length * height + 90}px`;
+    place.style.height = `${chosen.length * height + 64}px`;
     chart.resize();
     chart.setOption(option(chosen, height), true);
   }
@@ -36,6 +38,7 @@ bw.timeline = () => {
       title: chosen.map((metric, index) => ({ text: metric + (log.has(metric) ? " (log)" : ""), left: 8, top: 6 + index * height, textStyle: { color: ink, fontSize: 13 } })),
       xAxis: chosen.map((_, index) => ({ ...axis, ...range, type: "value", gridIndex: index, minInterval: 1, name: index === chosen.length - 1 ? "step" : "", nameLocation: "middle", nameGap: 24, nameTextStyle: { color: soft } })),
       yAxis: chosen.map((metric, index) => ({ ...axis, type: log.has(metric) ? "log" : "value", gridIndex: index, scale: true, axisLabel: { color: soft, formatter: bw.figure } })),
+      legend: { show: names.length > 1, type: "scroll", right: 8, top: 2, width: "60%", data: names, textStyle: { color: ink }, pageTextStyle: { color: ink } },
       dataZoom: [
         { type: "inside", xAxisIndex: chosen.map((_, i) => i), ...zoom, filterMode: "none", zoomOnMouseWheel: "ctrl", moveOnMouseMove: true },
         { type: "slider", xAxisIndex: chosen.map((_, i) => i), ...zoom, filterMode: "none", bottom: 6, height: 24, textStyle: { color: soft } },
@@ -49,11 +52,11 @@ bw.timeline = () => {
   function oneLine(line, index, logarithmic) {
     const data = [];
     line.x.forEach((step, i) => { if (!logarithmic || line.y[i] > 0) data.push([step, line.y[i]]); });
-    const colour = bw.colour(`--c${line.rank % 8}`);
+    const which = names.indexOf(named(line)), colour = bw.colour(`--c${which % 8}`);
     const bad = line.bad.map((step) => ({ xAxis: step, label: { formatter: "NaN/Inf", color: bw.colour("--bad") }, lineStyle: { color: bw.colour("--bad"), type: "dotted" } }));
     return {
-      type: "line", name: `${line.run ? line.run + " " : ""}rank ${line.rank}`, xAxisIndex: index, yAxisIndex: index, data,
-      showSymbol: data.length < 40, symbolSize: 4, lineStyle: { width: 1.3, color: colour, type: line.rank % 16 > 7 ? "dashed" : "solid" }, itemStyle: { color: colour },
+      type: "line", name: named(line), xAxisIndex: index, yAxisIndex: index, data,
+      showSymbol: data.length < 40, symbolSize: 4, lineStyle: { width: 1.3, color: colour, type: which % 16 > 7 ? "dashed" : "solid" }, itemStyle: { color: colour },
       markLine: bad.length ? { symbol: "none", silent: true, data: bad.slice(0, 50) } : undefined,
     };
   }

@@ -26,7 +26,7 @@ bw.tree = () => {
 
     function add(node, depth, y, tall) {
       const group = bw.svg("g", { class: "focusable", role: "treeitem", tabindex: node === (focused || top) ? 0 : -1, "aria-label": words(node), "aria-level": depth + 1 });
-      group.append(bw.svg("title", {}, words(node)), bw.svg("rect", { class: `cell level${node.worst}`, x: depth * column, y, width: column, height: tall }));
+      group.append(bw.svg("title", {}, words(node)), bw.svg("rect", { class: `cell level${node.worst}${tall < 4 ? " thin" : ""}`, x: depth * column, y, width: column, height: tall }));
       if (tall >= 13) group.append(bw.svg("text", { class: `on${node.worst}`, x: depth * column + 5, y: y + Math.min(tall / 2, 60) + 4 }, bw.cut(`${signs[node.worst] || ""} ${node.name}`.trim(), Math.floor(column / 7.2))));
       group.addEventListener("click", () => go(node === top && node.parent ? node.parent : node));
       group.addEventListener("focus", () => { focused = node; bw.at("tree-said").textContent = words(node); });
