@@ -35,6 +35,7 @@ MEASURES = {
 }
 BAD = 255
 """The byte of NaN or Inf; 0 is nothing recorded, 1 to 254 lie between the least and the largest of the layer."""
+_MUST_BE_FINITE = ("activation", "param")
 _CELLS = 6_000_000  # of all layers together: as many bytes before they are packed
 _COLUMNS = 400
 _ROWS = 600
@@ -66,6 +67,8 @@ class HeatMap:
     """All layers, and what their columns and matrices are of.
 
     ``worst``: for each row's name, how unusual it ever was: the largest ``|z|`` (infinity for NaN or Inf), its step and rank.
+    ``broken``: step, rank and name of the first NaN or Inf in what modules return or in parameters; a gradient's may be a loss
+    scale's, which drops the step.
     """
 
     ranks: list[int] = field(default_factory=list)
@@ -73,13 +76,7 @@ class HeatMap:
     layers: list[Layer] = field(default_factory=list)
     left_out: int = 0
     worst: dict[str, tuple[float, int, int]] = field(default_factory=dict)
-
-    @property
-    def broken(self) -> tuple[str, int, int] | None:
-        """The first NaN or Inf that the series hold: name, step and rank."""
-        found = [(step, rank, name) for name, (z, step, rank) in self.worst.items() if np.isinf(z)]
-        step, rank, name = min(found, default=(0, 0, ""))
-        return (name, step, rank) if found else None
+    broken: tuple[int, int, str] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return it for the page."""
@@ -120,6 +117,7 @@ class HeatMapMaker:
         self._ranks = ranks
         self._found: dict[str, dict[int, _Matrix]] = {}
         self._worst: dict[str, tuple[float, int, int]] = {}
+        self._broken: list[tuple[int, int, str]] = []
 
     def add(self, rank: int, table: pa.Table) -> None:
         """Take one rank's rows."""
@@ -129,6 +127,8 @@ class HeatMapMaker:
             if rows.num_rows:
                 matrix = _matrix(rows, self._steps)
                 self._note_worst(matrix, rank)
+                if kind in _MUST_BE_FINITE:
+                    self._note_broken(matrix, rank)
                 self._found.setdefault(kind, {})[rank] = self._folded(matrix)
 
     def add_changes(self, rank: int, names: list[str], changes: npt.NDArray[np.float64]) -> None:
@@ -141,7 +141,7 @@ class HeatMapMaker:
     def made(self) -> HeatMap:
         """Return the map."""
         ranks = sorted({rank for found in self._found.values() for rank in found})
-        made = HeatMap(ranks, self._spans(), worst=self._worst)
+        made = HeatMap(ranks, self._spans(), worst=self._worst, broken=min(self._broken, default=None))
         for kind, found in self._found.items():
             names = list(dict.fromkeys(one for matrix in found.values() for one in matrix.names))
             kept = sorted(names, key=lambda one: -self._worst.get(one, (0.0, 0, 0))[0])[:_ROWS]
@@ -159,6 +159,10 @@ class HeatMapMaker:
             z = float(unusual[row, at[row]])
             if z > self._worst.get(name, (-1.0, 0, 0))[0]:
                 self._worst[name] = z, int(self._steps[at[row]]), rank
+
+    def _note_broken(self, matrix: _Matrix, rank: int) -> None:
+        rows = np.flatnonzero(matrix.bad.any(axis=1)).tolist()
+        self._broken += [(int(self._steps[matrix.bad[row].argmax()]), rank, matrix.names[row]) for row in rows]
 
     @property
     def _width(self) -> int:

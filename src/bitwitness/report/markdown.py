@@ -29,7 +29,7 @@ def escaped(words: str) -> str:
 
 def _document(report: Report) -> Iterator[str]:
     story = report.story
-    yield f"# {_SIGN[story.status]} {escaped(story.headline)}"
+    yield f"# {'❗' if story.attention else _SIGN[story.status]} {escaped(story.headline)}"
     yield ""
     yield escaped(story.conclusion)
     yield ""

@@ -57,6 +57,8 @@ class RunStory:
         What the watch cost, and what that bought.
     facts
         What the run was: (name, value).
+    attention
+        Something was seen that status does not judge.
 
     """
 
@@ -71,6 +73,7 @@ class RunStory:
     events: list[Told]
     price: list[str]
     facts: list[tuple[str, str]]
+    attention: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return it ready for JSON."""
@@ -101,6 +104,11 @@ class Story:
     runs: list[RunStory]
     doubts: list[str] = field(default_factory=list)
 
+    @property
+    def attention(self) -> bool:
+        """Whether a run's story has something to look at though its status is fine."""
+        return self.status == "fine" and any(run.attention for run in self.runs)
+
 
 def story_of_run(answer: Answer, findings: Sequence[Finding], path: str) -> RunStory:
     """Tell one run's story."""
@@ -128,11 +136,12 @@ def story_of_run(answer: Answer, findings: Sequence[Finding], path: str) -> RunS
     )
 
 
-def tell_broken(run: RunStory, where: str, step: int, rank: int) -> None:
+def tell_broken(run: RunStory, step: int, rank: int, where: str) -> None:
     """Tell of NaN or Inf in the series of a run of which no instrument said a word: it is none of status' to tell."""
     run.doubts.append(
         f"its series hold NaN or Inf, first in {where} at step {step} on rank {rank}, which nobody judged"
     )
+    run.attention = True
     run.headline += " But its series hold NaN or Inf, which nobody judged: see below."
     run.to_do = [
         f"Look at {where}, step {step}, rank {rank}: 'bitwitness trace' names the operator that makes NaN or Inf.",
