@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from bitwitness.finding import Note
+from bitwitness import Note
 from bitwitness.store.monitored import SCHEMA
 from bitwitness.store.writer import RunWriter
 

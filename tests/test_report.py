@@ -23,8 +23,9 @@ from monitored_run import COVERAGE, RANK, SPIKE, STEP, modules, write_monitored
 from torch import nn
 
 import bitwitness as bw
+from bitwitness import Cause, Note, Verdict
 from bitwitness.cli import main
-from bitwitness.finding import Action, Cause, Device, Note, Verdict
+from bitwitness.finding import Action, Device
 from bitwitness.report import build_report
 from bitwitness.report.build import Report
 from bitwitness.report.heatmap import BAD

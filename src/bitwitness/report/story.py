@@ -113,7 +113,8 @@ class Story:
 def story_of_run(answer: Answer, findings: Sequence[Finding], path: str) -> RunStory:
     """Tell one run's story."""
     health = answer.health
-    told = [told_verdict(verdict) for verdict in answer.verdicts[:_EVENTS]]
+    verdicts = sorted(answer.verdicts, key=lambda one: one is not health.worst)  # what the headline tells comes first
+    told = [told_verdict(verdict) for verdict in verdicts[:_EVENTS]]
     heavy = [one for one in findings if one.severity == "error" and (one.sensor == "nonfinite" or not answer.verdicts)]
     told += [told_finding(one) for one in heavy[: _EVENTS - len(told)]]
     advices = [text(one.evidence["advice"]) for one in heavy if isinstance(one.evidence.get("advice"), str)]
