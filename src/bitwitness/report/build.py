@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from bitwitness.errors import UnreadError, UsageError
 from bitwitness.finding import Finding, Note, Verdict
 from bitwitness.report.clean import name, text
-from bitwitness.report.heatmap import HeatMap, HeatMapMaker, steps_of
+from bitwitness.report.heatmap import HeatMap, HeatMapMaker
 from bitwitness.report.numbers import Numbers
 from bitwitness.report.series import Line, lines_of
 from bitwitness.report.story import RunStory, Story, story_of, story_of_run, tell_broken
@@ -169,21 +169,12 @@ def _charts(read: list[_Read], found: Compared | None) -> dict[str, Any]:
 
 
 def _numbers_of(numbers: Numbers) -> tuple[list[Line], HeatMap]:
-    ranks = numbers.ranks()
-    if not ranks:
+    extent = numbers.extent()
+    if not len(extent.steps):
         return [], HeatMap()
-    if len(ranks) > 1 or numbers.monitored:
-        steps = steps_of(numbers.tables())
-        tables = numbers.tables()
-    else:  # a recording is read once: it is larger than what is kept of it
-        held = list(numbers.tables())
-        steps = steps_of(iter(held))
-        tables = iter(held)
-    if not len(steps):
-        return [], HeatMap()
-    maker = HeatMapMaker(steps, len(ranks))
+    maker = HeatMapMaker(extent.steps, len(numbers.ranks()), extent.names, extent.kinds)
     lines = []
-    for rank, table in tables:
+    for rank, table in numbers.tables():
         lines += lines_of(rank, table)
         maker.add(rank, table)
     return lines, maker.made()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,8 @@ BAD = 255
 _MUST_BE_FINITE = ("activation", "param")
 _CELLS = 6_000_000  # of all layers together: as many bytes before they are packed
 _COLUMNS = 400
+_LEAST_COLUMNS = 50
+_MEASURES = 3  # of one kind
 _ROWS = 600
 _WHOLE = 64_000_000  # numbers of one matrix in memory
 _SPREAD = 0.05
@@ -107,14 +109,17 @@ class HeatMapMaker:
     ----------
     steps
         The steps of all ranks, ascending.
-    ranks
-        How many ranks there will be.
+    ranks, rows, kinds
+        How many ranks there will be, names (of the kind that has most) and kinds: what a column stands for depends on it.
 
     """
 
-    def __init__(self, steps: npt.NDArray[np.int64], ranks: int) -> None:
-        self._steps = steps
-        self._ranks = ranks
+    def __init__(self, steps: npt.NDArray[np.int64], ranks: int, rows: int, kinds: int) -> None:
+        most = _WHOLE // max(min(rows, _ROWS), 1)
+        self._steps = steps if len(steps) <= most else steps[:: -(-len(steps) // most)]
+        cells = max(min(rows, _ROWS), 1) * max(ranks, 1) * max(kinds, 1) * _MEASURES
+        columns = min(_COLUMNS, max(_LEAST_COLUMNS, _CELLS // cells))
+        self._width = -(-len(self._steps) // columns)  # steps that a column stands for
         self._found: dict[str, dict[int, _Matrix]] = {}
         self._worst: dict[str, tuple[float, int, int]] = {}
         self._broken: list[tuple[int, int, str]] = []
@@ -163,13 +168,6 @@ class HeatMapMaker:
     def _note_broken(self, matrix: _Matrix, rank: int) -> None:
         rows = np.flatnonzero(matrix.bad.any(axis=1)).tolist()
         self._broken += [(int(self._steps[matrix.bad[row].argmax()]), rank, matrix.names[row]) for row in rows]
-
-    @property
-    def _width(self) -> int:
-        """How many steps a column stands for, so that all layers together keep to their size."""
-        layers = len(KINDS) * len(MEASURES) // 2
-        columns = min(_COLUMNS, max(50, _CELLS // (_ROWS * max(self._ranks, 1) * layers)))
-        return -(-len(self._steps) // columns)
 
     def _spans(self) -> list[tuple[int, int]]:
         starts = range(0, len(self._steps), self._width)
@@ -269,8 +267,8 @@ def map_of_changes(changes: Mapping[int, Mapping[tuple[str, int], float]]) -> He
     steps = np.unique([step for _, step in places]).astype(np.int64)
     if not len(steps):
         return HeatMap()
-    maker = HeatMapMaker(steps, len(changes))
     names = list(dict.fromkeys(module for module, _ in places))
+    maker = HeatMapMaker(steps, len(changes), len(names), 1)
     row = {name: number for number, name in enumerate(names)}
     column = {int(step): number for number, step in enumerate(steps)}
     for rank, found in changes.items():
@@ -284,11 +282,3 @@ def map_of_changes(changes: Mapping[int, Mapping[tuple[str, int], float]]) -> He
 def _column(rows: pa.Table, name: str) -> npt.NDArray[np.float64]:
     column = rows.column(name).cast(pa.float64()).fill_null(float("nan")).combine_chunks()
     return np.asarray(column, dtype=np.float64).reshape(-1)
-
-
-def steps_of(tables: Iterator[tuple[int, pa.Table]]) -> npt.NDArray[np.int64]:
-    """Return the steps of all ranks, ascending; so many that a matrix of them stays in memory."""
-    found = [np.unique(np.asarray(table.column("step"), dtype=np.int64)) for _, table in tables]
-    steps = np.unique(np.concatenate(found)) if found else np.array([], dtype=np.int64)
-    most = _WHOLE // _ROWS
-    return steps if len(steps) <= most else steps[:: -(-len(steps) // most)]

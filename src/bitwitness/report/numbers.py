@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from bitwitness.errors import UsageError
 from bitwitness.store.folder import Run
 from bitwitness.store.monitored import is_monitored, monitored_ranks, read_series
+
+Ints = npt.NDArray[np.int64]
 
 COLUMNS = ("step", "kind", "name", "metric", "value", "count", "nan", "inf", "min", "max", "l2")
 _MOST_TABLES = 2000  # steps of all ranks that are read of a recording: each holds thousands of rows
@@ -20,6 +24,15 @@ _KINDS = {
     ("gradient", "grad"): "grad",
     ("parameter", "param"): "param",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How much there is: the steps of all ranks, ascending; names of the kind that has most; kinds."""
+
+    steps: Ints
+    names: int
+    kinds: int
 
 
 @dataclass(slots=True)
@@ -39,6 +52,19 @@ class Numbers:
         if self.monitored:
             return monitored_ranks(self.run.path)
         return [rank for rank in self.run.ranks() if self.run.steps(rank)]
+
+    def extent(self) -> Extent:
+        """Return how much there is, without reading the numbers of a monitored run."""
+        steps: list[Ints] = []
+        named: set[tuple[str, str]] = set()
+        for rank in self.ranks() if self.monitored else ():
+            table, _ = read_series(self.run.path, rank, columns=("step", "kind", "name"))
+            _take(table, steps, named)
+        for _, table in () if self.monitored else self.tables():
+            _take(table, steps, named)
+        kinds = [kind for kind, _ in named if kind != "training"]
+        most = max((kinds.count(kind) for kind in set(kinds)), default=0)
+        return Extent(np.unique(np.concatenate(steps)) if steps else np.array([], np.int64), most, len(set(kinds)))
 
     def tables(self) -> Iterator[tuple[int, pa.Table]]:
         """Yield each rank's rows with `COLUMNS`: one rank's at a time are in memory."""
@@ -66,6 +92,12 @@ class Numbers:
             except UsageError as error:
                 self.problems.append(str(error))
         return pa.concat_tables(tables) if tables else pa.table({name: [] for name in COLUMNS})
+
+
+def _take(table: pa.Table, steps: list[Ints], named: set[tuple[str, str]]) -> None:
+    steps.append(np.unique(np.asarray(table.column("step"), dtype=np.int64)))
+    pairs = table.select(["kind", "name"]).group_by(["kind", "name"]).aggregate([]).to_pydict()
+    named.update(zip(map(str, pairs["kind"]), map(str, pairs["name"]), strict=True))
 
 
 def _as_series(rows: pa.Table) -> pa.Table:
