@@ -326,6 +326,16 @@ def test_a_large_run_makes_a_small_file(steps: int, count: int, ranks: int, tmp_
     assert size < 15_000_000 * (1 if ranks == 8 else 0.15)
 
 
+def test_of_very_many_ranks_the_named_are_drawn(tmp_path: Path) -> None:
+    run = write_monitored(tmp_path / "run", steps=3, names=["a"], ranks=40)
+    RunWriter(run, 0, 40).shared_event(
+        Verdict(Cause.PERSISTENT_HARDWARE, 2, (39,), (), Action.STOPPED, "rank 39 is wrong")
+    )
+    report = build_report([run])
+    assert report.charts["heat"]["ranks"] == [*range(31), 39]
+    assert any("of 40 ranks 32 are drawn" in doubt for doubt in report.story.runs[0].doubts)
+
+
 def test_what_is_wrong_with_the_command_is_said_before_the_work(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

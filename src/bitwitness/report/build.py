@@ -12,7 +12,7 @@ from bitwitness.finding import Finding, Note, Verdict
 from bitwitness.report.clean import name, text
 from bitwitness.report.heatmap import HeatMap, HeatMapMaker
 from bitwitness.report.numbers import Numbers
-from bitwitness.report.series import Line, lines_of
+from bitwitness.report.series import MOST_BUCKETS, Line, lines_of
 from bitwitness.report.story import RunStory, Story, story_of, story_of_run, tell_broken
 from bitwitness.report.tree import LEVELS, PAIR_LEVELS, levels_of_run, tree_of
 from bitwitness.store.answer import Answer, answers
@@ -26,6 +26,8 @@ SCHEMA = 1
 """Of `Report.to_dict`; counted up when a field changes its meaning or goes."""
 _MOST_RUNS = 16
 _EVENTS = 3000  # rows of the table
+_POINTS = 8000  # buckets of one number's lines, all ranks together
+_LEAST_BUCKETS = 100
 _MARKS = 200  # events on the timeline
 _SEVERITY = {"error": 0, "warning": 1, "info": 2}
 
@@ -134,7 +136,8 @@ def _one(answer: Answer, told: str) -> _Read:
     path = told if os.fspath(answer.path) == os.fspath(os.path.normpath(told)) else os.fspath(answer.path)
     events: list[Event] = [*run.verdicts(), *findings]
     events += [note for note in run.notes() if note.message != "coverage"]
-    numbers = Numbers(run)
+    ranks = [rank for verdict in answer.verdicts for rank in verdict.ranks]
+    numbers = Numbers(run, [*ranks, *(finding.rank for finding in findings)])
     lines, heat = _numbers_of(numbers)
     story = story_of_run(answer, findings, path)
     if heat.broken and not answer.verdicts and not findings:
@@ -173,9 +176,10 @@ def _numbers_of(numbers: Numbers) -> tuple[list[Line], HeatMap]:
     if not len(extent.steps):
         return [], HeatMap()
     maker = HeatMapMaker(extent.steps, len(numbers.ranks()), extent.names, extent.kinds)
+    most = max(_LEAST_BUCKETS, min(MOST_BUCKETS, _POINTS // len(numbers.ranks())))
     lines = []
     for rank, table in numbers.tables():
-        lines += lines_of(rank, table)
+        lines += lines_of(rank, table, most)
         maker.add(rank, table)
     return lines, maker.made()
 

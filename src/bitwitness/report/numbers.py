@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +17,7 @@ from bitwitness.store.monitored import is_monitored, monitored_ranks, read_serie
 Ints = npt.NDArray[np.int64]
 
 COLUMNS = ("step", "kind", "name", "metric", "value", "count", "nan", "inf", "min", "max", "l2")
+_MOST_RANKS = 32
 _MOST_TABLES = 2000  # steps of all ranks that are read of a recording: each holds thousands of rows
 _KINDS = {
     ("module", "forward"): "activation",
@@ -37,10 +38,23 @@ class Extent:
 
 @dataclass(slots=True)
 class Numbers:
-    """A run's numbers, rank by rank; ``problems``: what could not be read, or was left out."""
+    """A run's numbers, rank by rank.
+
+    Attributes
+    ----------
+    run
+        The run.
+    named
+        Ranks that its verdicts and findings name: they are drawn, however many there are.
+    problems
+        What could not be read, or was left out.
+
+    """
 
     run: Run
+    named: Sequence[int] = ()
     problems: list[str] = field(default_factory=list)
+    _held: dict[int, pa.Table] = field(default_factory=dict)
 
     @property
     def monitored(self) -> bool:
@@ -48,10 +62,17 @@ class Numbers:
         return is_monitored(self.run.path)
 
     def ranks(self) -> list[int]:
-        """Return the ranks that have numbers."""
+        """Return the ranks that have numbers; of very many those that are named, and the first."""
         if self.monitored:
-            return monitored_ranks(self.run.path)
-        return [rank for rank in self.run.ranks() if self.run.steps(rank)]
+            found = monitored_ranks(self.run.path)
+        else:
+            found = [rank for rank in self.run.ranks() if self.run.steps(rank)]
+        if len(found) <= _MOST_RANKS:
+            return found
+        self._note(
+            f"of {len(found)} ranks {_MOST_RANKS} are drawn: those that verdicts and findings name, and the first"
+        )
+        return sorted(sorted(found, key=lambda rank: rank not in self.named)[:_MOST_RANKS])
 
     def extent(self) -> Extent:
         """Return how much there is, without reading the numbers of a monitored run."""
@@ -72,25 +93,34 @@ class Numbers:
         for rank in ranks:
             if self.monitored:
                 table, problems = read_series(self.run.path, rank, columns=COLUMNS)
-                self.problems += problems
+                for problem in problems:
+                    self._note(problem)
             else:
                 table = self._recorded(rank, _MOST_TABLES // max(len(ranks), 1))
             if table.num_rows:
                 yield rank, table.unify_dictionaries().combine_chunks()
 
+    def _note(self, problem: str) -> None:
+        if problem not in self.problems:
+            self.problems.append(problem)
+
     def _recorded(self, rank: int, most: int) -> pa.Table:
+        """Return what a recording tells of one rank: little beside the recording, which is read once."""
+        if rank not in self._held:
+            self._held[rank] = self._read(rank, most)
+        return self._held[rank]
+
+    def _read(self, rank: int, most: int) -> pa.Table:
         steps = self.run.steps(rank)
         every = -(-len(steps) // max(most, 1))
         if every > 1:
-            self.problems.append(
-                f"of {len(steps)} recorded steps of rank {rank} one in {every} was read for the charts"
-            )
+            self._note(f"of {len(steps)} recorded steps of rank {rank} one in {every} was read for the charts")
         tables = []
         for step in steps[::every]:
             try:
                 tables.append(_as_series(self.run.rows(step=step, rank=rank)))
             except UsageError as error:
-                self.problems.append(str(error))
+                self._note(str(error))
         return pa.concat_tables(tables) if tables else pa.table({name: [] for name in COLUMNS})
 
 

@@ -68,7 +68,7 @@ def buckets(steps: Ints, values: Floats, most: int = MOST_BUCKETS) -> tuple[Ints
     return steps[kept], values[kept]
 
 
-def lines_of(rank: int, table: pa.Table) -> list[Line]:
+def lines_of(rank: int, table: pa.Table, most: int = MOST_BUCKETS) -> list[Line]:
     """Return the lines of one rank: what was told of whole steps or, without that, the norm of all its gradients."""
     kinds = table.column("kind").cast(pa.string())
     training = table.filter(pc.fill_null(pc.equal(kinds, "training"), fill_value=False))
@@ -79,9 +79,9 @@ def lines_of(rank: int, table: pa.Table) -> list[Line]:
     for metric, which in sorted(set(zip(metrics.tolist(), named.tolist(), strict=True)), key=_order):
         rows = (metrics == metric) & (named == which)
         label = metric if which in ("", ".") or metric in ("loss", "grad_norm") else f"{metric} {which}"
-        lines.append(_line(shown_name(label), rank, steps[rows], values[rows]))
+        lines.append(_line(shown_name(label), rank, steps[rows], values[rows], most))
     if not any(line.metric == "grad_norm" for line in lines):
-        lines += _norm(rank, table, kinds)
+        lines += _norm(rank, table, kinds, most)
     return lines
 
 
@@ -90,7 +90,7 @@ def _order(pair: tuple[str, str]) -> tuple[int, str, str]:
     return (_FIRST.index(metric) if metric in _FIRST else len(_FIRST)), metric, which
 
 
-def _norm(rank: int, table: pa.Table, kinds: pa.ChunkedArray) -> list[Line]:
+def _norm(rank: int, table: pa.Table, kinds: pa.ChunkedArray, most: int) -> list[Line]:
     """Return the norm of all of a rank's gradients, from the norm of each."""
     rows = table.filter(pc.fill_null(pc.equal(kinds, "grad"), fill_value=False))
     if not rows.num_rows:
@@ -100,14 +100,14 @@ def _norm(rank: int, table: pa.Table, kinds: pa.ChunkedArray) -> list[Line]:
     broken = (_ints(rows.column("nan")) + _ints(rows.column("inf"))) > 0
     with np.errstate(over="ignore", invalid="ignore"):
         squares = np.bincount(place, weights=np.where(broken, np.nan, sizes) ** 2, minlength=len(steps))
-        return [_line("grad_norm", rank, steps, np.sqrt(squares))]
+        return [_line("grad_norm", rank, steps, np.sqrt(squares), most)]
 
 
-def _line(metric: str, rank: int, steps: Ints, values: Floats) -> Line:
+def _line(metric: str, rank: int, steps: Ints, values: Floats, most: int) -> Line:
     order = np.argsort(steps, kind="stable")
     steps, values = steps[order], values[order]
     bad = np.unique(steps[~np.isfinite(values)])[:_MOST_BAD]
-    thinned = buckets(steps, values)
+    thinned = buckets(steps, values, most)
     return Line(metric, rank, *thinned, bad=bad.tolist(), points=len(values))
 
 
