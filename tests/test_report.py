@@ -326,6 +326,22 @@ def test_a_large_run_makes_a_small_file(steps: int, count: int, ranks: int, tmp_
     assert size < 15_000_000 * (1 if ranks == 8 else 0.15)
 
 
+def test_series_that_cannot_be_read_are_told_and_of_several_runs_the_worst(runs: Path, tmp_path: Path) -> None:
+    run = write_monitored(tmp_path / "run", steps=10, names=["a"])
+    assert (
+        build_report([run]).story.headline == "Nothing is wrong with this run's numbers, as far as they were looked at."
+    )
+    file = run / "rank00001" / "monitor-000001.parquet"
+    file.write_bytes(file.read_bytes()[:2000])
+    story = build_report([run]).story
+    assert story.headline.endswith("But not all of its series could be read: see below.")
+    assert any("monitor-000001.parquet was left out" in doubt for doubt in story.runs[0].doubts)
+    assert not any("checksums" in line for line in story.runs[0].believed)
+    several = build_report([run, runs / "nan", runs / "persistent"]).story
+    assert (several.kind, several.status, len(several.runs)) == ("runs", "findings", 3)
+    assert "persistent: The device of rank 0 computes wrongly" in several.headline
+
+
 def test_of_very_many_ranks_the_named_are_drawn(tmp_path: Path) -> None:
     run = write_monitored(tmp_path / "run", steps=3, names=["a"], ranks=40)
     RunWriter(run, 0, 40).shared_event(

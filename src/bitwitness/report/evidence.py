@@ -97,7 +97,9 @@ def _ranks(evidence: Mapping[str, Any]) -> Iterator[Block]:
     rows = [[f"rank {rank}", *(name(row.get(key, "")) for key in keys)] for rank, row in enumerate(ranks[:_RANKS])]
     wrong = mapping(evidence.get("wrong_executions"))
     marked = [rank for rank in range(len(rows)) if str(rank) in wrong]
-    note = "Is each execution equal to what the training itself computed? A device that differs on every rank's step is wrong."
+    note = (
+        "Is each execution equal to what the training itself computed? equal: in every bit; far: by more than rounding."
+    )
     yield Block("Rank by rank", note, ["step of", *(key.removeprefix("training = ") for key in keys)], rows, marked)
 
 

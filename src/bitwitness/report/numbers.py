@@ -47,13 +47,16 @@ class Numbers:
     named
         Ranks that its verdicts and findings name: they are drawn, however many there are.
     problems
-        What could not be read, or was left out.
+        What could not be read.
+    thinned
+        What was not drawn because there is too much of it.
 
     """
 
     run: Run
     named: Sequence[int] = ()
     problems: list[str] = field(default_factory=list)
+    thinned: list[str] = field(default_factory=list)
     _held: dict[int, pa.Table] = field(default_factory=dict)
 
     @property
@@ -69,9 +72,8 @@ class Numbers:
             found = [rank for rank in self.run.ranks() if self.run.steps(rank)]
         if len(found) <= _MOST_RANKS:
             return found
-        self._note(
-            f"of {len(found)} ranks {_MOST_RANKS} are drawn: those that verdicts and findings name, and the first"
-        )
+        said = f"of {len(found)} ranks {_MOST_RANKS} are drawn: those that verdicts and findings name, and the first"
+        self.thinned += [said] if said not in self.thinned else []
         return sorted(sorted(found, key=lambda rank: rank not in self.named)[:_MOST_RANKS])
 
     def extent(self) -> Extent:
@@ -114,7 +116,7 @@ class Numbers:
         steps = self.run.steps(rank)
         every = -(-len(steps) // max(most, 1))
         if every > 1:
-            self._note(f"of {len(steps)} recorded steps of rank {rank} one in {every} was read for the charts")
+            self.thinned.append(f"of {len(steps)} recorded steps of rank {rank} one in {every} was read for the charts")
         tables = []
         for step in steps[::every]:
             try:

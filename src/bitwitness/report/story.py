@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _EVENTS = 50  # that are told with all their evidence; the table has the rest
 _LINES = 100  # of one list
 NOTHING = "Nothing has to be done."
+WHOLE = "The run folder is whole: all its checksums were verified for this report."
 
 
 @dataclass(slots=True)
@@ -57,6 +58,8 @@ class RunStory:
         What the watch cost, and what that bought.
     facts
         What the run was: (name, value).
+    verdicts
+        How many there are.
     attention
         Something was seen that status does not judge.
 
@@ -73,6 +76,7 @@ class RunStory:
     events: list[Told]
     price: list[str]
     facts: list[tuple[str, str]]
+    verdicts: int = 0
     attention: bool = False
 
     def to_dict(self) -> dict[str, Any]:
@@ -134,6 +138,7 @@ def story_of_run(answer: Answer, findings: Sequence[Finding], path: str) -> RunS
         events=told,
         price=[text(line) for line in price[:_LINES]],
         facts=_facts(answer),
+        verdicts=len(answer.verdicts),
     )
 
 
@@ -150,6 +155,14 @@ def tell_broken(run: RunStory, step: int, rank: int, where: str) -> None:
     ]
 
 
+def tell_unread(run: RunStory, problems: Sequence[str]) -> None:
+    """Tell of series that could not be read, which status does not read."""
+    run.attention = True
+    run.doubts += [text(problem) for problem in dict.fromkeys(problems)][:20]
+    run.headline += " But not all of its series could be read: see below."
+    run.believed = [line for line in run.believed if line != WHOLE]
+
+
 def story_of(runs: list[RunStory], report: Report | None) -> Story:
     """Put the stories of runs, and their comparison, together: the worst comes first."""
     status = worst_of([*(run.status for run in runs), *([report.status] if report is not None else [])])
@@ -158,7 +171,7 @@ def story_of(runs: list[RunStory], report: Report | None) -> Story:
         headline, to_do = headline_of_pair(report), to_do_of_pair(report)
         return Story("pair", status, headline, text(report.conclusion), to_do, runs, doubts)
     order = ("findings", "unread", "fine")
-    worst = min(runs, key=lambda run: order.index(run.status))
+    worst = min(runs, key=lambda run: (order.index(run.status), not run.verdicts, not run.attention))
     headline = worst.headline if len(runs) == 1 else f"{name(worst.path)}: {worst.headline}"
     return Story("run" if len(runs) == 1 else "runs", status, headline, worst.sentence, worst.to_do, runs)
 
@@ -210,7 +223,7 @@ def _believed(answer: Answer) -> list[str]:
     ):
         lines.append("At the start each sensor proved on a planted fault that it sees (self-test).")
     if not answer.health.doubts:
-        lines.append("The run folder is whole: all its checksums were verified for this report.")
+        lines.append(WHOLE)
     return [text(line) for line in lines]
 
 
