@@ -25,17 +25,23 @@ def modules(count: int) -> list[str]:
     ]
 
 
-def write_monitored(folder: Path, *, steps: int = 200, names: list[str] | None = None, ranks: int = 2) -> Path:
+def write_monitored(
+    folder: Path, *, steps: int = 200, names: list[str] | None = None, ranks: int = 2, guarded: bool = True
+) -> Path:
     """Write a run folder with series, and return it; the planted spike is there where its step, module and rank are."""
     names = modules(50) if names is None else names
     random = np.random.default_rng(0)
     for rank in range(ranks):
         writer = RunWriter(folder, rank, ranks)
-        writer.event(
-            Note(
-                "coverage", steps - 1, rank, evidence=COVERAGE | {"steps": {"held": steps, "judged": steps, "deep": 2}}
+        if guarded:
+            writer.event(
+                Note(
+                    "coverage",
+                    steps - 1,
+                    rank,
+                    evidence=COVERAGE | {"steps": {"held": steps, "judged": steps, "deep": 2}},
+                )
             )
-        )
         writer.ended("finished", "the end of the training", steps)
         writer.close()
         pq.write_table(_series(steps, names, rank, random), folder / f"rank{rank:05d}" / "monitor-000001.parquet")

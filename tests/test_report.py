@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 import zlib
 from contextlib import nullcontext
@@ -32,6 +33,7 @@ from bitwitness.report.heatmap import BAD
 from bitwitness.report.markdown import to_markdown
 from bitwitness.report.page import embedded, to_html
 from bitwitness.report.series import buckets
+from bitwitness.store.answer import answers
 from bitwitness.store.writer import RunWriter
 from bitwitness.testing import contained
 
@@ -334,10 +336,16 @@ def test_series_that_cannot_be_read_are_told_and_of_several_runs_the_worst(runs:
     file = run / "rank00001" / "monitor-000001.parquet"
     file.write_bytes(file.read_bytes()[:2000])
     story = build_report([run]).story
-    assert story.headline.endswith("But not all of its series could be read: see below.")
-    assert any("monitor-000001.parquet was left out" in doubt for doubt in story.runs[0].doubts)
+    assert story.status == "unread"
+    assert sum("monitor-000001.parquet was left out" in doubt for doubt in story.runs[0].doubts) == 1
     assert not any("checksums" in line for line in story.runs[0].believed)
-    several = build_report([run, runs / "nan", runs / "persistent"]).story
+    only = answers(os.fspath(write_monitored(tmp_path / "only", steps=10, names=["a"], ranks=1, guarded=False)))[
+        0
+    ].health
+    assert (only.status, only.sentence) == (
+        "fine", "monitored: 10 steps (0 to 9) of 1 ranks, whole as far as it goes; its numbers were not judged",
+    )  # fmt: skip
+    several = build_report([runs / "good", runs / "nan", runs / "persistent"]).story
     assert (several.kind, several.status, len(several.runs)) == ("runs", "findings", 3)
     assert "persistent: The device of rank 0 computes wrongly" in several.headline
 

@@ -13,7 +13,7 @@ from bitwitness.report.clean import name, text
 from bitwitness.report.heatmap import HeatMap, HeatMapMaker
 from bitwitness.report.numbers import Numbers
 from bitwitness.report.series import MOST_BUCKETS, Line, lines_of
-from bitwitness.report.story import RunStory, Story, story_of, story_of_run, tell_broken, tell_unread
+from bitwitness.report.story import RunStory, Story, story_of, story_of_run, tell_broken
 from bitwitness.report.tree import LEVELS, PAIR_LEVELS, levels_of_run, tree_of
 from bitwitness.store.answer import Answer, answers
 from bitwitness.store.folder import Run
@@ -142,9 +142,8 @@ def _one(answer: Answer, told: str) -> _Read:
     story = story_of_run(answer, findings, path)
     if heat.broken and not answer.verdicts and not findings:
         tell_broken(story, *heat.broken)
-    if numbers.problems:
-        tell_unread(story, numbers.problems)
-    story.doubts += [text(one) for one in dict.fromkeys(numbers.thinned)][:20]
+    problems = [text(one) for one in (*numbers.problems, *numbers.thinned)]
+    story.doubts += [one for one in dict.fromkeys(problems) if one not in story.doubts][:20]
     return _Read(run, story, events, lines, heat)
 
 

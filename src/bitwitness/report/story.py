@@ -155,14 +155,6 @@ def tell_broken(run: RunStory, step: int, rank: int, where: str) -> None:
     ]
 
 
-def tell_unread(run: RunStory, problems: Sequence[str]) -> None:
-    """Tell of series that could not be read, which status does not read."""
-    run.attention = True
-    run.doubts += [text(problem) for problem in dict.fromkeys(problems)][:20]
-    run.headline += " But not all of its series could be read: see below."
-    run.believed = [line for line in run.believed if line != WHOLE]
-
-
 def story_of(runs: list[RunStory], report: Report | None) -> Story:
     """Put the stories of runs, and their comparison, together: the worst comes first."""
     status = worst_of([*(run.status for run in runs), *([report.status] if report is not None else [])])

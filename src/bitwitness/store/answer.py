@@ -8,12 +8,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pyarrow.compute as pc
+
 from bitwitness.errors import UnreadError, UsageError
 from bitwitness.files.shown import shown
 from bitwitness.store.beside import runs_beside
 from bitwitness.store.folder import Run
 from bitwitness.store.health import Health, health_of, worst_of
 from bitwitness.store.life import Life, life_of
+from bitwitness.store.monitored import monitored_ranks, read_series
 from bitwitness.store.reader import absent_ranks, ranks_there
 from bitwitness.store.told import told_of
 from bitwitness.store.verdicts import tell_verdicts
@@ -110,7 +113,8 @@ class Answer:
         self._run = run
         self._notes = [note for note in run.notes() if note.message == "coverage"]
         self.verdicts = run.verdicts()
-        self.recorded = _recorded(run)
+        series, unread = _monitored(run)
+        self.recorded = "; ".join(filter(None, (_recorded(run), series)))
         self.path = Path(run.path)
         self.description = description = _description(run)
         self.life: Life = life_of(description)
@@ -121,6 +125,7 @@ class Answer:
         )
         problems = [
             *run.problems,
+            *unread,
             *absent_ranks(description, ranks_there(run.path)),
             *missing,
             *_not_written(run, description),
@@ -225,9 +230,22 @@ def _recorded(run: Run) -> str:
     return f"recorded: {len(steps)} steps ({steps[0]} to {steps[-1]}) of {len(ranks)} ranks"
 
 
+def _monitored(run: Run) -> tuple[str, list[str]]:
+    """Return what is told of a run's series, and what of them cannot be read."""
+    ranks, problems = monitored_ranks(run.path), []
+    steps: set[int] = set()
+    for rank in ranks:
+        table, unread = read_series(run.path, rank, columns=("step",))
+        steps.update(pc.unique(table.column("step")).drop_null().to_pylist())
+        problems += unread
+    told = f"monitored: {len(steps)} steps ({min(steps)} to {max(steps)}) of {len(ranks)} ranks" if steps else ""
+    return told, problems
+
+
 def _tell_recording(health: Health, recorded: str) -> None:
     """Make the answer that of a recording: nothing was judged, and it is whole or not."""
+    compares = " (compare does)" if recorded.startswith("recorded") else ""
     if health.status == "unread":
         health.sentence = f"{health.sentence}; {recorded}"
     else:
-        health.sentence = f"{recorded}, whole as far as it goes; its numbers were not judged (compare does)"
+        health.sentence = f"{recorded}, whole as far as it goes; its numbers were not judged{compares}"
