@@ -30,6 +30,25 @@ def test_the_makefile_installs_what_the_development_group_names() -> None:
     assert names(group) <= wanted <= names((ROOT / "constraints.txt").read_text().split())
 
 
+def test_the_wheel_holds_what_a_report_is_made_of() -> None:
+    from hatchling.builders.wheel import WheelBuilder
+
+    builder = WheelBuilder(str(ROOT))
+    packed = {file.distribution_path for file in builder.recurse_included_files()}
+    folder = ROOT / "src" / "bitwitness" / "report"
+    made_of = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    assert {f"bitwitness/report/{path.relative_to(folder)}" for path in made_of} <= packed
+    names = {path.name for path in made_of}
+    assert {
+        "echarts.min.js",
+        "echarts.LICENSE",
+        "echarts.NOTICE",
+        "echarts.LICENSE-d3",
+        "dagre.min.js",
+        "dagre.LICENSE",
+    } <= names
+
+
 def test_ci_runs_the_tests_as_anybody_would() -> None:
     run = ROOT / ".ci" / "run"
     assert os.access(run, os.X_OK)

@@ -34,7 +34,7 @@ def check_ending(args: argparse.Namespace, out: str | None) -> None:
 
 def write_answer(args: argparse.Namespace, folders: Sequence[str]) -> int:
     """Write the answer, on the first rank; return the exit code of what prevented it, else 0."""
-    from bitwitness.cli.status import answer_of
+    from bitwitness.store.answer import answer_of
 
     if args.json is None or rank_here():
         return 0

@@ -44,6 +44,8 @@ class Health:
         Why not everything is known.
     remark
         What is worth a line though nothing is wrong: how often a loss scale was dropped.
+    worst
+        The verdict that the reader has to act on, where there is one.
 
     """
 
@@ -53,6 +55,7 @@ class Health:
     gaps: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
     remark: str = ""
+    worst: Verdict | None = None
 
     @property
     def details(self) -> list[str]:
@@ -95,8 +98,8 @@ def health_of(
     gaps = list(dict.fromkeys(gap for table in tables for gap in table.get("not_covered", ())))
     doubts = [*_doubts(tables), *(shown(problem) for problem in problems)]
     advice = ""
-    if verdicts:
-        worst = _worst(verdicts)
+    worst = _worst(verdicts) if verdicts else None
+    if worst is not None:
         more = f" (and {len(verdicts) - 1} more verdicts)" if len(verdicts) > 1 else ""
         what = f"{worst.cause.replace('_', ' ')}, {worst.action}: {worst.message}"
         sentence = f"NOT healthy: step {worst.step}: {what}{more}; {seen}"
@@ -119,7 +122,7 @@ def health_of(
         sentence = f"not known: {[*doubts, life.by or 'run.json does not tell how the run ended'][0]}; {seen}"
     elif not _ended_well(life):
         sentence = f"{life.state}{f' ({life.by})' * bool(life.by)}: {'until then ' * (not found)}{sentence}"
-    return Health(status, sentence, advice, gaps, doubts, next(remarks, ""))
+    return Health(status, sentence, advice, gaps, doubts, next(remarks, ""), worst)
 
 
 def worst_of(statuses: Iterable[str]) -> str:

@@ -1,0 +1,229 @@
+"""Makes a report: reads what the runs left, tells their story, and gathers what the page draws."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from bitwitness.errors import UnreadError, UsageError
+from bitwitness.finding import Finding, Note, Verdict
+from bitwitness.report.clean import name, text
+from bitwitness.report.heatmap import HeatMap, HeatMapMaker
+from bitwitness.report.numbers import Numbers
+from bitwitness.report.series import MOST_BUCKETS, Line, lines_of
+from bitwitness.report.story import RunStory, Story, story_of, story_of_run, tell_broken
+from bitwitness.report.tree import LEVELS, PAIR_LEVELS, levels_of_run, tree_of
+from bitwitness.store.answer import Answer, answers
+from bitwitness.store.folder import Run
+from bitwitness.store.opening import open_source
+
+if TYPE_CHECKING:
+    from bitwitness.report.pair import Compared
+
+SCHEMA = 1
+"""Of `Report.to_dict`; counted up when a field changes its meaning or goes."""
+_MOST_RUNS = 16
+_EVENTS = 3000  # rows of the table
+_POINTS = 8000  # buckets of one number's lines, all ranks together
+_LEAST_BUCKETS = 100
+_MARKS = 200  # events on the timeline
+_SEVERITY = {"error": 0, "warning": 1, "info": 2}
+
+Event = Verdict | Finding | Note
+
+
+@dataclass(slots=True)
+class Report:
+    """A report, ready to be written in any form.
+
+    Attributes
+    ----------
+    story
+        What is said.
+    charts
+        What the page draws: ``timeline``, ``heat``, ``tree``, ``graph``, ``table``; each only where there is something.
+    comparison
+        Of two recordings: what ``bitwitness compare --json`` writes.
+
+    """
+
+    story: Story
+    charts: dict[str, Any] = field(default_factory=dict)
+    comparison: dict[str, Any] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the machine's form: the conclusion first."""
+        story = self.story
+        return {
+            "schema": SCHEMA,
+            "kind": story.kind,
+            "status": story.status,
+            "headline": story.headline,
+            "conclusion": story.conclusion,
+            "to_do": story.to_do,
+            "doubts": story.doubts,
+            "runs": [run.to_dict() for run in story.runs],
+            "comparison": self.comparison,
+        }
+
+
+@dataclass(slots=True)
+class _Read:
+    """One run as it was read."""
+
+    run: Run
+    story: RunStory
+    events: list[Event]
+    lines: list[Line]
+    heat: HeatMap
+
+
+def build_report(
+    runs: Sequence[str | os.PathLike[str]], progress: Callable[[int, int], None] = lambda _done, _all: None
+) -> Report:
+    """Make the report of one run, of several, or of a pair of recordings, which are compared.
+
+    Parameters
+    ----------
+    runs
+        Run folders; two that are recordings are compared, the second being the one to compare with.
+    progress
+        Told of (steps compared, steps in all).
+
+    Raises
+    ------
+    UsageError
+        If one of them cannot be read, or none was named.
+
+    """
+    if not 1 <= len(runs) <= _MOST_RUNS:
+        raise UsageError(f"report: {len(runs)} runs were named; expected 1 to {_MOST_RUNS}")
+    pair = len(runs) == 2 and all(_recorded(run) for run in runs)
+    read = [one for run in runs for one in _read(run, foreign=pair)]
+    found = _compared(runs[0], runs[1], progress) if pair else None
+    report = Report(story_of([one.story for one in read], None if found is None else found.report))
+    report.comparison = None if found is None else found.report.to_dict()
+    report.charts = _charts(read, found)
+    return report
+
+
+def _compared(a: str | os.PathLike[str], b: str | os.PathLike[str], progress: Callable[[int, int], None]) -> Compared:
+    from bitwitness.report.pair import compared  # needs torch, which a report of one run does not
+
+    return compared(a, b, progress)
+
+
+def _recorded(run: str | os.PathLike[str]) -> bool:
+    try:
+        return bool(open_source(run).ranks())
+    except UnreadError:
+        return False
+
+
+def _read(path: str | os.PathLike[str], *, foreign: bool) -> list[_Read]:
+    """Read a run folder, and those of other models of its process beside it."""
+    told = os.fspath(path)
+    if foreign and open_source(path).kind != "bitwitness":
+        return []  # another tool's dump has rows and nothing else; the comparison tells of it
+    return [_one(answer, told) for answer in answers(told)]
+
+
+def _one(answer: Answer, told: str) -> _Read:
+    run = Run(answer.path)
+    findings = run.findings()
+    path = told if os.fspath(answer.path) == os.fspath(os.path.normpath(told)) else os.fspath(answer.path)
+    events: list[Event] = [*run.verdicts(), *findings]
+    events += [note for note in run.notes() if note.message != "coverage"]
+    ranks = [rank for verdict in answer.verdicts for rank in verdict.ranks]
+    numbers = Numbers(run, [*ranks, *(finding.rank for finding in findings)])
+    lines, heat = _numbers_of(numbers)
+    story = story_of_run(answer, findings, path)
+    if heat.broken and not answer.verdicts and not findings:
+        tell_broken(story, *heat.broken)
+    problems = [text(one) for one in (*numbers.problems, *numbers.thinned)]
+    story.doubts += [one for one in dict.fromkeys(problems) if one not in story.doubts][:20]
+    return _Read(run, story, events, lines, heat)
+
+
+def _charts(read: list[_Read], found: Compared | None) -> dict[str, Any]:
+    """Gather what the page draws."""
+    charts: dict[str, Any] = {}
+    several = len(read) > 1
+    lines: list[dict[str, Any]] = []
+    heat = HeatMap()
+    for number, one in enumerate(read):
+        lines += [{**line.to_dict(), "run": name(one.story.path) if several else ""} for line in one.lines]
+        heat = heat if number and heat.layers else one.heat
+    marks = [_mark(event, one, several=several) for one in read for event in one.events if _weighty(event)]
+    if lines or marks:
+        charts["timeline"] = {"lines": lines, "marks": marks[:_MARKS]}
+    heat = heat if found is None else found.heat
+    if heat.layers:
+        charts["heat"] = heat.to_dict()
+    if found is not None:
+        charts |= _of_pair(found)
+    else:
+        if heat.worst:
+            levels = levels_of_run(heat.worst)
+            charts["tree"] = {"root": tree_of(levels).to_dict(), "levels": list(LEVELS)}
+        charts |= _events_table(read, several=several)
+    return charts
+
+
+def _numbers_of(numbers: Numbers) -> tuple[list[Line], HeatMap]:
+    extent = numbers.extent()
+    if not len(extent.steps):
+        return [], HeatMap()
+    maker = HeatMapMaker(extent.steps, len(numbers.ranks()), extent.names, extent.kinds)
+    most = max(_LEAST_BUCKETS, min(MOST_BUCKETS, _POINTS // len(numbers.ranks())))
+    lines = []
+    for rank, table in numbers.tables():
+        lines += lines_of(rank, table, most)
+        maker.add(rank, table)
+    return lines, maker.made()
+
+
+def _of_pair(found: Compared) -> dict[str, Any]:
+    charts: dict[str, Any] = {}
+    if found.levels:
+        charts["tree"] = {"root": tree_of(found.levels).to_dict(), "levels": list(PAIR_LEVELS)}
+    if found.graph.nodes:
+        charts["graph"] = found.graph.to_dict()
+    said = f"{found.total} compared values" + ("" if found.total == len(found.rows) else f"; {len(found.rows)} shown")
+    charts["table"] = {
+        "said": f"{said}; those that differ come first",
+        "columns": list(found.columns),
+        "rows": found.rows,
+    }
+    return charts
+
+
+def _events_table(read: list[_Read], *, several: bool) -> dict[str, Any]:
+    events = [(one, event) for one in read for event in one.events]
+    events.sort(key=lambda pair: (not isinstance(pair[1], Verdict), _SEVERITY.get(pair[1].to_event()["severity"], 3)))
+    if not events:
+        return {}
+    rows = [_row(event, one, several=several) for one, event in events[:_EVENTS]]
+    said = f"{len(events)} events" + ("" if len(events) == len(rows) else f"; {len(rows)} shown, the gravest")
+    columns = ["step", "rank", "type", "severity", "sensor", "site", "message"]
+    return {"table": {"said": said, "columns": [*(["run"] if several else []), *columns], "rows": rows}}
+
+
+def _row(event: Event, one: _Read, *, several: bool) -> list[str]:
+    told = event.to_event()
+    rank = "" if told["rank"] is None else str(told["rank"])
+    cells = [str(event.step), rank, told["type"], told["severity"], name(event.sensor), name(told["site"] or "")]
+    return [*([name(one.story.path)] if several else []), *cells, text(event.message, 500)]
+
+
+def _weighty(event: Event) -> bool:
+    return not isinstance(event, Note)
+
+
+def _mark(event: Event, one: _Read, *, several: bool) -> dict[str, Any]:
+    verdict = isinstance(event, Verdict)
+    said = f"{event.cause.replace('_', ' ')}; {event.action}" if isinstance(event, Verdict) else name(event.sensor)
+    whose = f"{name(one.story.path)}: " if several else ""
+    return {"step": event.step, "verdict": verdict, "said": f"{whose}step {event.step}: {said}"}

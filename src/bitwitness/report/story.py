@@ -1,0 +1,258 @@
+"""The story of a report in its order: the verdict, what to do, why it may be believed, the evidence, what it cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from bitwitness.finding import Finding, Verdict
+from bitwitness.report.clean import mapping, name, text
+from bitwitness.report.evidence import Block, blocks_of
+from bitwitness.report.words import headline_of, headline_of_pair, to_do_of_pair
+from bitwitness.store.answer import Answer
+from bitwitness.store.health import worst_of
+from bitwitness.store.told import told_of
+
+if TYPE_CHECKING:
+    from bitwitness.comparison.report import Report
+
+_EVENTS = 50  # that are told with all their evidence; the table has the rest
+_LINES = 100  # of one list
+NOTHING = "Nothing has to be done."
+WHOLE = "The run folder is whole: all its checksums were verified for this report."
+
+
+@dataclass(slots=True)
+class Told:
+    """A verdict or a finding: a title, what was concluded, and its evidence."""
+
+    title: str
+    message: str
+    where: str
+    blocks: list[Block] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it ready for JSON."""
+        blocks = [block.to_dict() for block in self.blocks]
+        return {"title": self.title, "message": self.message, "where": self.where, "evidence": blocks}
+
+
+@dataclass(slots=True)
+class RunStory:
+    """One run's.
+
+    Attributes
+    ----------
+    status, sentence
+        As ``bitwitness status`` gives them.
+    headline, to_do
+        The same for whoever decides, and what to do.
+    believed
+        Why the numbers may be believed: what was looked at, and how.
+    doubts, gaps
+        Why not everything is known; what was not covered.
+    events
+        Verdicts and findings of weight, with their evidence.
+    price
+        What the watch cost, and what that bought.
+    facts
+        What the run was: (name, value).
+    verdicts
+        How many there are.
+    attention
+        Something was seen that status does not judge.
+
+    """
+
+    path: str
+    status: str
+    sentence: str
+    headline: str
+    to_do: list[str]
+    believed: list[str]
+    doubts: list[str]
+    gaps: list[str]
+    events: list[Told]
+    price: list[str]
+    facts: list[tuple[str, str]]
+    verdicts: int = 0
+    attention: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it ready for JSON."""
+        return {
+            "run": self.path,
+            "status": self.status,
+            "sentence": self.sentence,
+            "headline": self.headline,
+            "to_do": self.to_do,
+            "believed_because": self.believed,
+            "doubts": self.doubts,
+            "not_covered": self.gaps,
+            "events": [event.to_dict() for event in self.events],
+            "coverage_and_price": self.price,
+            "facts": dict(self.facts),
+        }
+
+
+@dataclass(slots=True)
+class Story:
+    """A whole report's; ``conclusion``: the exact sentence behind the headline."""
+
+    kind: str
+    status: str
+    headline: str
+    conclusion: str
+    to_do: list[str]
+    runs: list[RunStory]
+    doubts: list[str] = field(default_factory=list)
+
+    @property
+    def attention(self) -> bool:
+        """Whether a run's story has something to look at though its status is fine."""
+        return self.status == "fine" and any(run.attention for run in self.runs)
+
+
+def story_of_run(answer: Answer, findings: Sequence[Finding], path: str) -> RunStory:
+    """Tell one run's story."""
+    health = answer.health
+    verdicts = sorted(answer.verdicts, key=lambda one: one is not health.worst)  # what the headline tells comes first
+    told = [told_verdict(verdict) for verdict in verdicts[:_EVENTS]]
+    heavy = [one for one in findings if one.severity == "error" and (one.sensor == "nonfinite" or not answer.verdicts)]
+    told += [told_finding(one) for one in heavy[: _EVENTS - len(told)]]
+    advices = [text(one.evidence["advice"]) for one in heavy if isinstance(one.evidence.get("advice"), str)]
+    to_do = [_sentence(text(health.advice))] if health.advice else []
+    to_do += [_sentence(advice) for advice in dict.fromkeys(advices) if advice][:5]
+    price = [line for table in answer.tables[:1] for line in told_of(table) if not line.startswith("not covered: ")]
+    gaps = [*health.gaps, *_unchecked(answer.tables)]
+    return RunStory(
+        path=text(path),
+        status=health.status,
+        sentence=text(health.sentence),
+        headline=headline_of(answer),
+        to_do=to_do or ([NOTHING] if health.status == "fine" else ["Read why not everything is known, below."]),
+        believed=_believed(answer),
+        doubts=[text(doubt) for doubt in health.doubts[:_LINES]],
+        gaps=[text(gap) for gap in gaps[:_LINES]],
+        events=told,
+        price=[text(line) for line in price[:_LINES]],
+        facts=_facts(answer),
+        verdicts=len(answer.verdicts),
+    )
+
+
+def tell_broken(run: RunStory, step: int, rank: int, where: str) -> None:
+    """Tell of NaN or Inf in the series of a run of which no instrument said a word: it is none of status' to tell."""
+    run.doubts.append(
+        f"its series hold NaN or Inf, first in {where} at step {step} on rank {rank}, which nobody judged"
+    )
+    run.attention = True
+    run.headline += " But its series hold NaN or Inf, which nobody judged: see below."
+    run.to_do = [
+        f"Look at {where}, step {step}, rank {rank}: 'bitwitness trace' names the operator that makes NaN or Inf.",
+        *(line for line in run.to_do if line != NOTHING),
+    ]
+
+
+def story_of(runs: list[RunStory], report: Report | None) -> Story:
+    """Put the stories of runs, and their comparison, together: the worst comes first."""
+    status = worst_of([*(run.status for run in runs), *([report.status] if report is not None else [])])
+    if report is not None:
+        doubts = [text(one) for one in (*report.unaligned, *report.problems)[:_LINES]]
+        headline, to_do = headline_of_pair(report), to_do_of_pair(report)
+        return Story("pair", status, headline, text(report.conclusion), to_do, runs, doubts)
+    order = ("findings", "unread", "fine")
+    worst = min(runs, key=lambda run: (order.index(run.status), not run.verdicts, not run.attention))
+    headline = worst.headline if len(runs) == 1 else f"{name(worst.path)}: {worst.headline}"
+    return Story("run" if len(runs) == 1 else "runs", status, headline, worst.sentence, worst.to_do, runs)
+
+
+def told_verdict(verdict: Verdict) -> Told:
+    """Tell a verdict with its evidence."""
+    who = ", ".join(f"rank {rank}" for rank in verdict.ranks[:8]) or "nobody named"
+    title = f"Step {verdict.step}: {verdict.cause.replace('_', ' ')}, {who}; {verdict.action}"
+    where = "" if verdict.site is None else text(verdict.site, 300)
+    code = f" Fault code {name(verdict.fault_code)}." if verdict.fault_code else ""
+    return Told(title, text(verdict.message) + code, where, blocks_of(verdict))
+
+
+def told_finding(finding: Finding) -> Told:
+    """Tell a finding with its evidence."""
+    title = f"Step {finding.step}: {name(finding.sensor)} on rank {finding.rank}"
+    return Told(title, text(finding.message), text(finding.site, 300), blocks_of(finding))
+
+
+def _sentence(words: str) -> str:
+    """Return status' words as a sentence."""
+    return words[:1].upper() + words[1:] + ("" if words.endswith(".") else ".")
+
+
+def _believed(answer: Answer) -> list[str]:
+    """Say what was looked at and how: nobody believes a tool that only says that all is well."""
+    guards = [table for table in answer.tables if "parameters" in table]
+    if not guards:
+        return []
+    first = guards[0]
+    steps, parameters = mapping(first.get("steps")), mapping(first.get("parameters"))
+    size = f" on each of {len(guards)} ranks" if len(guards) > 1 else ""
+    gradients = f"the gradients of {parameters.get('watched')} of {parameters.get('of')} parameters"
+    lines = [
+        f"In each of {steps.get('held', 0)} steps {gradients} were looked at{size}, before the optimizer used them."
+    ]
+    lines += _looked_deep(first, steps)
+    replay = mapping(first.get("replay"))
+    if replay.get("calibrations"):
+        same = "with equal bits" if replay.get("same_bits") else f"within a spread of {replay.get('spread')}"
+        lines.append(f"{replay['calibrations']} healthy steps were run again as a trial, {same}: a replay can tell.")
+    suspicions, dismissed = (sum(int(table.get(key, 0)) for table in guards) for key in ("suspicions", "dismissed"))
+    if suspicions:
+        lines.append(f"Of {suspicions} suspicions {dismissed} were dismissed by running the step again.")
+    else:
+        lines.append("Nothing looked suspicious.")
+    if mapping(answer.description.get("config")).get("self_test") and not any(
+        table.get("failures") for table in guards
+    ):
+        lines.append("At the start each sensor proved on a planted fault that it sees (self-test).")
+    if not answer.health.doubts:
+        lines.append(WHOLE)
+    return [text(line) for line in lines]
+
+
+def _looked_deep(table: Mapping[str, Any], steps: Mapping[str, Any]) -> list[str]:
+    operators = mapping(table.get("operators"))
+    if not steps.get("deep"):
+        return []
+    share = operators.get("share_checked")
+    told = (
+        f", {share:.1%} of their floating-point work"
+        if isinstance(share, float) and operators.get("flops_seen")
+        else ""
+    )
+    return [f"In {steps['deep']} of them every matrix product and attention kernel was checked as well{told}."]
+
+
+def _unchecked(tables: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return which operators were not checked, as `told_of` does."""
+    lines = [line for table in tables[:1] for line in told_of(table)]
+    return [line.removeprefix("not covered: ") for line in lines if line.startswith("not covered: ")]
+
+
+def _facts(answer: Answer) -> list[tuple[str, str]]:
+    found = answer.description
+    command = found.get("command")
+    versions = mapping(found.get("versions"))
+    devices = found.get("devices")
+    listed = [name(one) for one in devices[:16]] if isinstance(devices, list) else []
+    spent = sum(table["own_seconds"] for table in answer.tables if isinstance(table.get("own_seconds"), int | float))
+    facts = [
+        ("state", answer.life.state + (f", by {answer.life.by}" if answer.life.by else "")),
+        ("recorded", answer.recorded),
+        ("command", text(" ".join(map(str, command)), 400) if isinstance(command, list) else ""),
+        ("started", name(found.get("started") or "")),
+        ("ranks", name(found.get("world_size") or "")),
+        ("devices", "; ".join(listed) + ("; …" if isinstance(devices, list) and len(devices) > len(listed) else "")),
+        ("versions", ", ".join(f"{name(key)} {name(value)}" for key, value in list(versions.items())[:8])),
+        ("the guard's own time", f"{spent:.3g} s, of all ranks together" if spent else ""),
+    ]
+    return [(key, text(value)) for key, value in facts if value]

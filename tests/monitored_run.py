@@ -1,0 +1,106 @@
+"""A monitored run made of made-up numbers: losses, gradient norms and statistics of modules, with what a test plants."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from bitwitness import Note
+from bitwitness.store.monitored import SCHEMA
+from bitwitness.store.writer import RunWriter
+
+SPIKE, STEP, RANK = "layers.3.mlp", 137, 1
+"""Where and when one number is 10,000 times too large."""
+
+
+def modules(count: int) -> list[str]:
+    """Return names as a transformer has them."""
+    parts = ("attn.qkv", "attn.out", "mlp.up", "mlp.down", "mlp", "norm1", "norm2", "attn")
+    return [f"layers.{number // len(parts)}.{parts[number % len(parts)]}" for number in range(count - 2)] + [
+        "tokens",
+        "head",
+    ]
+
+
+def write_monitored(
+    folder: Path, *, steps: int = 200, names: list[str] | None = None, ranks: int = 2, guarded: bool = True
+) -> Path:
+    """Write a run folder with series, and return it; the planted spike is there where its step, module and rank are."""
+    names = modules(50) if names is None else names
+    random = np.random.default_rng(0)
+    for rank in range(ranks):
+        writer = RunWriter(folder, rank, ranks)
+        if guarded:
+            writer.event(
+                Note(
+                    "coverage",
+                    steps - 1,
+                    rank,
+                    evidence=COVERAGE | {"steps": {"held": steps, "judged": steps, "deep": 2}},
+                )
+            )
+        writer.ended("finished", "the end of the training", steps)
+        writer.close()
+        pq.write_table(_series(steps, names, rank, random), folder / f"rank{rank:05d}" / "monitor-000001.parquet")
+    return folder
+
+
+COVERAGE = {
+    "parameters": {"watched": 12, "of": 12},
+    "suspicions": 1,
+    "dismissed": 1,
+    "replay": {"calibrations": 3, "same_bits": True},
+    "not_covered": [],
+    "failures": {},
+    "sensors": {"off": {}},
+}
+
+
+def _series(steps: int, names: list[str], rank: int, random: np.random.Generator) -> pa.Table:
+    when = np.arange(steps)
+    loss = 8.0 * np.exp(-when / (steps / 3)) + 2.0 + random.normal(0, 0.02, steps)
+    norm = 1.0 + 3.0 * np.exp(-when / 20) + random.normal(0, 0.05, steps)
+    if rank == RANK and steps > STEP:
+        norm[STEP] = 60.0
+    tables = [_told("loss", when, loss), _told("grad_norm", when, norm)]
+    for kind in ("activation", "grad"):
+        size = np.exp(random.normal(0, 0.1, (steps, len(names))) + np.linspace(-2, 3, len(names)))
+        if rank == RANK and SPIKE in names and steps > STEP:
+            size[STEP, names.index(SPIKE)] *= 1e4
+        bad = np.zeros((steps, len(names)), dtype=np.int64)
+        if rank == 0 and kind == "activation" and "head" in names:
+            bad[-3:, names.index("head")] = 7
+        tables.append(_statistics(kind, when, names, size, bad))
+    return pa.concat_tables(tables)
+
+
+def _told(metric: str, when: np.ndarray, values: np.ndarray) -> pa.Table:
+    columns = {"step": when, "micro": np.full(len(when), -1), "value": values}
+    texts = {"kind": "training", "name": ".", "metric": metric}
+    return _table(len(when), columns, {name: np.full(len(when), text) for name, text in texts.items()})
+
+
+def _statistics(kind: str, when: np.ndarray, names: list[str], size: np.ndarray, bad: np.ndarray) -> pa.Table:
+    count = size.size
+    columns = {
+        "step": np.repeat(when, len(names)), "micro": np.full(count, -1), "count": np.full(count, 64), "nan": bad.ravel(),
+        "inf": np.zeros(count, np.int64), "zeros": np.zeros(count, np.int64), "min": -size.ravel() / 3,
+        "max": size.ravel() / 2, "mean": np.zeros(count), "l2": size.ravel(),
+    }  # fmt: skip
+    texts = {"kind": np.full(count, kind), "name": np.tile(np.array(names, dtype=object), len(when))}
+    return _table(count, columns, texts | {"slot": np.full(count, "out0")})
+
+
+def _table(count: int, columns: dict[str, np.ndarray], texts: dict[str, np.ndarray]) -> pa.Table:
+    arrays = []
+    for field in SCHEMA:
+        if field.name in texts:
+            arrays.append(pa.array(texts[field.name], pa.string()).dictionary_encode().cast(field.type))
+        elif field.name in columns:
+            arrays.append(pa.array(columns[field.name]).cast(field.type))
+        else:
+            arrays.append(pa.nulls(count, field.type))
+    return pa.Table.from_arrays(arrays, schema=SCHEMA)
