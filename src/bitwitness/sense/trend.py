@@ -12,7 +12,7 @@ import numpy as np
 
 from bitwitness.capture.light import LightStep, Vector, log_sizes
 from bitwitness.finding import Finding, Severity
-from bitwitness.sense.history import History
+from bitwitness.stats.history import History
 from bitwitness.site import Site
 
 FEATURES = ("ln max|g|", "ln L2(g)", "ln max|g| - ln L2(g)")
