@@ -1,4 +1,4 @@
-"""What enters and leaves modules, and the gradients that come back: statistics, taken where the values still are in the cache."""
+"""What enters and leaves modules, and the gradients that come back: measured while the values still are in the cache."""
 
 from __future__ import annotations
 
@@ -85,7 +85,11 @@ class Activations:
         self._backward = config.looks_at("activation_grad")
         self._statistics = self._forward or self._backward
         self._paths = _reachable(root, config)
-        self._metrics = {module: found for module in self._paths if (found := [m for m in metrics if m.wants(module, self._paths[module], root)])}
+        self._metrics = {
+            module: found
+            for module in self._paths
+            if (found := [m for m in metrics if m.wants(module, self._paths[module], root)])
+        }
         self._hooks: list[ModuleHook] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._attention = Attention(self._attended, fail) if "attention" in config.metrics else None
@@ -230,7 +234,7 @@ class _Gradient:
 
 
 def _reachable(root: nn.Module, config: MonitorConfig) -> dict[nn.Module, str]:
-    """Return the modules that are asked for with their paths, but for those inside compiled ones, whose hooks would be traced."""
+    """Return the modules that are asked for, with their paths; none inside compiled ones, where hooks would be traced."""
     found: dict[nn.Module, str] = {}
     inside: list[str] = []
     for name, module in root.named_modules():

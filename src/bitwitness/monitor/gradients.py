@@ -187,5 +187,3 @@ def present(parameters: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
 def _syncs(wrapper: Any) -> bool:
     """Tell whether the backward that begins now reduces: not under ``no_sync``."""
     return wrapper is None or bool(wrapper.require_backward_grad_sync)
-
-

@@ -13,6 +13,7 @@ from torch import nn
 
 from bitwitness.config.monitoring import MonitorConfig
 from bitwitness.errors import UsageError
+from bitwitness.finding import Finding
 from bitwitness.monitor.monitoring import ModelMonitoring
 from bitwitness.monitor.outlet import Sink
 from bitwitness.session.entered import Entered
@@ -103,6 +104,16 @@ class Monitor(Entered):
         """What kept something from being looked at; None if all was."""
         unwritten = None if self._run is None else self._run.problem
         return unwritten or (None if self._monitoring is None else self._monitoring.problem)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What the rules have said of the steps that have ended; at most the newest 10,000."""
+        return [] if self._monitoring is None else self._monitoring.findings()
+
+    @property
+    def series_steps(self) -> int:
+        """How many numbers of series were held against the rules so far: steps times series."""
+        return 0 if self._monitoring is None else self._monitoring.series_steps
 
     @property
     def is_empty(self) -> bool:

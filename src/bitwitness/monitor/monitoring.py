@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import torch
 from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer
 
 from bitwitness.config.monitoring import MonitorConfig
-from bitwitness.finding import Note, Severity
+from bitwitness.finding import Finding, Note, Severity
 from bitwitness.monitor.activations import Activations, arguments_of
 from bitwitness.monitor.exchange import Exchange
 from bitwitness.monitor.gradients import LocalGradients, present
@@ -73,12 +72,24 @@ class ModelMonitoring(Instrument):
         self.problem: str | None = None
         """What kept something from being looked at, the first of it."""
         if any(is_compiled(module) for module in (session.model, *root.modules())) and config.looks_at("activation"):
-            self._note("modules inside compiled code are not looked at: hooks there would be traced", severity=Severity.INFO)
+            self._note(
+                "modules inside compiled code are not looked at: hooks there would be traced", severity=Severity.INFO
+            )
 
     @property
     def steps_looked_at(self) -> int:
         """How many steps were looked at."""
         return self._looked
+
+    @property
+    def series_steps(self) -> int:
+        """How many numbers of series were held against the rules so far."""
+        return self._outlet.looked_at
+
+    def findings(self) -> list[Finding]:
+        """Return what the rules have said, once all that was seen is looked at."""
+        self._outlet.flush()
+        return list(self._outlet.findings)
 
     # -- being on ------------------------------------------------------------------------------------------------
 
@@ -230,7 +241,10 @@ class ModelMonitoring(Instrument):
 
     def _training(self, sheet: Sheet) -> None:
         if self._losses:
-            losses = [loss.reshape(1).to(torch.float32 if loss.device.type == "mps" else torch.float64) for loss in self._losses]
+            losses = [
+                loss.reshape(1).to(torch.float32 if loss.device.type == "mps" else torch.float64)
+                for loss in self._losses
+            ]
             sheet.value("training", ".", "loss", torch.cat([x.to(losses[0].device) for x in losses]).mean())
         if sheet.scaled:
             sheet.value("training", ".", "loss_scale", sheet.scale)
@@ -261,5 +275,3 @@ class ModelMonitoring(Instrument):
             with suppress(Exception):
                 sys.stderr.write(f"bitwitness: rank {self._rank}: {text}\n")
         self._run.event(Note(text, self.session.step, self._rank, "monitor", severity))
-
-

@@ -28,9 +28,9 @@ _TOGETHER = 8  # series whose median may stand for what all of them do
 
 @dataclass(frozen=True)
 class Moved:
-    """One step of one kind: ``places`` in the step's numbers, and for each, [F]:
+    """One step of one kind.
 
-    ``sizes``: ln of the L2 norm or the ratio, without the level; NaN where it is zero or absent. ``gap``: how far from its
+    ``places`` in the step's numbers, and for each, [F]: ``sizes``: ln of the L2 norm or the ratio, without the level; NaN where it is zero or absent. ``gap``: how far from its
     mean. ``scores``, ``drifts``: as `History` has them. ``seen``: values learned before.
     """
 
@@ -76,8 +76,15 @@ class Movement:
         sizes, gap = sizes - level, gap - level
         scores = history.scores(sizes)
         return Moved(
-            places, sizes, gap, scores, history.drifts(scores), history.seen.copy(), level,
-            history.threshold, history.drift_threshold,
+            places,
+            sizes,
+            gap,
+            scores,
+            history.drifts(scores),
+            history.seen.copy(),
+            level,
+            history.threshold,
+            history.drift_threshold,
         )
 
     def learn(self, moved: Moved, *, alarmed: bool) -> None:
@@ -92,11 +99,12 @@ class Movement:
         self._known = len(numbers.keys)
         old, size = self._history, len(self._places)
         if old is None or old.mean.size != size:
-            self._history = History(size, warmup=self._warmup, z=self._z, floor=FLOORS[self.kind])
+            new = History(size, warmup=self._warmup, z=self._z, floor=FLOORS[self.kind])
             if old is not None:
-                self._history.load(_widened(old, size))
-        assert self._history is not None
-        return self._history
+                new.load(_widened(old, size))
+            self._history = new
+            return new
+        return old
 
 
 def _widened(history: History, size: int) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -23,6 +24,7 @@ from bitwitness.store.series import SeriesWriter
 
 Sink = Callable[[Mapping[str, float], int], None]
 """Takes a step's numbers by name, and the step's number; called on the monitor's own thread."""
+_FINDINGS_KEPT = 10_000
 _SPEAKS = 50  # lines of alerts on stderr; all are recorded
 
 
@@ -61,6 +63,13 @@ class Outlet:
         self._watch = Watch(config, self._found) if config.watch else None
         self._writing = SeriesWriter(run.path / f"rank{run.rank:05d}", self._ended)
         self._spoken = 0
+        self.findings: deque[Finding] = deque(maxlen=_FINDINGS_KEPT)
+        """What the rules said, the newest of it."""
+
+    @property
+    def looked_at(self) -> int:
+        """How many numbers of series were held against the rules."""
+        return 0 if self._watch is None else self._watch.looked_at
 
     @property
     def broken(self) -> bool:
@@ -121,6 +130,7 @@ class Outlet:
 
     def _found(self, finding: Finding) -> None:
         self._run.event(finding)
+        self.findings.append(finding)
         self._spoken += 1
         if self._spoken <= _SPEAKS:
             rule = finding.sensor.removeprefix("monitor.")
@@ -147,7 +157,7 @@ def with_norm(rows: StepRows) -> StepRows:
 
 
 def metrics_in(numbers: StepNumbers) -> dict[str, float]:
-    """Return a step's numbers by name: ``training/loss``, ``grad/layers.0.weight/l2``, …"""
+    """Return a step's numbers by name: ``training/loss``, ``grad/layers.0.weight/l2`` and so on."""
     found: dict[str, float] = {}
     for place in numbers.order.tolist():
         key: SeriesKey = numbers.keys[place]

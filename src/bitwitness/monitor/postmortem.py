@@ -66,7 +66,11 @@ class PostMortem:
         if (apart := self._apart()) is not None:
             return apart
         moved = _moved(spike, ("activation",))
-        share = len(moved) / max(1, sum(np.isfinite(spike.moved["activation"].sizes))) if "activation" in spike.moved else 1.0
+        share = (
+            len(moved) / max(1, sum(np.isfinite(spike.moved["activation"].sizes)))
+            if "activation" in spike.moved
+            else 1.0
+        )
         if moved and share < _FEW and not _is_input(moved[0][0]):
             key, factor = moved[0]
             return "one_layer", f"one layer: {named(key)} moved first, to {factor:.3g} times its usual", key

@@ -145,9 +145,7 @@ class Universe:
         spread = {name: _spread(column, where, size, how, layout.distinct) for name, (column, how) in columns.items()}
         _, first = np.unique(where, return_index=True)
         order = where[np.sort(first)]
-        return StepNumbers(
-            rows.step, self.rank, list(self.keys), order, **spread, scaled=rows.scaled, batch=rows.batch
-        )
+        return StepNumbers(rows.step, self.rank, list(self.keys), order, **spread, scaled=rows.scaled, batch=rows.batch)
 
     def table(self, rows: StepRows, digits: int = 0) -> pa.Table:
         """Return a step's rows as they go to the disk."""

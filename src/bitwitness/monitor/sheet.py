@@ -1,4 +1,4 @@
-"""One step's numbers, on their devices until the step ends; then they come to the host in one transfer, which nobody waits for."""
+"""One step's numbers: on their devices until the step ends, then in one transfer to the host, for which no step waits."""
 
 from __future__ import annotations
 
@@ -118,7 +118,14 @@ class Sheet:
         self._height += len(names)
 
     def value(
-        self, kind: str, name: str, metric: str, value: float | torch.Tensor, *, slot: str | None = None, micro: int = _WHOLE
+        self,
+        kind: str,
+        name: str,
+        metric: str,
+        value: float | torch.Tensor,
+        *,
+        slot: str | None = None,
+        micro: int = _WHOLE,
     ) -> None:
         """Take a number; a tensor of one stays on its device."""
         self._values.append((len(self._keys), value))
@@ -137,8 +144,14 @@ class Sheet:
         """Begin the transfer; return what waits for it, to be called on any thread."""
         figures = _to_host([block for block in self._blocks if block.numel()])
         on_device = [value for _, value in self._values if isinstance(value, torch.Tensor)]
-        numbers = _to_host([value.detach().reshape(1).double().cpu() if value.device.type == "cpu" else
-                            value.detach().reshape(1).to(_wide(value)) for value in on_device])
+        numbers = _to_host(
+            [
+                value.detach().reshape(1).double().cpu()
+                if value.device.type == "cpu"
+                else value.detach().reshape(1).to(_wide(value))
+                for value in on_device
+            ]
+        )
         hashes = _to_host([value.reshape(1) for value in self._hashes])
         keys, counts, places, values = self._keys, self._counts, self._places, self._values
         step, scale, scaled, norm_of = self.step, self.scale, self.scaled, self.norm_of

@@ -105,7 +105,7 @@ def compared(keys: list[SeriesKey], own: np.ndarray, total: np.ndarray, ranks: i
 
 
 def row_of(numbers: StepNumbers, names: list[str]) -> tuple[list[SeriesKey], np.ndarray]:
-    """Return what a rank contributes to the sum, [3, F]: ln L2 of each local gradient, asinh of the loss, ln of all together."""
+    """Return what a rank contributes to the sum, [3, F]: of ln L2 of each local gradient and of all, and asinh of the loss."""
     places = {key.name: i for i, key in enumerate(numbers.keys) if key.kind == "grad"}
     l2 = np.array([numbers.l2[places[name]] if name in places else np.nan for name in names])
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -116,5 +116,3 @@ def row_of(numbers: StepNumbers, names: list[str]) -> tuple[list[SeriesKey], np.
     keys = [SeriesKey("grad", name) for name in names]
     keys += [SeriesKey("training", ".", None, "grad_norm"), SeriesKey("training", ".", None, "loss")]
     return keys, np.stack([known.astype(float), values, values**2])
-
-

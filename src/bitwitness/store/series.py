@@ -1,7 +1,7 @@
 """Writes the series of a monitored run while the training goes on: a thread of its own makes tables of what it is handed.
 
-    RUN/rank00000/monitor-000001.parquet        rows of `bitwitness.store.monitored`, some seconds of training a file
-    RUN/rank00000/seal.jsonl                    their checksums
+RUN/rank00000/monitor-000001.parquet        rows of `bitwitness.store.monitored`, some seconds of training a file
+RUN/rank00000/seal.jsonl                    their checksums
 """
 
 from __future__ import annotations

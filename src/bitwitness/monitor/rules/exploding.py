@@ -43,7 +43,11 @@ class Exploding(Rule):
         text = f"{named(key)} is {factor:.3g} times its usual size"
         return [
             self.alert(
-                key, text, (view.numbers.keys[p] for p in places), factor=factor, z=float(moved.scores[here]),
+                key,
+                text,
+                (view.numbers.keys[p] for p in places),
+                factor=factor,
+                z=float(moved.scores[here]),
                 threshold=moved.threshold,
             )
         ]

@@ -81,9 +81,7 @@ class Frozen(Rule):
     def _without_gradient(view: View) -> set[int]:
         """Return weights whose gradient is zero or not there, as far as gradients are looked at."""
         numbers = view.numbers
-        sizes = {
-            key.name: numbers.l2[i] for i, key in enumerate(numbers.keys) if key.kind in ("grad", "grad_reduced")
-        }
+        sizes = {key.name: numbers.l2[i] for i, key in enumerate(numbers.keys) if key.kind in ("grad", "grad_reduced")}
         return {
             i
             for i, key in enumerate(numbers.keys)

@@ -45,7 +45,9 @@ class Nonfinite(Rule):
         first = places[0]
         key = numbers.keys[first]
         nan, inf = (0 if np.isnan(x) else int(x) for x in (numbers.nan[first], numbers.inf[first]))
-        what = f"{nan} NaN and {inf} Inf of {int(numbers.count[first])} values" if nan + inf else f"{numbers.value[first]}"
+        what = (
+            f"{nan} NaN and {inf} Inf of {int(numbers.count[first])} values" if nan + inf else f"{numbers.value[first]}"
+        )
         return [self.alert(key, f"{named(key)}: {what}", (numbers.keys[p] for p in places), nan=nan, inf=inf)]
 
     def _learn_masks(self, view: View, bad: np.ndarray) -> None:

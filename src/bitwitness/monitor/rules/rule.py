@@ -15,7 +15,16 @@ from bitwitness.monitor.movement import Moved
 from bitwitness.monitor.series import SeriesKey, StepNumbers
 
 CAUSAL = (
-    "activation", "module", "training", "activation_grad", "grad", "comm", "grad_reduced", "moment1", "moment2", "update",
+    "activation",
+    "module",
+    "training",
+    "activation_grad",
+    "grad",
+    "comm",
+    "grad_reduced",
+    "moment1",
+    "moment2",
+    "update",
     "param",
 )
 """Kinds in the order in which a step makes them: the first that goes wrong is nearest to the origin."""
@@ -35,7 +44,7 @@ class Alert:
 
 @dataclass(frozen=True)
 class Peers:
-    """This rank's sizes against the mean of the other ranks', [F], and how far those are apart among themselves."""
+    """A rank's sizes against the mean of the other ranks', [F], and how far those are apart among themselves."""
 
     keys: list[SeriesKey]
     distance: NDArray[np.float64]
@@ -84,9 +93,17 @@ class Rule:
 def named(key: SeriesKey) -> str:
     """Return how a message calls a series."""
     words = {
-        "activation": "activation of", "activation_grad": "gradient of the activation of", "grad": "local gradient of",
-        "grad_reduced": "gradient of", "param": "weights of", "moment1": "first moment of", "moment2": "second moment of",
-        "update": "update of", "comm": "collective", "module": "metric of", "training": "the step's",
+        "activation": "activation of",
+        "activation_grad": "gradient of the activation of",
+        "grad": "local gradient of",
+        "grad_reduced": "gradient of",
+        "param": "weights of",
+        "moment1": "first moment of",
+        "moment2": "second moment of",
+        "update": "update of",
+        "comm": "collective",
+        "module": "metric of",
+        "training": "the step's",
     }
     tail = f" ({key.slot})" if key.slot else ""
     if key.kind == "training":
