@@ -30,8 +30,9 @@ _TOGETHER = 8  # series whose median may stand for what all of them do
 class Moved:
     """One step of one kind.
 
-    ``places`` in the step's numbers, and for each, [F]: ``sizes``: ln of the L2 norm or the ratio, without the level; NaN where it is zero or absent. ``gap``: how far from its
-    mean. ``scores``, ``drifts``: as `History` has them. ``seen``: values learned before.
+    ``places`` in the step's numbers, and for each, [F]: ``sizes``, ln of the L2 norm or the ratio, without the level, NaN
+    where it is zero or absent; ``gap``, how far that is from its mean; ``scores`` and ``drifts`` as `History` has them;
+    ``seen``, values learned before. ``level``: what all of them do together.
     """
 
     places: NDArray[np.int64]

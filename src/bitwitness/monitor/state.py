@@ -122,4 +122,5 @@ def stable_rank(matrix: torch.Tensor, rounds: int = 8) -> torch.Tensor:
         vector = a.t() @ (a @ vector)
         vector = vector / vector.norm().clamp_min(1e-30)
     spectral = (a @ vector).norm()
-    return (a.norm() / spectral.clamp_min(1e-30)).square()
+    rank: torch.Tensor = (a.norm() / spectral.clamp_min(1e-30)).square()
+    return rank

@@ -6,6 +6,7 @@ import numpy as np
 
 from bitwitness.config.monitoring import MonitorConfig
 from bitwitness.monitor.rules.rule import Alert, Peers, Rule, View, named
+from bitwitness.monitor.slowsum import SlowSum
 from bitwitness.stats.history import History
 
 _FLOOR = 0.08
@@ -25,6 +26,7 @@ class RankApart(Rule):
     def __init__(self, config: MonitorConfig) -> None:
         super().__init__(config)
         self._history: History | None = None
+        self._slow = SlowSum(0, _FLOOR)
 
     def look(self, view: View) -> list[Alert]:
         """Return nothing: what it needs comes a step later, by `compare`."""
@@ -38,10 +40,11 @@ class RankApart(Rule):
             return []
         if self._history is None or self._history.mean.size != size:
             self._history = History(size, warmup=self._config.warmup, z=self._config.z, floor=_FLOOR)
+            self._slow = SlowSum(size, _FLOOR)
         history = self._history
         scores = history.scores(peers.distance, peers.spread if peers.ranks > 2 else None)
-        drifts = history.drifts(scores)
-        apart, drifting = np.abs(scores) / history.threshold, np.abs(drifts) / history.drift_threshold
+        drifts, slow = history.drifts(scores) / history.drift_threshold, self._slow.step(self._settled(peers))
+        apart, drifting = np.abs(scores) / history.threshold, np.maximum(np.abs(drifts), np.abs(slow))
         share = np.maximum(apart, drifting)
         index = int(share.argmax())
         alarmed = bool(share[index] > 1)
@@ -55,4 +58,13 @@ class RankApart(Rule):
         others = "the other rank's" if peers.ranks == 2 else f"the other {peers.ranks - 1} ranks'"
         text = f"{named(key)} {how} apart from {others}: {factor:.3g} times its usual size against them"
         beyond = [peers.keys[int(i)] for i in np.flatnonzero(share > 1)]
-        return [self.alert(key, text, beyond, z=float(scores[index]), drift=float(drifts[index]), factor=factor)]
+        return [self.alert(key, text, beyond, z=float(scores[index]), drift=float(drifting[index]), factor=factor)]
+
+    @staticmethod
+    def _settled(peers: Peers) -> np.ndarray:
+        """Return distances where it is this rank that is odd: not where the others are apart among themselves."""
+        if peers.ranks <= 2:
+            return peers.distance
+        # one odd rank among the others is a spread of theirs by the root of their number
+        near = np.abs(peers.distance) >= peers.spread * np.sqrt(peers.ranks - 2) / np.sqrt(peers.ranks - 1)
+        return np.where(near, peers.distance, 0.0)
