@@ -19,10 +19,16 @@ Change = Callable[[int, dict[Key, list[float]]], None]
 
 
 def steps(
-    count: int, change: Change = lambda _step, _rows: None, *, seed: int = 0, noise: float = 0.08
+    count: int,
+    change: Change = lambda _step, _rows: None,
+    *,
+    seed: int = 0,
+    noise: float = 0.08,
+    rank: int | None = None,
 ) -> list[StepRows]:
     """Return the rows of a training: the loss falls, gradients move together, and each has a noise of its own."""
     draw = np.random.default_rng(seed)
+    own_draw = draw if rank is None else np.random.default_rng(1000 + rank)
     usual = {("grad", name): np.exp(draw.normal(-3, 1)) for name in PARAMETERS}
     usual |= {("activation", name): np.exp(draw.normal(2, 1)) for name in MODULES}
     usual |= {("param", name): np.exp(draw.normal(1, 0.3)) for name in PARAMETERS}
@@ -39,11 +45,11 @@ def steps(
         rows: dict[Key, list[float]] = {}
         for (kind, name), size in usual.items():
             slot, micro = ("out0", 0) if kind == "activation" else (None, -1)
-            l2 = size * np.exp(together[kind] + draw.normal(0, own[kind]))
+            l2 = size * np.exp(together[kind] + own_draw.normal(0, own[kind]))
             rows[Key(kind, name, slot, None, micro)] = [0, 0, -1, -l2 / 5, l2 / 4, l2 / 100, l2]
         for name in PARAMETERS:
-            rows[Key("update", name, None, "update_ratio", -1)] = [1e-3 * np.exp(draw.normal(0, 0.1))]
-        rows[Key("training", ".", None, "loss", -1)] = [3.0 * np.exp(-step / 400) + draw.normal(0, 0.05)]
+            rows[Key("update", name, None, "update_ratio", -1)] = [1e-3 * np.exp(own_draw.normal(0, 0.1))]
+        rows[Key("training", ".", None, "loss", -1)] = [3.0 * np.exp(-step / 400) + own_draw.normal(0, 0.05)]
         rows[Key("training", ".", None, "grad_norm", -1)] = [np.exp(together["grad"])]
         change(step, rows)
         made.append(_rows(step, rows))

@@ -193,7 +193,7 @@ def ranks_apart(
             change = scaled("grad", NAME, lambda s: factor ** max(0, s - AT))
         else:
             change = scaled("grad", NAME, lambda s: factor if s >= AT else 1.0)
-        every.append(steps(count, change, seed=10 + rank))
+        every.append(steps(count, change, rank=rank))
     said: dict[int, list[tuple[int, str]]] = {rank: [] for rank in range(world)}
     for step in range(count):
         rows = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -24,6 +23,8 @@ from bitwitness.monitor.series import SeriesKey, StepNumbers
 RULES: tuple[type[Rule], ...] = (Nonfinite, Vanished, Frozen, Exploding, Drift, Spike, RankApart)
 _LEARNS_FROM = ("exploding", "drift", "vanished")
 """Rules whose alarms raise the threshold of the kind that they spoke of."""
+
+_EPISODE = 20  # steps in which a rule does not say the same of the same again
 
 
 class Watch:
@@ -50,7 +51,7 @@ class Watch:
         self._rules = [rule(config) for rule in RULES if rule.name in config.rules]
         self._movements = {kind: Movement(kind, warmup=config.warmup, z=config.z) for kind in FLOORS}
         self._post_mortem = PostMortem()
-        self._apart: deque[tuple[int, Peers]] = deque(maxlen=4)
+        self._said: dict[tuple[str, str, str], int] = {}
         self.looked_at = 0
         self.alerts = 0
 
@@ -59,11 +60,12 @@ class Watch:
         moved = {kind: one for kind, m in self._movements.items() if (one := m.look(numbers)).places.size}
         view = View(numbers, moved)
         self.looked_at += len(numbers.order)
-        alerts = [alert for rule in self._rules for alert in rule.look(view)]
+        said = [alert for rule in self._rules for alert in rule.look(view)]
         for kind, one in moved.items():
-            alarmed = any(alert.rule in _LEARNS_FROM and alert.key.kind == kind for alert in alerts)
+            alarmed = any(alert.rule in _LEARNS_FROM and alert.key.kind == kind for alert in said)
             self._movements[kind].learn(one, alarmed=alarmed)
         self._post_mortem.step(view)
+        alerts = [alert for alert in said if self._is_new(alert, numbers.step)]
         findings = [self._finding(alert, numbers) for alert in alerts]
         if any(alert.rule == "spike" for alert in alerts):
             findings.append(self._post_mortem.of(numbers.step, numbers.rank))
@@ -80,6 +82,12 @@ class Watch:
         for finding in findings:
             self._tell(finding)
         return findings
+
+    def _is_new(self, alert: Alert, step: int) -> bool:
+        """Tell whether an alert is not of what was alerted just before: the same gradient before and after reduction, say."""
+        what = alert.rule, "grad" if alert.key.kind == "grad_reduced" else alert.key.kind, alert.key.name
+        before, self._said[what] = self._said.get(what, -_EPISODE - 1), step
+        return step - before > _EPISODE
 
     def _finding(self, alert: Alert, numbers: StepNumbers) -> Finding:
         return _finding(alert, numbers.step, numbers.rank)

@@ -42,7 +42,8 @@ class Drift(Rule):
             moved = view.moved.get(kind)
             if moved is None or not moved.places.size:
                 continue
-            summed, shifted = moved.drifts / moved.drift_threshold, self._shifted(kind, moved, view.numbers.step)
+            summed = np.where(moved.seen >= 2 * self._config.warmup, moved.drifts / moved.drift_threshold, 0.0)
+            shifted = self._shifted(kind, moved, view.numbers.step)
             share = np.where(np.abs(summed) >= np.abs(shifted), summed, shifted)
             others += moved.places[np.abs(share) > 1].tolist()
             index = int(np.abs(share).argmax())

@@ -43,8 +43,8 @@ class RankApart(Rule):
             self._slow = SlowSum(size, _FLOOR)
         history = self._history
         scores = history.scores(peers.distance, peers.spread if peers.ranks > 2 else None)
-        drifts, slow = history.drifts(scores) / history.drift_threshold, self._slow.step(self._settled(peers))
-        apart, drifting = np.abs(scores) / history.threshold, np.maximum(np.abs(drifts), np.abs(slow))
+        slow = self._slow.step(self._settled(peers))
+        apart, drifting = np.abs(scores) / history.threshold, np.abs(slow)
         share = np.maximum(apart, drifting)
         index = int(share.argmax())
         alarmed = bool(share[index] > 1)
@@ -62,9 +62,7 @@ class RankApart(Rule):
 
     @staticmethod
     def _settled(peers: Peers) -> np.ndarray:
-        """Return distances where it is this rank that is odd: not where the others are apart among themselves."""
+        """Return by how much distances exceed what the others are apart among themselves: to them an odd rank is a spread."""
         if peers.ranks <= 2:
             return peers.distance
-        # one odd rank among the others is a spread of theirs by the root of their number
-        near = np.abs(peers.distance) >= peers.spread * np.sqrt(peers.ranks - 2) / np.sqrt(peers.ranks - 1)
-        return np.where(near, peers.distance, 0.0)
+        return np.sign(peers.distance) * np.maximum(np.abs(peers.distance) - peers.spread, 0.0)

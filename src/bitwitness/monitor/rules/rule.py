@@ -62,8 +62,12 @@ class View:
     def first(self, places: Iterable[int]) -> list[int]:
         """Return places in causal order: by kind, then as the step made them."""
         order = {int(place): number for number, place in enumerate(self.numbers.order)}
-        rank = {kind: number for number, kind in enumerate(CAUSAL)}
-        return sorted(places, key=lambda p: (rank.get(self.numbers.keys[p].kind, 0), order.get(p, len(order))))
+        return sorted(places, key=lambda p: (_turn(self.numbers.keys[p]), order.get(p, len(order))))
+
+
+def _turn(key: SeriesKey) -> float:
+    """Return when in a step a number comes about; the norm is made of the gradients."""
+    return CAUSAL.index("grad_reduced") + 0.5 if key.metric == "grad_norm" else CAUSAL.index(key.kind)
 
 
 class Rule:
