@@ -25,8 +25,8 @@ from clean import SETTINGS, Setting, data
 from torch import nn
 
 import bitwitness as bw
+from bitwitness import Finding
 from bitwitness.demo.model import standard_library
-from bitwitness.finding import Finding
 
 CLEAN = tuple(
     replace(setting, spiky=False) for setting in SETTINGS if not setting.shift and setting.name[-4:] != "bf16"
@@ -224,11 +224,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--only-clean", action="store_true")
     parser.add_argument("--only-faults", action="store_true")
+    parser.add_argument("--trainings", type=int, nargs="+", default=[0, 4, 7], help="in which faults are planted")
     args = parser.parse_args()
     torch.set_num_threads(1)
     lines = [] if args.only_faults else clean(args.steps)
     lines += [""] if lines else []
-    lines += [] if args.only_clean else faults(AT + 60, [0, 4, 7])
+    lines += [] if args.only_clean else faults(AT + 50, args.trainings)
     if not (args.only_clean or args.only_faults):
         text = f"`python bench/monitor_clean.py --steps {args.steps}`\n\n" + "\n".join(lines)
         (Path(__file__).parent / "results" / "monitor_clean.md").write_text(f"# A monitor's alerts\n\n{text}\n")

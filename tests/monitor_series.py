@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from bitwitness import Finding
 from bitwitness.config.monitoring import MonitorConfig
-from bitwitness.finding import Finding
 from bitwitness.monitor.series import Universe
 from bitwitness.monitor.sheet import Key, StepRows
 from bitwitness.monitor.watch import Watch

@@ -44,10 +44,10 @@ def check(row: Row, tensor: torch.Tensor) -> None:
     assert found == pytest.approx([float(x) for x in expected], rel=2e-5, abs=1e-7)
 
 
-def monitored(tmp_path: Path, steps: int = 3, **settings: Any) -> tuple[bw.Monitor, Training]:
+def monitored(tmp_path: Path, count: int = 3, **settings: Any) -> tuple[bw.Monitor, Training]:
     training = Training("AdamW")
     with bw.Monitor(training.net, out=tmp_path / "run", **settings) as monitor:
-        for _ in range(steps):
+        for _ in range(count):
             training.step()
     assert monitor.problem is None
     return monitor, training
@@ -59,8 +59,11 @@ def test_the_series_are_what_the_tensors_hold(tmp_path: Path) -> None:
     with bw.Monitor(training.net, out=tmp_path / "run", zeros=True) as monitor:
         training.step()
         training.optimizer.zero_grad()
-        loss = training.loss()
-        handle = training.net[0].register_full_backward_hook(lambda _m, _i, out: seen.update(out=out[0].clone()))
+
+        def keep(_module: nn.Module, _args: object, out: torch.Tensor) -> None:
+            out.register_hook(lambda grad: seen.update(out=grad.clone()))
+
+        handle = training.net[0].register_forward_hook(keep)
         loss = training.loss()
         loss.backward()
         handle.remove()
@@ -82,7 +85,7 @@ def test_the_series_are_what_the_tensors_hold(tmp_path: Path) -> None:
     check(rows_of(folder, step=1, kind="activation_grad", name="0", slot="out0")[-1], seen["out"])
     norm = torch.stack([grad.norm() for name, grad in seen.items() if name.startswith("grad ")]).norm()
     told = {row["metric"]: row["value"] for row in rows_of(folder, step=1, kind="training")}
-    assert told == pytest.approx({"loss": float(loss), "lr": 0.1, "grad_norm": float(norm)}, rel=1e-5)
+    assert told == pytest.approx({"loss": float(loss.detach()), "lr": 0.1, "grad_norm": float(norm)}, rel=1e-5)
     relu = rows_of(folder, step=1, kind="activation", name="3", slot="out0")[0]
     assert relu["zeros"] > 0  # what dropout left out
 
@@ -96,9 +99,8 @@ def test_figures_of_any_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> No
     spoiled = plain.clone()
     if plain.numel():
         spoiled.view(-1)[0], spoiled.view(-1)[-1] = float("inf"), float("nan")
-    for tensor, row in zip(
-        (plain, plain * 2, spoiled), figures_of([plain, plain * 2, spoiled], zeros=True).tolist(), strict=True
-    ):
+    tensors = [plain, plain * 2, spoiled]
+    for tensor, row in zip(tensors, figures_of(tensors, zeros=True).tolist(), strict=True):
         s = stats_of(tensor)
         finite = s.count - s.nan - s.pos_inf - s.neg_inf
         expected = [s.nan, s.pos_inf + s.neg_inf, s.zeros, s.min, s.max, s.mean * finite if finite else 0.0, s.l2]

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from monitor_series import MODULES, PARAMETERS, Change, key_of, scaled, steps, watched
 
+from bitwitness import ConfigError, Finding
 from bitwitness.config.monitoring import MonitorConfig
-from bitwitness.errors import ConfigError
-from bitwitness.finding import Finding
 from bitwitness.monitor.rules.rank_apart import RankApart
 from bitwitness.monitor.rules.rule import Peers
 from bitwitness.monitor.series import SeriesKey, Universe
