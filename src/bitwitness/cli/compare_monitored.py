@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
 from bitwitness.errors import EXIT_FINDINGS, EXIT_UNREAD, UsageError
 from bitwitness.files.shown import shown
@@ -19,7 +20,7 @@ def are_monitored(a: str, b: str) -> bool:
     from bitwitness.store.run import is_recording
 
     try:
-        return bool(is_monitored(a) and is_monitored(b)) and not (is_recording(a) and is_recording(b))
+        return bool(is_monitored(a) and is_monitored(b)) and not (is_recording(Path(a)) and is_recording(Path(b)))
     except (OSError, ValueError):  # no folders: the recordings' own reader says what is wrong
         return False
 
@@ -31,9 +32,7 @@ def run_monitored(args: argparse.Namespace) -> int:
 
     for name in _NOT_HERE:
         if getattr(args, name, None) is not None:
-            raise UsageError(
-                f"--{name.replace('_', '-')} is for recordings; {shown(args.a)} and {shown(args.b)} hold series"
-            )
+            raise UsageError(f"--{name.replace('_', '-')} is for recordings, and {shown(args.a)} holds series")
     report = compare_monitored(args.a, args.b)
     told = report.to_dict()
     if args.json == "-":
@@ -59,8 +58,8 @@ def _show(report: object) -> None:
         )
     for trend in [t for t in report.trends if abs(t.a - t.b) > 0.5][:_SHOWN]:
         print(
-            f"rank {trend.rank}, {shown(trend.name)}: goes with the total gradient by {trend.a:+.2f} in A, {trend.b:+.2f} in B; "
-            f"its share {trend.share_a:.2%}, {trend.share_b:.2%}"
+            f"rank {trend.rank}, {shown(trend.name)}: goes with the total gradient by {trend.a:+.2f} in A, {trend.b:+.2f} in "
+            f"B; its share {trend.share_a:.2%}, {trend.share_b:.2%}"
         )
     for problem in report.problems[:_SHOWN]:
         print(f"not read: {shown(problem)}")

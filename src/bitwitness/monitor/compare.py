@@ -19,7 +19,7 @@ from bitwitness.store.monitored import is_monitored, monitored_ranks, read_serie
 _KINDS = ("activation", "activation_grad", "grad", "grad_reduced", "update", "param")
 """In the order in which a step makes them."""
 TOLERANCE = 0.05
-"""Of a norm: a series deviates at a step where it is off by more, and by more than most of its kind are."""
+"""Of a norm: a series deviates at a step where it is off by more, and by far more than most of its kind."""
 _TIMES = 4.0  # the median deviation of a kind at a step, below which one series is as far off as the others
 _NAMED = 10
 
@@ -39,7 +39,7 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Trend:
-    """How a layer's gradient moves with all of them together, in each run: the correlation of their logarithms, and its share."""
+    """How a layer's gradient goes with the total in each run: the correlation of their logarithms, and its share of it."""
 
     name: str
     rank: int

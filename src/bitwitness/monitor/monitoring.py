@@ -233,6 +233,8 @@ class ModelMonitoring(Instrument):
         if sheet is None:
             return
         with self._safely("rows"):
+            if self._ready:
+                self._state.end_step(sheet)
             if self.config.looks_at("training"):
                 self._training(sheet)
             if self._exchange is not None:

@@ -61,8 +61,6 @@ class State:
         held = self._held(optimizer)
         if self._config.looks_at("update"):
             self._updates(sheet, held)
-        if self._config.looks_at("param"):
-            sheet.measure_all("param", list(held), list(held.values()))
         for kind, keys in _MOMENTS.items():
             if self._config.looks_at(kind):
                 found = dict(_moments(optimizer, held, keys))
@@ -71,6 +69,11 @@ class State:
             for name, parameter in held.items():
                 if parameter.ndim == 2 and parameter.is_floating_point():
                     sheet.value("module", name, "stable_rank", stable_rank(local_values(parameter)))
+
+    def end_step(self, sheet: Sheet) -> None:
+        """Look at all weights as the step leaves them, also those that no optimizer holds any more."""
+        if self._config.looks_at("param"):
+            sheet.measure_all("param", list(self._parameters), list(self._parameters.values()))
 
     def _held(self, optimizer: Optimizer) -> dict[str, nn.Parameter]:
         every = (p for group in optimizer.param_groups for p in group["params"])

@@ -12,6 +12,7 @@ from bitwitness.monitor.rules.rule import Alert, Rule, View, named
 from bitwitness.monitor.sheet import Numbers
 
 _KINDS = ("activation", "activation_grad", "grad", "grad_reduced")
+_SLOW_KINDS = ("grad", "grad_reduced")  # what a branch of a residual network adds grows by itself
 _SPAN = 64  # steps over which what is slower than the history is looked for
 _SHIFT = float(np.log(3.0))
 _SPREADS = 9.0
@@ -43,7 +44,8 @@ class Drift(Rule):
             if moved is None or not moved.places.size:
                 continue
             summed = np.where(moved.seen >= 2 * self._config.warmup, moved.drifts / moved.drift_threshold, 0.0)
-            shifted = self._shifted(kind, moved, view.numbers.step)
+            slow = kind in _SLOW_KINDS
+            shifted = self._shifted(kind, moved, view.numbers.step) if slow else np.zeros_like(summed)
             share = np.where(np.abs(summed) >= np.abs(shifted), summed, shifted)
             others += moved.places[np.abs(share) > 1].tolist()
             index = int(np.abs(share).argmax())
@@ -51,12 +53,12 @@ class Drift(Rule):
                 best = float(share[index]), kind, index, float(shifted[index])
         if best is None:
             return []
-        share_, kind, index, slow = best
+        share_, kind, index, shift = best
         place = int(view.moved[kind].places[index])
         self._told[place] = view.numbers.step
         way = "above" if share_ > 0 else "below"
         text = f"{named(view.numbers.keys[place])} stays {way} its usual size, and others of its kind do not"
-        evidence = {"drift": share_, "slow": slow, "threshold": 1.0}
+        evidence = {"drift": share_, "shift": shift, "threshold": 1.0}
         return [self.alert(view.numbers.keys[place], text, (view.numbers.keys[p] for p in others), **evidence)]
 
     def _shifted(self, kind: str, moved: Moved, step: int) -> Numbers:

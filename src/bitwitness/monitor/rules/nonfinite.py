@@ -64,4 +64,5 @@ def _bad_values(view: View) -> np.ndarray:
     there = np.zeros(len(numbers.keys), dtype=bool)
     there[numbers.order] = True
     metric = np.array([key.metric is not None for key in numbers.keys], dtype=bool)
-    return there & metric & ~np.isfinite(numbers.value)
+    bad: np.ndarray = there & metric & ~np.isfinite(numbers.value)
+    return bad

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from bitwitness.config.monitoring import MonitorConfig
@@ -47,5 +49,5 @@ class Spike(Rule):
         key = SeriesKey("training", ".", None, _METRICS[index])
         usual = float(np.sinh(self._history.mean[0]) if index == 0 else np.exp(self._history.mean[1]))
         text = f"{named(key)} jumps to {(loss, norm)[index]:.4g}, from about {usual:.4g}"
-        evidence = {"loss": loss, "grad_norm": norm, "z": float(scores[index]), "threshold": threshold}
+        evidence: dict[str, Any] = {"loss": loss, "grad_norm": norm, "z": float(scores[index]), "threshold": threshold}
         return [self.alert(key, text, **evidence)]
