@@ -80,7 +80,7 @@ def test_the_series_are_what_the_tensors_hold(tmp_path: Path) -> None:
         state = training.optimizer.state[parameter]
         check(rows_of(folder, step=1, kind="moment1", name=name)[0], state["exp_avg"])
         check(rows_of(folder, step=1, kind="moment2", name=name)[0], state["exp_avg_sq"])
-        ratio = (parameter - before[name]).norm() / before[name].norm()
+        ratio = (parameter.detach() - before[name]).norm() / before[name].norm()
         assert rows_of(folder, step=1, kind="update", name=name)[0]["value"] == pytest.approx(float(ratio), rel=1e-4)
     check(rows_of(folder, step=1, kind="activation_grad", name="0", slot="out0")[-1], seen["out"])
     norm = torch.stack([grad.norm() for name, grad in seen.items() if name.startswith("grad ")]).norm()
@@ -137,8 +137,9 @@ def test_what_is_looked_at_is_chosen(tmp_path: Path) -> None:
     rows = rows_of(monitor.folder)
     assert {row["step"] for row in rows} == {1, 3}
     assert {(row["kind"], row["name"]) for row in rows} == {
-        ("activation", "0"), ("activation", "4"), ("grad", "0.weight"), ("grad", "0.bias"), ("grad", "4.weight"), ("grad", "4.bias")
-    }  # fmt: skip
+        *((kind, name) for kind in ("activation",) for name in ("0", "4")),
+        *(("grad", f"{module}.{name}") for module in "04" for name in ("weight", "bias")),
+    }
 
 
 def test_evaluations_and_pauses_are_no_steps(tmp_path: Path) -> None:
@@ -249,8 +250,8 @@ with bw.Monitor(net, out=sys.argv[1]) as monitor:
         x = torch.randn(64, 6, generator=data)
         optimizer.zero_grad()
         net(x).sub(x[:, :2]).square().mean().backward()
-        if rank == 1 and step >= 20:
-            pass
+        seen = torch.full((3,), float(rank))
+        dist.all_reduce(seen)
         if step == 5:
             kept = {name: p.grad.clone() for name, p in net.module.named_parameters()}
             local = torch.autograd.grad(net.module(x).sub(x[:, :2]).square().mean(), list(net.module.parameters()))
@@ -272,6 +273,8 @@ def test_two_ranks_before_and_after_their_reduction(tmp_path: Path) -> None:
         for name in expected["local"]:
             check(rows_of(tmp_path / "run", rank, step=5, kind="grad", name=name)[0], expected["local"][name])
             check(rows_of(tmp_path / "run", rank, step=5, kind="grad_reduced", name=name)[0], expected["reduced"][name])
+        given, got = rows_of(tmp_path / "run", rank, step=5, kind="comm", name="all_reduce#0")
+        assert (given["slot"], given["max"], got["slot"], got["max"]) == ("in0", rank, "out0", 1)
         assert not [event for event in events_of(tmp_path / "run", rank) if event["type"] == "finding"]
 
 
@@ -369,3 +372,72 @@ def test_a_sink_that_is_not_known() -> None:
         bw.UsageError, match="--sink 'tensorbord': expected one of .*; the nearest known key is 'tensorboard'"
     ):
         sink_of("tensorbord=x")
+
+
+def run_of(folder: Path, seed: int = 0, change: Callable[[int, nn.Module], None] = lambda _step, _net: None) -> Path:
+    torch.manual_seed(seed)
+    net = nn.Sequential(*(nn.Linear(6, 6) for _ in range(6)))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    batches = torch.Generator().manual_seed(1)
+    with bw.Monitor(net, out=folder, watch=False):
+        for step in range(12):
+            optimizer.zero_grad()
+            change(step, net)
+            net(torch.randn(16, 6, generator=batches)).square().mean().backward()
+            optimizer.step()
+    return folder
+
+
+def test_two_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from bitwitness.monitor.compare import compare_monitored
+
+    def change(step: int, net: nn.Module) -> None:
+        if step == 7:
+            with torch.no_grad():
+                net[3].weight.mul_(1.5)
+
+    a, same, other = run_of(tmp_path / "a"), run_of(tmp_path / "same"), run_of(tmp_path / "other", change=change)
+    fine = compare_monitored(a, same)
+    assert (fine.status, fine.steps, fine.deviations) == ("fine", 12, [])
+    report = compare_monitored(other, a)
+    assert (report.first[0].step, report.first[0].kind, report.first[0].name) == (7, "activation", "3 (out0)")
+    assert {(one.kind, one.step) for one in report.first} >= {("grad", 7), ("grad_reduced", 7), ("param", 7)}
+    assert main(["compare", str(a), str(same)]) == 0
+    assert main(["compare", str(other), str(a)]) == 1
+    said = capsys.readouterr().out
+    assert "no series deviates" in said
+    assert "the runs part at step 7, in activation 3 (out0) of rank 0" in said
+    assert main(["compare", "--csv", "x.csv", str(other), str(a)]) == 2
+    assert "--csv is for recordings" in capsys.readouterr().err
+
+
+def test_sinks_with_their_libraries(tmp_path: Path) -> None:
+    client = pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
+    from bitwitness.monitor.sinks import Prometheus
+
+    registry = client.CollectorRegistry()
+    monitor, _ = monitored(tmp_path, 3, sinks=[Prometheus(None, registry=registry)])
+    losses = [row["value"] for row in rows_of(monitor.folder, kind="training", metric="loss")]
+    assert registry.get_sample_value("bitwitness_value", {"name": "training/loss"}) == pytest.approx(losses[-1])
+    assert registry.get_sample_value("bitwitness_step") == 2
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from bitwitness.monitor.sinks import TensorBoard
+
+    monitored(tmp_path, 3, sinks=[TensorBoard(str(tmp_path / "board"))])
+    events = EventAccumulator(str(tmp_path / "board"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("training/loss")] == [0, 1, 2]
+
+
+def test_a_sink_whose_library_is_missing_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    with pytest.raises(bw.UsageError, match="needs trackio, which is not installed here: pip install trackio"):
+        sink_of("trackio")

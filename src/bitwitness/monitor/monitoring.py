@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer
 from bitwitness.config.monitoring import MonitorConfig
 from bitwitness.finding import Finding, Note, Severity
 from bitwitness.monitor.activations import Activations, arguments_of
+from bitwitness.monitor.communication import Communication
 from bitwitness.monitor.exchange import Exchange
 from bitwitness.monitor.gradients import LocalGradients, present
 from bitwitness.monitor.metrics import metrics_of
@@ -61,6 +62,7 @@ class ModelMonitoring(Instrument):
         self._activations = Activations(root, config, metrics_of(config), self._fail)
         self._local = LocalGradients(session.model, parameters, zeros=config.zeros, fail=self._fail)
         self._state = State(parameters, config)
+        self._communication = Communication(wanted=config.looks_at("comm"), fail=self._fail)
         names = list(parameters) if config.looks_at("grad") else []
         compares = config.watch and config.exchange and "rank_apart" in config.rules and config.ranks is None
         self._exchange = Exchange(ranks, names, self._fail) if compares and ranks.size > 1 else None
@@ -121,6 +123,7 @@ class ModelMonitoring(Instrument):
     def forked(self) -> None:
         """Let the parent write."""
         self._activations.detach()
+        self._communication.detach()
         self._local.detach()
         self._sheet = None
 
@@ -138,6 +141,7 @@ class ModelMonitoring(Instrument):
         self._ready = False
         with self._safely("steps"):
             self._activations.attach(self._sheet)
+            self._communication.attach(self._sheet)
             if self.config.looks_at("grad"):
                 self._local.attach()
 
@@ -229,6 +233,7 @@ class ModelMonitoring(Instrument):
         """Hand over what was seen of the step."""
         sheet, self._sheet = self._sheet, None
         self._activations.detach()
+        self._communication.detach()
         self._local.detach()
         if sheet is None:
             return

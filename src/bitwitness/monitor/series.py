@@ -37,7 +37,8 @@ class SeriesKey(NamedTuple):
             phase = "backward" if self.kind == "activation_grad" else "forward"
             return Site(self.name, "module", 0, phase, self.slot or self.metric or "out0")
         if self.kind == "comm":
-            return Site(".", self.name, 0, "comm", self.slot or "out0")
+            name, _, call = self.name.partition("#")
+            return Site(".", name, int(call or 0), "comm", self.slot or "out0")
         return Site(".", self.metric or "loss", 0, "forward", "value")
 
 
