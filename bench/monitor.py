@@ -4,9 +4,9 @@
 
 Each way to monitor has a model of its own, watched for its own steps only. A round runs four steps of each in random order,
 and of an unmonitored one; the figure is the median over rounds of monitored over unmonitored in the same round, with a 95 %
-interval from the order statistics. What the monitor's thread spends (tables, rules, the disk) is in it: it is waited for, and written to
-the disk, at the end of the four. GPT of 11.2 million parameters, 4 x 128 tokens, float32, AdamW as a for-loop, as on the
-reference's page.
+interval from the order statistics. What the monitor's thread spends (tables, rules, the disk) is in it: it is waited for,
+and written to the disk, at the end of the four. GPT of 11.2 million parameters, 4 x 128 tokens, float32, AdamW as a for-
+loop, as on the reference's page.
 """
 
 from __future__ import annotations

@@ -232,7 +232,7 @@ def main() -> None:
     torch.set_num_threads(1)
     lines = [] if args.only_faults else clean(args.steps, args.only)
     lines += [""] if lines else []
-    lines += [] if args.only_clean else faults(AT + 80, args.trainings)
+    lines += [] if args.only_clean else faults(AT + 70, args.trainings)
     if not (args.only_clean or args.only_faults):
         text = f"`python bench/monitor_clean.py --steps {args.steps}`\n\n" + "\n".join(lines)
         (Path(__file__).parent / "results" / "monitor_clean.md").write_text(f"# A monitor's alerts\n\n{text}\n")

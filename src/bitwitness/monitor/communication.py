@@ -43,7 +43,7 @@ class Communication:
     Parameters
     ----------
     wanted
-        Whether they are asked for.
+        Whether they are asked for; else it is only noted that they have written.
     fail
         Told of an error; they are not looked at any more then.
 
@@ -59,7 +59,7 @@ class Communication:
     def attach(self, sheet: Sheet) -> None:
         """Look at the collectives of a step."""
         module: Any = sys.modules.get("torch.distributed")
-        if not self._wanted or module is None or not module.is_available() or not module.is_initialized():
+        if module is None or not module.is_available() or not module.is_initialized():
             return
         self._sheet = sheet
         self._calls.clear()
@@ -82,6 +82,7 @@ class Communication:
             given = [*args, *kwargs.values()]
             self._see(sheet, call, "in", given if name in _READS else given[1:])
             result = original(*args, **kwargs)
+            sheet.forget()
             if result is None:  # else it is on its way, and nobody knows when it will have arrived
                 self._see(sheet, call, "out", [given[i] for i in _WRITES[name] if i < len(given)])
             return result
@@ -89,12 +90,13 @@ class Communication:
         return collective
 
     def _see(self, sheet: Sheet, call: str, way: str, values: list[Any]) -> None:
+        if not self._wanted:
+            return
         try:
             with own_work(), torch.no_grad():
                 for number, value in enumerate(values):
                     for slot, tensor in tensors_in(value, f"{way}{number}"):
                         sheet.measure("comm", call, slot, tensor)
         except Exception as error:
-            self.detach()
             self._wanted = False
             self._fail("collectives", error)

@@ -104,6 +104,10 @@ class Sheet:
             self._seen[identity] = place
         self._add(Key(kind, name, slot, None, self.micro), values.numel(), place)
 
+    def forget(self) -> None:
+        """Measure anew from now on: a collective writes into tensors without torch counting it as a change."""
+        self._seen.clear()
+
     def measure_all(self, kind: str, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
         """Take the statistics of many tensors, of the step as a whole, in as few calls as their devices allow."""
         self.add_all(kind, names, *measured(tensors, zeros=self._zeros))

@@ -38,6 +38,7 @@ class State:
         self._config = config
         self._before: dict[str, torch.Tensor] = {}
         self._kept: list[str] = []
+        self._measured: set[str] = set()
         self._groups: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._next_group = 0
         self._stable_rank = "stable_rank" in config.metrics
@@ -61,6 +62,9 @@ class State:
         held = self._held(optimizer)
         if self._config.looks_at("update"):
             self._updates(sheet, held)
+        if self._config.looks_at("param"):
+            sheet.measure_all("param", list(held), list(held.values()))
+            self._measured |= set(held)
         for kind, keys in _MOMENTS.items():
             if self._config.looks_at(kind):
                 found = dict(_moments(optimizer, held, keys))
@@ -71,9 +75,11 @@ class State:
                     sheet.value("module", name, "stable_rank", stable_rank(local_values(parameter)))
 
     def end_step(self, sheet: Sheet) -> None:
-        """Look at all weights as the step leaves them, also those that no optimizer holds any more."""
+        """Look at weights that no optimizer has stepped, perhaps since it holds them no more."""
         if self._config.looks_at("param"):
-            sheet.measure_all("param", list(self._parameters), list(self._parameters.values()))
+            rest = {name: p for name, p in self._parameters.items() if name not in self._measured}
+            sheet.measure_all("param", list(rest), list(rest.values()))
+        self._measured.clear()
 
     def _held(self, optimizer: Optimizer) -> dict[str, nn.Parameter]:
         every = (p for group in optimizer.param_groups for p in group["params"])

@@ -7,11 +7,11 @@ import numpy as np
 from bitwitness.monitor.movement import FLOORS
 from bitwitness.monitor.rules.rule import Alert, Rule, View, named
 
-_GROWTH = float(np.log(4.0))
+_GROWTH = float(np.log(5.0))
 
 
 class Exploding(Rule):
-    """Alerts where a size is beyond its history's threshold, and at least four times its usual.
+    """Alerts where a size is beyond its history's threshold, and at least five times its usual.
 
     Each alarm raises the threshold of its kind, and quiet steps lower it again (`History.caution`): so that there is one false
     alarm in some 1,700 steps of a kind at the most, however many series the kind has; set for kinds of ten series and more.
@@ -28,7 +28,7 @@ class Exploding(Rule):
             moved = view.moved.get(kind)
             if moved is None or not moved.places.size:
                 continue
-            beyond = (moved.scores > moved.threshold) & (moved.gap > _GROWTH)
+            beyond = (moved.scores > moved.threshold) & (moved.gap > _GROWTH) & (moved.seen >= self._config.warmup)
             known = np.isfinite(moved.sizes)
             if beyond.any() and (known.sum() < 4 or beyond.sum() <= 0.5 * known.sum()):
                 found += moved.places[beyond].tolist()
