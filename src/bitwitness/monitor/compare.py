@@ -190,6 +190,8 @@ def _changes(ours: Numbers, others: Numbers, tolerance: float) -> tuple[Numbers,
     usual = np.median(np.abs(change), axis=0) if len(change) >= 4 else np.zeros(change.shape[1])
     # once all of a kind are off (runs that have parted), only what is far more so says something
     limit = np.maximum(tolerance, _TIMES * np.where(np.isfinite(usual), usual, 0.0))
+    parted = np.flatnonzero((np.abs(change) > tolerance).any(axis=0))
+    limit[parted[:1]] = tolerance  # where they part all that is off belongs to it
     return change, np.abs(change) > limit
 
 

@@ -70,7 +70,7 @@ class ModelMonitoring(Instrument):
         self._sheet: Sheet | None = None
         self._losses: list[torch.Tensor] = []
         self._looked = 0
-        self._ready = False
+        self._ready = self._just_read = False
         self.problem: str | None = None
         """What kept something from being looked at, the first of it."""
         if any(is_compiled(module) for module in (session.model, *root.modules())) and config.looks_at("activation"):
@@ -195,7 +195,8 @@ class ModelMonitoring(Instrument):
                 self._ready = True
                 self._complete(sheet, before_optimizer=optimizer is not None and scaler is None)
             if optimizer is not None and scaler is None:
-                self._state.before_optimizer(sheet, optimizer)
+                self._state.before_optimizer(sheet, optimizer, looked_at=self._just_read)
+            self._just_read = False
 
     def _complete(self, sheet: Sheet, *, before_optimizer: bool) -> None:
         """Look at the gradients as they are when they are complete, raw."""
@@ -205,6 +206,7 @@ class ModelMonitoring(Instrument):
         grads = present(self._parameters)
         if not reduced and self.config.looks_at("grad") and grads:
             sheet.measure_all("grad", list(grads), list(grads.values()))
+            self._just_read = before_optimizer  # nothing lies between: the optimizer reads the same
         if not self.config.looks_at("training"):
             return
         # rows of all gradients tell the norm, where nothing is done to these before they are looked at again

@@ -112,6 +112,13 @@ class Sheet:
         """Take the statistics of many tensors, of the step as a whole, in as few calls as their devices allow."""
         self.add_all(kind, names, *measured(tensors, zeros=self._zeros))
 
+    def same_as(self, kind: str, other: str) -> bool:
+        """Give a kind the statistics that another's rows have, of the very same values; return whether it has any."""
+        rows = [i for i, key in enumerate(self._keys) if key.kind == other and key.metric is None]
+        for row in rows:
+            self._add(self._keys[row]._replace(kind=kind), self._counts[row], self._places[row])
+        return bool(rows)
+
     def add_all(self, kind: str, names: Sequence[str], counts: Sequence[int], figures: torch.Tensor) -> None:
         """Take statistics that were measured already."""
         if not names:

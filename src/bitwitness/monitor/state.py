@@ -43,11 +43,15 @@ class State:
         self._next_group = 0
         self._stable_rank = "stable_rank" in config.metrics
 
-    def before_optimizer(self, sheet: Sheet, optimizer: Optimizer) -> None:
-        """Look at what an optimizer is about to read: gradients (clipped by now), its learning rates."""
+    def before_optimizer(self, sheet: Sheet, optimizer: Optimizer, *, looked_at: bool) -> None:
+        """Look at what an optimizer is about to read: gradients (clipped by now), its learning rates.
+
+        ``looked_at``: the rows of local gradients are of just these values.
+        """
         held = self._held(optimizer)
-        if self._config.looks_at("grad_reduced"):
-            grads = present(held)
+        grads = present(held)
+        whole = looked_at and len(grads) == len(present(self._parameters))
+        if self._config.looks_at("grad_reduced") and not (whole and sheet.same_as("grad_reduced", "grad")):
             sheet.measure_all("grad_reduced", list(grads), list(grads.values()))
         if self._config.looks_at("training"):
             for number, group in enumerate(optimizer.param_groups):
