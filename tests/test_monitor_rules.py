@@ -109,6 +109,20 @@ def test_what_rests_while_others_move(kind: str, name: str) -> None:
     assert finding.evidence["series"].split("/")[1] == name
 
 
+def test_weights_that_the_optimizer_forgot() -> None:
+    kept: list[list[float]] = []
+
+    def change(step: int, rows: dict[Key, list[float]]) -> None:
+        for name in PARAMETERS:
+            if step < AT or name != NAME:
+                rows[key_of("grad_reduced", name)] = list(rows[key_of("grad", name)])
+        kept.append(list(rows[key_of("param", NAME)]))
+        if step >= AT:
+            rows[key_of("param", NAME)] = list(kept[AT - 1])
+
+    assert one(found(change), "frozen").evidence["series"] == f"param/{NAME}"
+
+
 def test_weights_that_never_moved_or_have_no_gradient_are_not_frozen() -> None:
     def change(step: int, rows: dict[Key, list[float]]) -> None:
         rows[key_of("param", NAME)] = [0, 0, -1, -1, 1, 0.5, 2]

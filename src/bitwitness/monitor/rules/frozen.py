@@ -81,9 +81,12 @@ class Frozen(Rule):
     def _without_gradient(view: View) -> set[int]:
         """Return weights whose gradient is zero or not there, as far as gradients are looked at."""
         numbers = view.numbers
-        sizes = {key.name: numbers.l2[i] for i, key in enumerate(numbers.keys) if key.kind in ("grad", "grad_reduced")}
+        sizes: dict[str, float] = {}
+        for place, key in enumerate(numbers.keys):
+            if key.kind in ("grad", "grad_reduced"):  # an optimizer that forgot a parameter reads its gradient no more
+                sizes[key.name] = max(sizes.get(key.name, 0.0), float(np.nan_to_num(numbers.l2[place])))
         return {
             i
             for i, key in enumerate(numbers.keys)
-            if key.kind == "param" and sizes and not np.nan_to_num(sizes.get(key.name, 0.0)) > 0
+            if key.kind == "param" and sizes and not sizes.get(key.name, 0.0) > 0
         }
