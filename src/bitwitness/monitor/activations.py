@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -78,7 +78,7 @@ class Activations:
 
     """
 
-    def __init__(self, root: nn.Module, config: MonitorConfig, metrics: list[ModuleMetric], fail: Fail) -> None:
+    def __init__(self, root: nn.Module, config: MonitorConfig, metrics: Sequence[ModuleMetric], fail: Fail) -> None:
         self._root = root
         self._fail = fail
         self._forward = config.looks_at("activation")
