@@ -24,7 +24,7 @@ LAYERS = {
     "storage": ("store",),
     "session": ("session",),
     "reference": ("oracle",),
-    "instruments": ("sense", "nonfinite", "record", "comparison", "inject"),
+    "instruments": ("sense", "nonfinite", "record", "monitor", "comparison", "inject"),
     "decision": ("judge", "respond"),
     "face": ("guard", "ascend", "testing", "demo", "report", "cli"),
 }
@@ -34,6 +34,8 @@ FLOOR = {part: number for number, parts in enumerate(LAYERS.values()) for part i
 INNER_NAMES = {
     ("stats", "torch._foreach_norm"): "all norms in one fused call; there is no public one",
     ("stats", "torch._foreach_max"): "same",
+    ("stats", "torch._foreach_copy_"): "same",
+    ("stats", "torch._foreach_sub_"): "same",
     ("inject", "torch.ops._c10d_functional"): "an operator's registered name",
 }
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from bitwitness.finding import Cause, Finding, Note, Verdict
     from bitwitness.guard.guard import Guard
     from bitwitness.guard.tracer import NonfiniteTracer, trace_nonfinite
+    from bitwitness.monitor.monitor import Monitor
     from bitwitness.record.recorder import Recorder
     from bitwitness.record.saved import save
     from bitwitness.session.instrument import Instrument
@@ -37,6 +38,7 @@ __all__ = [
     "Finding",
     "Guard",
     "Instrument",
+    "Monitor",
     "NonfiniteTracer",
     "Note",
     "Recorder",
@@ -63,6 +65,7 @@ _HOMES = {
     "Finding": "finding",
     "Guard": "guard.guard",
     "Instrument": "session.instrument",
+    "Monitor": "monitor.monitor",
     "NonfiniteTracer": "guard.tracer",
     "Note": "finding",
     "Recorder": "record.recorder",

@@ -5,13 +5,26 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 
-from bitwitness.cli import ascend, compare, completion, demo, diff_env, doctor, record, report, run, status, trace
+from bitwitness.cli import (
+    ascend,
+    compare,
+    completion,
+    demo,
+    diff_env,
+    doctor,
+    monitor,
+    record,
+    report,
+    run,
+    status,
+    trace,
+)
 from bitwitness.cli.exitcode import CODES, ended, flushed, say, shown_streams
 from bitwitness.cli.script import torch_lacks, unusable
 from bitwitness.errors import UsageError
 from bitwitness.version import __version__
 
-_SCRIPTS = frozenset({"run", "trace", "record"})
+_SCRIPTS = frozenset({"run", "trace", "record", "monitor"})
 """Verbs in whose process a script runs: its signals, streams and errors are its own."""
 
 
@@ -32,11 +45,11 @@ def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         "rank, device, operator and line, heals or stops.",
         epilog="Exit codes: "
         + "; ".join(f"{code} {meaning}" for code, meaning in CODES)
-        + ". 'run', 'trace' and 'record' otherwise pass the script's own code on.",
+        + ". 'run', 'trace', 'record' and 'monitor' otherwise pass the script's own code on.",
     )
     top.add_argument("--version", action="version", version=f"bitwitness {__version__}")
     verbs = top.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for verb in (run, status, report, trace, record, compare, diff_env, ascend, demo, doctor, completion):
+    for verb in (run, status, report, trace, record, monitor, compare, diff_env, ascend, demo, doctor, completion):
         verb.add_parser(verbs)
     return top, verbs.choices
 

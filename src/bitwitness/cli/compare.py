@@ -25,9 +25,9 @@ def add_parser(verbs: Any) -> None:
     parser = verbs.add_parser(
         "compare",
         help="the first operator at which two recorded runs part",
-        description="Compares two recordings (run folders, msprobe's dump folders, Ascend dump folders), or with --checkpoints "
-        "two checkpoints. Exit code 0: no operator made an error; 1: one did, and is named; 3: not everything could be read or "
-        "compared, or the two share too little.",
+        description="Compares two recordings (run folders, msprobe's dump folders, Ascend dump folders), two monitored runs, "
+        "or with --checkpoints two checkpoints. Exit code 0: no operator made an error; 1: one did, and is named; 3: not "
+        "everything could be read or compared, or the two share too little.",
     )
     parser.add_argument("a", metavar="A", help="a recording")
     parser.add_argument("b", metavar="B", help="the one to compare with: the benchmark, where there is one")
@@ -53,6 +53,10 @@ def main(args: argparse.Namespace) -> int:
         refuse(args)
         code: int = run(args.a, args.b, args.json, args.csv, quiet=args.quiet)
         return code
+    from bitwitness.cli.compare_monitored import are_monitored, run_monitored
+
+    if are_monitored(args.a, args.b):
+        return run_monitored(args)
     from bitwitness.comparison.beside import compared_beside
     from bitwitness.comparison.recordings import compare
     from bitwitness.comparison.renamed import proposed, read_map

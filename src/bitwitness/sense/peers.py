@@ -13,7 +13,7 @@ import numpy as np
 
 from bitwitness.capture.light import LightStep, Vector, log_sizes
 from bitwitness.finding import Finding
-from bitwitness.sense.history import History
+from bitwitness.stats.history import History
 
 FEATURES = ("ln max|g|", "ln L2(g)", "ln max|g| - ln L2(g)")
 # Deviations of each feature below which nothing is told from chance, in natural logarithms: the largest element of a gradient

@@ -12,8 +12,8 @@ import numpy as np
 
 from bitwitness.capture.light import LightStep, Vector, log_sizes
 from bitwitness.finding import Finding, Severity
-from bitwitness.sense.history import History
 from bitwitness.site import Site
+from bitwitness.stats.history import History
 
 FEATURES = ("ln max|g|", "ln L2(g)", "ln max|g| - ln L2(g)")
 # Deviations of each feature below which nothing is told from chance, whatever the history says; in natural logarithms, so

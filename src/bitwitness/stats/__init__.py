@@ -2,18 +2,22 @@
 
 from bitwitness.stats.digest import HashBatch, bit_hash, same_bits
 from bitwitness.stats.features import Features, features_of
+from bitwitness.stats.figures import figures_of
 from bitwitness.stats.sketch import exact_sketch, sketch, sketch_rows
 from bitwitness.stats.summary import Stats, exact_l2, quick_l2, stats_of
-from bitwitness.stats.total import marks_of, norms_of, total_of
+from bitwitness.stats.total import change_sizes, copy_all, marks_of, norms_of, total_of
 
 __all__ = [
     "Features",
     "HashBatch",
     "Stats",
     "bit_hash",
+    "change_sizes",
+    "copy_all",
     "exact_l2",
     "exact_sketch",
     "features_of",
+    "figures_of",
     "marks_of",
     "norms_of",
     "quick_l2",

@@ -54,3 +54,22 @@ def marks_of(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         else:
             largest[torch.tensor(usable, device=device)] = torch.stack(found)
     return torch.stack([norms_of(tensors, device).float(), largest])
+
+
+@torch.no_grad()
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors into others of the same shapes, in fused calls."""
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))
+
+
+@torch.no_grad()
+def change_sizes(before: Sequence[Tensor], now: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return how large each tensor's change is against the tensor as it was, [P]; what is in ``before`` is used up.
+
+    1 where a tensor was zero and is not any more.
+    """
+    sizes = norms_of(before, device)
+    torch._foreach_sub_(list(before), list(now))
+    changes = norms_of(before, device)
+    return torch.where(sizes == 0, (changes > 0).to(changes.dtype), changes / sizes)

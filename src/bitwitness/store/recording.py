@@ -12,20 +12,18 @@ A disk that fills up ends the recording with a note, and not the training.
 
 from __future__ import annotations
 
-import os
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from bitwitness.store.background import Background
 from bitwitness.store.rows import STACKS, Measured, to_table
 from bitwitness.store.seal import SEAL, Seal
+from bitwitness.store.tablefile import TableFiles
 from bitwitness.store.tensorfile import ENTRY_BYTES, TensorFile
 
 if TYPE_CHECKING:
@@ -35,20 +33,10 @@ _ROWS_KEPT = 50_000
 """Rows of one file of the table: fewer make Parquet's columns compress badly, more are lost when a process is killed."""
 _SECONDS_KEPT = 10.0
 """After this time a step's rows are written though they are few, so that a run can be looked at while it goes on."""
-_QUEUE_BYTES = 512 << 20
-"""What may wait for the disk. Where that is full the training waits, too: a recording with gaps could not be compared."""
 _FILE_BYTES = 16 << 30
 """Of one file of tensors; a file bears its name only when it is whole, so that a killed process loses no more than one."""
 _FIRST_RESERVE = 64 << 10  # bytes left in front of a file for its header: some 300 tensors
 _MORE_RESERVE = 8  # times as much, once a header did not fit; later files begin with that
-
-
-class _Job(NamedTuple):
-    """What the thread is to do; ``size``: bytes that it holds; ``always``: also when nothing is written any more."""
-
-    size: int
-    action: Callable[[], None]
-    always: bool = False
 
 
 class _FileNames:
@@ -93,34 +81,28 @@ class RecordingWriter:
     failed
         Told once, from the writer's thread, why writing ended.
 
-    Attributes
-    ----------
-    broken
-        Why nothing is written any more, or None.
-
     """
 
     def __init__(self, folder: Path, rank: int, failed: Callable[[str], None] = lambda _: None) -> None:
         self._folder = folder
         self._rank = rank
-        self._failed = failed
-        self.broken: str | None = None
+        self._background = Background("bitwitness-recording", folder, self._write_all, failed, self._break)
         self.bytes_written = 0
         self.files_written = 0
-        self._jobs: deque[_Job] = deque()
-        self._waiting = 0
-        self._change = threading.Condition()
-        self._ending = False
         self._tables: list[pa.Table] = []
         self._rows = 0
         self._since = time.monotonic()
-        self._parts = {"stats": 0, "stacks": 0}
         self._stacks: list[tuple[int, str]] = []
         self._seal = Seal(folder)
+        self._files = TableFiles(folder, self._seal)
         self._file: TensorFile | None = None
         self._names = _FileNames()
-        self._thread = threading.Thread(target=self._work, name="bitwitness-recording", daemon=True)
-        self._thread.start()
+        self._background.start()
+
+    @property
+    def broken(self) -> str | None:
+        """Why nothing is written any more, or None."""
+        return self._background.broken
 
     # -- called by the training ----------------------------------------------------------------------------------
 
@@ -131,7 +113,7 @@ class RecordingWriter:
         stacks: Sequence[tuple[int, str]],
     ) -> None:
         """Hand over rows with what yields their values' statistics (called on the writer's thread), and new stacks."""
-        self._put(_Job(0, lambda: self._take_rows(rows, values, stacks)))
+        self._background.put(lambda: self._take_rows(rows, values, stacks))
 
     def tensor(self, step: int, key: str, tensor: torch.Tensor, ready: Callable[[], None] = lambda: None) -> str:
         """Hand over a contiguous CPU tensor that nobody else writes to; return where it will lie: ``file|key``.
@@ -144,28 +126,20 @@ class RecordingWriter:
             ready()
             self._take_tensor(file, reserve, key, tensor)
 
-        self._put(_Job(tensor.nbytes, write))
+        self._background.put(write, size=tensor.nbytes)
         return f"{file}|{key}"
 
     def step_ended(self) -> None:
         """Close the step's tensor file, and write rows that have waited long."""
-        self._put(_Job(0, self._end_step))
+        self._background.put(self._end_step)
 
     def flush(self) -> None:
         """Have everything so far written, and wait for it."""
-        done = threading.Event()
-        self._put(_Job(0, self._write_all))
-        self._put(_Job(0, done.set, always=True))
-        while not done.wait(0.1):
-            if not self._thread.is_alive():
-                return
+        self._background.flush()
 
     def close(self) -> None:
         """Write what is left, and end the thread."""
-        with self._change:
-            self._ending = True
-            self._change.notify_all()
-        self._thread.join()
+        self._background.close()
 
     def delete(self) -> None:
         """End, and delete what was written: it is of a step that never ended."""
@@ -176,53 +150,15 @@ class RecordingWriter:
         with suppress(OSError):  # there is none
             (self._folder / "tensors").rmdir()
 
-    def _put(self, job: _Job) -> None:
-        with self._change:
-            if self._ending:
-                return
-            # A tensor larger than the queue waits until it is alone.
-            while self._waiting and self._waiting + job.size > _QUEUE_BYTES and self._thread.is_alive():
-                self._change.wait(0.1)
-            self._waiting += job.size
-            self._jobs.append(job)
-            self._change.notify_all()
-
     # -- the thread ----------------------------------------------------------------------------------------------
 
-    def _work(self) -> None:
-        while True:
-            with self._change:
-                while not self._jobs and not self._ending:
-                    self._change.wait()
-                if not self._jobs:
-                    break
-                job = self._jobs.popleft()
-            self._run(job)
-            with self._change:
-                self._waiting -= job.size
-                self._change.notify_all()
-        self._run(_Job(0, self._write_all))
-
-    def _run(self, job: _Job) -> None:
-        if self.broken is not None and not job.always:
-            return
-        try:
-            job.action()
-        except OSError as error:
-            self._break(f"{error.strerror or error} ({error.filename or self._folder})")
-        except Exception as error:  # the recording must not end the training, whatever is wrong with it
-            self._break(f"{type(error).__name__}: {error}")
-
-    def _break(self, problem: str) -> None:
-        self.broken = problem
+    def _break(self) -> None:
         if self._file is not None:
             self._file.abandon()  # which may free what the rows of the steps before need
             self._file = None
         with suppress(Exception):
             self._write_rows()
         self._tables.clear()
-        with suppress(Exception):
-            self._failed(problem)
 
     def _take_rows(
         self,
@@ -276,21 +212,5 @@ class RecordingWriter:
             self._write("stats", table)
 
     def _write(self, what: str, table: pa.Table) -> None:
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        while True:
-            self._parts[what] += 1
-            path = self._folder / f"{what}-{self._parts[what]:06d}.parquet"
-            if not path.exists():
-                break
-        part = path.with_name(path.name + ".part")
-        try:
-            with open(part, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-                pq.write_table(table, file, compression="zstd", compression_level=1)
-            self._seal.add(path.name, part)
-            part.replace(path)
-        except OSError:
-            with suppress(OSError):
-                part.unlink()
-            raise
-        self.bytes_written += path.stat().st_size
+        self.bytes_written += self._files.write(what, table)
         self.files_written += 1

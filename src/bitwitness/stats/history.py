@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bitwitness.capture.light import Vector
+Vector = NDArray[np.float64]
 
 # How fast the history moves. These figures are not derived; bench/detection shows what they find and how often they alarm.
 _MEMORY = 0.05  # weight of a new value: a mean over about 20 steps
@@ -122,6 +122,11 @@ class History:
     def steps(self) -> int:
         """Steps learned, of the entry that has been there most often."""
         return int(self._seen.max(initial=0.0))
+
+    @property
+    def seen(self) -> Vector:
+        """Values learned of each entry, float64 [F]."""
+        return self._seen
 
     @property
     def ripe(self) -> bool:

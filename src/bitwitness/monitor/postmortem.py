@@ -1,0 +1,151 @@
+"""What led to a spike of the loss or the gradients: data, the optimizer's state, one layer, or one rank."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from bitwitness.finding import Finding, Severity
+from bitwitness.monitor.rules.rule import Peers, View, named
+from bitwitness.monitor.series import SeriesKey
+
+_KEPT = 8  # steps around a spike
+_FACTOR = float(np.log(3.0))  # what an update or a moment must exceed its usual by, to have led to something
+_Z = 5.0
+_FEW = 0.34  # of a kind's series, so that what moved is one layer and not all
+_NAMED = 5
+
+
+class PostMortem:
+    """Keeps the last steps, and says what they tell of a spike."""
+
+    def __init__(self) -> None:
+        self._steps: deque[View] = deque(maxlen=_KEPT)
+        self._peers: deque[tuple[int, Peers]] = deque(maxlen=_KEPT)
+
+    def step(self, view: View) -> None:
+        """Keep a step."""
+        self._steps.append(view)
+
+    def compared(self, step: int, peers: Peers) -> None:
+        """Keep how this rank lay among the others at a step."""
+        self._peers.append((step, peers))
+
+    def of(self, step: int, rank: int) -> Finding:
+        """Return the finding about a spike at the step that was kept last."""
+        spike = self._steps[-1]
+        cause, sentence, key = self._cause(spike)
+        evidence: dict[str, Any] = {
+            "cause": cause,
+            "batch": list(spike.numbers.batch),
+            "seen_before": self._batch_seen(spike),
+            "steps": [self._told(view) for view in self._steps],
+        }
+        site = key.site.at(rank=rank, step=step)
+        message = f"the spike of step {step}: {sentence}"
+        return Finding("monitor.post_mortem", site, Severity.WARNING, message, evidence, step, rank)
+
+    # -- what it says --------------------------------------------------------------------------------------------
+
+    def _cause(self, spike: View) -> tuple[str, str, SeriesKey]:
+        """Return the cause in a word, in a sentence, and where it is; what was there first is asked first."""
+        earlier = list(self._steps)[-3:-1]  # the updates that the spike's forward has seen
+        for view in reversed(earlier):
+            moments = [one for one in _moved(view, ("moment1", "moment2")) if not _gradient_moved(view, one[0])]
+            updates = [one for one in _moved(view, ("update",)) if not _gradient_moved(view, one[0])]
+            if found := moments or updates:
+                key, factor = found[0]
+                text = (
+                    f"the optimizer's state: at step {view.numbers.step} the {named(key)} was {factor:.3g} times its usual, "
+                    "while its gradient was not"
+                )
+                return "optimizer_state", text, key
+        if (apart := self._apart()) is not None:
+            return apart
+        moved = _moved(spike, ("activation",))
+        share = (
+            len(moved) / max(1, sum(np.isfinite(spike.moved["activation"].sizes)))
+            if "activation" in spike.moved
+            else 1.0
+        )
+        if moved and share < _FEW and not _is_input(moved[0][0]):
+            key, factor = moved[0]
+            return "one_layer", f"one layer: {named(key)} moved first, to {factor:.3g} times its usual", key
+        if earlier and (weights := _moved(earlier[-1], ("param",))):
+            key, factor = weights[0]
+            return "one_layer", f"one layer: the {named(key)} changed before it, to {factor:.3g} times their usual", key
+        loss = SeriesKey("training", ".", None, "loss")
+        batch = ", ".join(spike.numbers.batch[:2]) or "not known"
+        if earlier or "update" in spike.moved:
+            text = f"the data: updates and weights before it were as usual, and the batch (hash {batch}) was not"
+            return "data", text, loss
+        return "data", f"probably the data (batch {batch}): nothing else that was looked at moved before it", loss
+
+    def _apart(self) -> tuple[str, str, SeriesKey] | None:
+        """Return what says that it is this rank alone, as far as ranks were compared up to here."""
+        if not self._peers:
+            return None
+        _, peers = self._peers[-1]
+        if peers.ranks < 3 or not np.isfinite(peers.distance[-2:]).any():
+            return None
+        wide = np.maximum(peers.spread, 0.1)
+        with np.errstate(invalid="ignore"):
+            z = np.nan_to_num(peers.distance / wide)
+        if z[-2:].max() > 2 * _Z:
+            key = peers.keys[int(np.argmax(z))]
+            return "one_rank", "one rank: this one stood far from the others before it", key
+        return None
+
+    def _batch_seen(self, spike: View) -> list[int]:
+        """Return earlier steps, of those kept, that had the same batch."""
+        batch = spike.numbers.batch
+        return [v.numbers.step for v in self._steps if batch and v is not spike and v.numbers.batch == batch]
+
+    @staticmethod
+    def _told(view: View) -> dict[str, Any]:
+        numbers = view.numbers
+        told: dict[str, Any] = {
+            "step": numbers.step,
+            "loss": numbers.number("training", "loss"),
+            "grad_norm": numbers.number("training", "grad_norm"),
+            "lr": numbers.number("training", "lr"),
+            "batch": list(numbers.batch),
+        }
+        for kind in ("activation", "grad", "moment2", "update"):
+            if found := _moved(view, (kind,)):
+                told[f"{kind}_moved"] = [f"{key.name} x{factor:.3g}" for key, factor in found[:_NAMED]]
+        if (updates := view.moved.get("update")) is not None:
+            told["update_level"] = updates.level
+        return told
+
+
+def _moved(view: View, kinds: tuple[str, ...]) -> list[tuple[SeriesKey, float]]:
+    """Return what of some kinds grew far beyond its usual, in the order in which the step made it, and how far."""
+    return list(_moved_in(view, kinds))
+
+
+def _moved_in(view: View, kinds: tuple[str, ...]) -> Iterator[tuple[SeriesKey, float]]:
+    sizes: dict[int, float] = {}
+    for kind in kinds:
+        moved = view.moved.get(kind)
+        if moved is None:
+            continue
+        # a level that moved is all of the kind together: the update's, after the learning rate was changed, say
+        gap = moved.gap + max(moved.level, 0.0)
+        beyond = (gap > _FACTOR) & (moved.scores + max(moved.level, 0.0) / 0.1 > _Z) & (moved.seen >= 8)
+        sizes |= {int(p): float(np.exp(g)) for p, g in zip(moved.places[beyond], gap[beyond], strict=True)}
+    for place in view.first(sizes):
+        yield view.numbers.keys[place], sizes[place]
+
+
+def _gradient_moved(view: View, key: SeriesKey) -> bool:
+    """Tell whether a parameter's gradient grew at the same step, which explains its moments and its update."""
+    return any(other.name == key.name for other, _ in _moved(view, ("grad", "grad_reduced")))
+
+
+def _is_input(key: SeriesKey) -> bool:
+    """Tell whether a series is of what the model was called with."""
+    return key.name == "." and (key.slot or "").startswith("in")

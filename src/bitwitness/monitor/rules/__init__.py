@@ -1,0 +1,1 @@
+"""Watch rules, one a file: each tells of a step of all series what is unusual in it."""

@@ -1,0 +1,85 @@
+"""A series that leaves its place slowly, and stays away."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from bitwitness.config.monitoring import MonitorConfig
+from bitwitness.monitor.movement import Moved
+from bitwitness.monitor.rules.rule import Alert, Rule, View, named
+from bitwitness.monitor.sheet import Numbers
+
+_KINDS = ("activation", "activation_grad", "grad", "grad_reduced")
+_SLOW_KINDS = ("grad", "grad_reduced")  # what a branch of a residual network adds grows by itself
+_SPAN = 64  # steps over which what is slower than the history is looked for
+_SHIFT = float(np.log(3.0))
+_SPREADS = 9.0
+_SMOOTH = 0.1
+
+
+class Drift(Rule):
+    """Alerts where a size stays away from its history, or has moved by a factor of three in 64 steps and alone.
+
+    The first by the cumulative sum (Page, 1954) of its robust deviations, of which each alarm raises the threshold as that
+    of ``exploding``. The second against what the others of its kind have done meanwhile: nine times their median shift.
+    What all of a kind do together is taken away before.
+    """
+
+    name = "drift"
+    rate = 6e-5
+
+    def __init__(self, config: MonitorConfig) -> None:
+        super().__init__(config)
+        self._past: dict[str, deque[Numbers]] = {}
+        self._told: dict[int, int] = {}
+
+    def look(self, view: View) -> list[Alert]:
+        """Return the series that is farthest beyond its threshold."""
+        best: tuple[float, str, int, float] | None = None
+        others: list[int] = []
+        for kind in _KINDS:
+            moved = view.moved.get(kind)
+            if moved is None or not moved.places.size:
+                continue
+            summed = np.where(moved.seen >= 2 * self._config.warmup, moved.drifts / moved.drift_threshold, 0.0)
+            slow = kind in _SLOW_KINDS
+            shifted = self._shifted(kind, moved, view.numbers.step) if slow else np.zeros_like(summed)
+            share = np.where(np.abs(summed) >= np.abs(shifted), summed, shifted)
+            others += moved.places[np.abs(share) > 1].tolist()
+            index = int(np.abs(share).argmax())
+            if abs(share[index]) > 1 and (best is None or abs(share[index]) > abs(best[0])):
+                best = float(share[index]), kind, index, float(shifted[index])
+        if best is None:
+            return []
+        share_, kind, index, shift = best
+        place = int(view.moved[kind].places[index])
+        self._told[place] = view.numbers.step
+        way = "above" if share_ > 0 else "below"
+        text = f"{named(view.numbers.keys[place])} stays {way} its usual size, and others of its kind do not"
+        evidence = {"drift": share_, "shift": shift, "threshold": 1.0}
+        return [self.alert(view.numbers.keys[place], text, (view.numbers.keys[p] for p in others), **evidence)]
+
+    def _shifted(self, kind: str, moved: Moved, step: int) -> Numbers:
+        """Return how far each has moved in some time, against the others, as a share of what is put up with."""
+        past = self._past.setdefault(kind, deque(maxlen=_SPAN))
+        latest = past[-1] if past else moved.sizes
+        latest = np.pad(latest, (0, moved.sizes.size - latest.size), constant_values=np.nan)
+        smooth = np.where(np.isfinite(latest), latest + _SMOOTH * np.nan_to_num(moved.sizes - latest), moved.sizes)
+        old = past[0] if len(past) == _SPAN else None
+        past.append(smooth)
+        if old is None or self._config.warmup + _SPAN > moved.seen.max(initial=0.0):
+            return np.zeros_like(smooth)
+        shift = smooth - np.pad(old, (0, smooth.size - old.size), constant_values=np.nan)
+        known = np.isfinite(shift) & np.isfinite(moved.sizes)
+        if known.sum() < 4:
+            return np.zeros_like(smooth)
+        shift = np.where(known, shift - np.median(shift[known]), 0.0)
+        share: Numbers = shift / max(_SHIFT, _SPREADS * float(np.median(np.abs(shift[known]))))
+        for number, place in enumerate(moved.places.tolist()):
+            if (
+                step - self._told.get(place, -2 * _SPAN) < _SPAN
+            ):  # it was told of, and what it moved from lies before that
+                share[number] = 0.0
+        return share

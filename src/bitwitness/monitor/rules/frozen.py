@@ -1,0 +1,92 @@
+"""Weights or activations that no longer change while others do."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from bitwitness.config.monitoring import MonitorConfig
+from bitwitness.monitor.rules.rule import Alert, Rule, View, named
+
+_KINDS = ("param", "activation")
+_LEARNED = 8  # steps of which it is known whether a series moved
+_LEAST = 3  # steps at rest
+
+
+class Frozen(Rule):
+    """Alerts where a series' statistics keep their very bits for longer than its own past explains.
+
+    A series that moved in m of n steps rests by chance for k steps with a probability of about (1 - m/n)^k; from 1e-6 on it
+    is frozen. Only while at least half of its kind moves, and not weights without a gradient, which no optimizer moves.
+    """
+
+    name = "frozen"
+    rate = 1e-6
+
+    def __init__(self, config: MonitorConfig) -> None:
+        super().__init__(config)
+        self._before: np.ndarray | None = None
+        self._moved = np.zeros(0)
+        self._steps = np.zeros(0)
+        self._rest = np.zeros(0)
+        self._told: set[int] = set()
+
+    def look(self, view: View) -> list[Alert]:
+        """Return the first series in causal order that is frozen."""
+        numbers = view.numbers
+        more = len(numbers.keys) - self._moved.size
+        for name in ("_moved", "_steps", "_rest"):
+            setattr(self, name, np.pad(getattr(self, name), (0, more)))
+        now = np.stack([numbers.low, numbers.high, numbers.mean, numbers.l2])
+        before, self._before = self._before, now
+        if before is None:
+            return []
+        before = np.pad(before, ((0, 0), (0, more)), constant_values=np.nan)
+        comparable = np.isfinite(now).all(0) & np.isfinite(before).all(0)
+        same = comparable & (now == before).all(0)
+        found: list[int] = []
+        idle = self._without_gradient(view)
+        for kind in _KINDS:
+            places = np.array(numbers.places(kind), dtype=np.int64)
+            places = places[comparable[places]] if places.size else places
+            if not places.size or same[places].mean() > 0.5:
+                continue  # nothing moves: no step was made, or it is the same batch again
+            self._learn(places, same)
+            resting = [int(p) for p in places if self._is_frozen(int(p)) and int(p) not in idle]
+            found += [p for p in resting if p not in self._told]
+            self._told.update(resting)
+            self._told -= {int(p) for p in places[~same[places]]}
+        if not found:
+            return []
+        places_ = view.first(found)
+        key = numbers.keys[places_[0]]
+        steps = int(self._rest[places_[0]])
+        text = f"{named(key)}: unchanged for {steps} steps, while others change"
+        return [self.alert(key, text, (numbers.keys[p] for p in places_), steps=steps)]
+
+    def _learn(self, places: np.ndarray, same: np.ndarray) -> None:
+        still = same[places]
+        self._rest[places] = np.where(still, self._rest[places] + 1, 0)
+        # what it does while it may be frozen is not what it usually does
+        usual = places[self._rest[places] < _LEAST]
+        self._steps[usual] += 1
+        self._moved[usual] += ~same[usual]
+
+    def _is_frozen(self, place: int) -> bool:
+        steps, moved, rest = self._steps[place], self._moved[place], self._rest[place]
+        if steps < _LEARNED or rest < _LEAST or not moved:
+            return False
+        return bool(rest * np.log((steps - moved + 1) / (steps + 1)) < np.log(self.rate))
+
+    @staticmethod
+    def _without_gradient(view: View) -> set[int]:
+        """Return weights whose gradient is zero or not there, as far as gradients are looked at."""
+        numbers = view.numbers
+        sizes: dict[str, float] = {}
+        for place, key in enumerate(numbers.keys):
+            if key.kind in ("grad", "grad_reduced"):  # an optimizer that forgot a parameter reads its gradient no more
+                sizes[key.name] = max(sizes.get(key.name, 0.0), float(np.nan_to_num(numbers.l2[place])))
+        return {
+            i
+            for i, key in enumerate(numbers.keys)
+            if key.kind == "param" and sizes and not sizes.get(key.name, 0.0) > 0
+        }

@@ -1,0 +1,68 @@
+"""One rank whose local gradients go another way than the other ranks'."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from bitwitness.config.monitoring import MonitorConfig
+from bitwitness.monitor.rules.rule import Alert, Peers, Rule, View, named
+from bitwitness.monitor.slowsum import SlowSum
+from bitwitness.stats.history import History
+
+_FLOOR = 0.08
+
+
+class RankApart(Rule):
+    """Alerts on the rank whose distance from the mean of the others leaves its own history, at once or slowly.
+
+    A rank whose data always differ a little is used to that. Where there are only two ranks both say it, and only what else
+    moved on one of them (``drift``) tells which it is.
+    The threshold rises with each alarm as that of ``exploding``.
+    """
+
+    name = "rank_apart"
+    rate = 6e-5
+
+    def __init__(self, config: MonitorConfig) -> None:
+        super().__init__(config)
+        self._history: History | None = None
+        self._slow = SlowSum(0, _FLOOR)
+
+    def look(self, view: View) -> list[Alert]:
+        """Return nothing: what it needs comes a step later, by `compare`."""
+        del view
+        return []
+
+    def compare(self, peers: Peers) -> list[Alert]:
+        """Return the parameter whose gradient is farthest from the other ranks', if that is beyond the threshold."""
+        size = peers.distance.size
+        if not size:
+            return []
+        if self._history is None or self._history.mean.size != size:
+            self._history = History(size, warmup=self._config.warmup, z=self._config.z, floor=_FLOOR)
+            self._slow = SlowSum(size, _FLOOR)
+        history = self._history
+        scores = history.scores(peers.distance, peers.spread if peers.ranks > 2 else None)
+        slow = self._slow.step(self._settled(peers))
+        apart, drifting = np.abs(scores) / history.threshold, np.abs(slow)
+        share = np.maximum(apart, drifting)
+        index = int(share.argmax())
+        alarmed = bool(share[index] > 1)
+        usual = float(history.mean[index])
+        history.learn(peers.distance, false_alarm=alarmed)
+        if not alarmed:
+            return []
+        key = peers.keys[index]
+        how = "is" if apart[index] >= drifting[index] else "slowly went"
+        factor = float(np.exp(peers.distance[index] - usual))
+        others = "the other rank's" if peers.ranks == 2 else f"the other {peers.ranks - 1} ranks'"
+        text = f"{named(key)} {how} apart from {others}: {factor:.3g} times its usual size against them"
+        beyond = [peers.keys[int(i)] for i in np.flatnonzero(share > 1)]
+        return [self.alert(key, text, beyond, z=float(scores[index]), drift=float(drifting[index]), factor=factor)]
+
+    @staticmethod
+    def _settled(peers: Peers) -> np.ndarray:
+        """Return by how much distances exceed what the others are apart among themselves: to them an odd rank is a spread."""
+        if peers.ranks <= 2:
+            return peers.distance
+        return np.sign(peers.distance) * np.maximum(np.abs(peers.distance) - peers.spread, 0.0)

@@ -1,0 +1,115 @@
+"""What a rule is given of a step, and what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bitwitness.config.monitoring import MonitorConfig
+from bitwitness.finding import Severity
+from bitwitness.monitor.movement import Moved
+from bitwitness.monitor.series import SeriesKey, StepNumbers
+
+CAUSAL = (
+    "activation",
+    "module",
+    "training",
+    "activation_grad",
+    "grad",
+    "comm",
+    "grad_reduced",
+    "moment1",
+    "moment2",
+    "update",
+    "param",
+)
+"""Kinds in the order in which a step makes them: the first that goes wrong is nearest to the origin."""
+_NAMED = 8  # others that are named beside the first
+
+
+@dataclass(frozen=True)
+class Alert:
+    """What a rule says of a step: one thing, with what else moved in its evidence."""
+
+    rule: str
+    key: SeriesKey
+    message: str
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    severity: Severity = Severity.WARNING
+
+
+@dataclass(frozen=True)
+class Peers:
+    """A rank's sizes against the mean of the other ranks', [F], and how far those are apart among themselves."""
+
+    keys: list[SeriesKey]
+    distance: NDArray[np.float64]
+    spread: NDArray[np.float64]
+    ranks: int
+
+
+@dataclass(frozen=True)
+class View:
+    """One step as rules see it; ``moved`` by kind."""
+
+    numbers: StepNumbers
+    moved: Mapping[str, Moved] = field(default_factory=dict)
+
+    def first(self, places: Iterable[int]) -> list[int]:
+        """Return places in causal order: by kind, then as the step made them."""
+        order = {int(place): number for number, place in enumerate(self.numbers.order)}
+        return sorted(places, key=lambda p: (_turn(self.numbers.keys[p]), order.get(p, len(order))))
+
+
+def _turn(key: SeriesKey) -> float:
+    """Return when in a step a number comes about; the norm is made of the gradients."""
+    return CAUSAL.index("grad_reduced") + 0.5 if key.metric == "grad_norm" else CAUSAL.index(key.kind)
+
+
+class Rule:
+    """Tells of each step what is unusual in it; a function of the steps that it was shown, and of nothing else."""
+
+    name: ClassVar[str]
+    rate: ClassVar[float]
+    """False alarms for each step of a series that it is set for."""
+
+    def __init__(self, config: MonitorConfig) -> None:
+        self._config = config
+
+    def look(self, view: View) -> list[Alert]:
+        """Return alerts about a step, at most one: the first in causal order, what else moved in its evidence."""
+        raise NotImplementedError
+
+    def alert(self, key: SeriesKey, message: str, others: Iterable[SeriesKey] = (), **evidence: Any) -> Alert:
+        """Return an alert."""
+        also = [str(other) for other in others if other != key]
+        more = {"also": also[:_NAMED], "also_count": len(also)} if also else {}
+        tail = f" (and {len(also)} more series)" if also else ""
+        return Alert(
+            self.name, key, message + tail, {"series": str(key), **evidence, **more, "false_alarm_rate": self.rate}
+        )
+
+
+def named(key: SeriesKey) -> str:
+    """Return how a message calls a series."""
+    words = {
+        "activation": "activation of",
+        "activation_grad": "gradient of the activation of",
+        "grad": "local gradient of",
+        "grad_reduced": "gradient of",
+        "param": "weights of",
+        "moment1": "first moment of",
+        "moment2": "second moment of",
+        "update": "update of",
+        "comm": "collective",
+        "module": "metric of",
+        "training": "the step's",
+    }
+    tail = f" ({key.slot})" if key.slot else ""
+    if key.kind == "training":
+        return f"the {key.metric}"
+    return f"{words.get(key.kind, key.kind)} {key.name}{tail}"

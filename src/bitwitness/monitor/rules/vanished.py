@@ -1,0 +1,72 @@
+"""A series that drops to zero, or by orders of magnitude, while others of its kind do not."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from bitwitness.config.monitoring import MonitorConfig
+from bitwitness.monitor.rules.rule import Alert, Rule, View, named
+
+_RIPE = 16  # steps in which a series was never zero, before a zero means something
+_FALL = float(np.log(1000.0))  # of what is not zero
+_KINDS = ("activation", "activation_grad", "grad", "grad_reduced", "update")
+_NUMBER = re.compile(r"\d+")
+
+
+class Vanished(Rule):
+    """Alerts where a size that never was zero is zero, or a thousandth of its usual.
+
+    Not where its brothers (the same name but for numbers: a mixture's experts) were ever absent or zero, since there that is
+    ordinary; nor where most of a kind vanishes at once, which is the loss's doing and ``spike``'s business.
+    Set for: a fall by more than ln 1000 that is also beyond the history's threshold, which chance has not been seen to do.
+    """
+
+    name = "vanished"
+    rate = 1e-7
+
+    def __init__(self, config: MonitorConfig) -> None:
+        super().__init__(config)
+        self._gone: dict[str, set[int]] = {}
+        self._ordinary: set[str] = set()
+
+    def look(self, view: View) -> list[Alert]:
+        """Return the first series in causal order that vanished."""
+        numbers, gone = view.numbers, list[int]()
+        for kind in _KINDS:
+            moved = view.moved.get(kind)
+            if moved is None or not moved.places.size:
+                continue
+            sizes = (numbers.value if kind == "update" else numbers.l2)[moved.places]
+            zero = sizes == 0
+            fallen = (moved.gap < -_FALL) & (moved.scores < -moved.threshold)
+            # what left no number at all (no gradient) is as good as zero, and so is what is NaN: not here
+            absent = np.isnan(sizes)
+            ripe = moved.seen >= _RIPE
+            before = self._gone.setdefault(kind, set())
+            here = {int(p) for p in moved.places[ripe & (zero | fallen)]}
+            self._note(view, moved.places, zero | absent, moved.seen)
+            new = [p for p in here - before if _brothers(numbers.keys[p].name) not in self._ordinary]
+            returned = before - here  # what goes to zero and comes back does so as a matter of course
+            self._ordinary.update(_brothers(numbers.keys[p].name) for p in returned)
+            before.clear()
+            before |= here
+            if 2 * len(new) <= max(int(ripe.sum()), 2):
+                gone += new
+        if not gone:
+            return []
+        places = view.first(gone)
+        key = numbers.keys[places[0]]
+        size = float((numbers.value if key.kind == "update" else numbers.l2)[places[0]])
+        text = f"{named(key)} is {'zero' if size == 0 else f'{size:.3g}, a thousandth of its usual size'}, for the first time"
+        return [self.alert(key, text, (numbers.keys[p] for p in places), l2=size)]
+
+    def _note(self, view: View, places: np.ndarray, none: np.ndarray, seen: np.ndarray) -> None:
+        """Learn whose absence is ordinary: of those that were away and not only just now vanished."""
+        for place in places[none & (seen > 0) & (seen < _RIPE)]:
+            self._ordinary.add(_brothers(view.numbers.keys[int(place)].name))
+
+
+def _brothers(name: str) -> str:
+    return _NUMBER.sub("*", name)

@@ -1,0 +1,126 @@
+"""Holds the rules against the series, step by step, and says what they say as findings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from bitwitness.config.monitoring import MonitorConfig
+from bitwitness.finding import Finding
+from bitwitness.monitor.movement import FLOORS, Movement
+from bitwitness.monitor.postmortem import PostMortem
+from bitwitness.monitor.rules.drift import Drift
+from bitwitness.monitor.rules.exploding import Exploding
+from bitwitness.monitor.rules.frozen import Frozen
+from bitwitness.monitor.rules.nonfinite import Nonfinite
+from bitwitness.monitor.rules.rank_apart import RankApart
+from bitwitness.monitor.rules.rule import Alert, Peers, Rule, View
+from bitwitness.monitor.rules.spike import Spike
+from bitwitness.monitor.rules.vanished import Vanished
+from bitwitness.monitor.series import SeriesKey, StepNumbers
+
+RULES: tuple[type[Rule], ...] = (Nonfinite, Vanished, Frozen, Exploding, Drift, Spike, RankApart)
+_LEARNS_FROM = ("exploding", "drift", "vanished")
+"""Rules whose alarms raise the threshold of the kind that they spoke of."""
+
+_EPISODE = 20  # steps in which a rule does not say the same of the same again
+
+
+class Watch:
+    """Watches one rank's series.
+
+    Parameters
+    ----------
+    config
+        Which rules, and how wary.
+    told
+        Called with each finding.
+
+    Attributes
+    ----------
+    looked_at
+        How many numbers of series were held against the rules: steps times series.
+    alerts
+        How many findings there were.
+
+    """
+
+    def __init__(self, config: MonitorConfig, told: Callable[[Finding], None]) -> None:
+        self._told = told
+        self._rules = [rule(config) for rule in RULES if rule.name in config.rules]
+        self._movements = {kind: Movement(kind, warmup=config.warmup, z=config.z) for kind in FLOORS}
+        self._post_mortem = PostMortem()
+        self._said: dict[tuple[str, str, str], int] = {}
+        self.looked_at = 0
+        self.alerts = 0
+
+    def step(self, numbers: StepNumbers) -> list[Finding]:
+        """Look at the next step; return what there is to say of it."""
+        moved = {kind: one for kind, m in self._movements.items() if (one := m.look(numbers)).places.size}
+        view = View(numbers, moved)
+        self.looked_at += len(numbers.order)
+        said = [alert for rule in self._rules for alert in rule.look(view)]
+        for kind, one in moved.items():
+            alarmed = any(alert.rule in _LEARNS_FROM and alert.key.kind == kind for alert in said)
+            self._movements[kind].learn(one, alarmed=alarmed)
+        self._post_mortem.step(view)
+        alerts = [alert for alert in said if self._is_new(alert, numbers.step)]
+        findings = [self._finding(alert, numbers) for alert in alerts]
+        if any(alert.rule == "spike" for alert in alerts):
+            findings.append(self._post_mortem.of(numbers.step, numbers.rank))
+        for finding in findings:
+            self._tell(finding)
+        return findings
+
+    def compare(self, step: int, rank: int, peers: Peers) -> list[Finding]:
+        """Look at how this rank lay against the others at a step before."""
+        self._post_mortem.compared(step, peers)
+        alerts = [alert for rule in self._rules if isinstance(rule, RankApart) for alert in rule.compare(peers)]
+        self.looked_at += peers.distance.size
+        findings = [_finding(alert, step, rank) for alert in alerts]
+        for finding in findings:
+            self._tell(finding)
+        return findings
+
+    def _is_new(self, alert: Alert, step: int) -> bool:
+        """Tell whether an alert is not of what was alerted just before: the same gradient before and after reduction, say."""
+        what = alert.rule, "grad" if alert.key.kind == "grad_reduced" else alert.key.kind, alert.key.name
+        before, self._said[what] = self._said.get(what, -_EPISODE - 1), step
+        return step - before > _EPISODE
+
+    def _finding(self, alert: Alert, numbers: StepNumbers) -> Finding:
+        return _finding(alert, numbers.step, numbers.rank)
+
+    def _tell(self, finding: Finding) -> None:
+        self.alerts += finding.sensor != "monitor.post_mortem"
+        self._told(finding)
+
+
+def _finding(alert: Alert, step: int, rank: int) -> Finding:
+    site = alert.key.site.at(rank=rank, step=step)
+    return Finding(f"monitor.{alert.rule}", site, alert.severity, alert.message, alert.evidence, step, rank)
+
+
+def compared(keys: list[SeriesKey], own: np.ndarray, total: np.ndarray, ranks: int) -> Peers:
+    """Return this rank's place among its peers, from its own row [3, F] (there or not, size, square) and the sum of all."""
+    others = total - own
+    count = np.maximum(others[0], 1.0)
+    mean = others[1] / count
+    variance = np.maximum(others[2] / count - mean**2, 0.0) * count / np.maximum(count - 1.0, 1.0)
+    comparable = (own[0] > 0) & (others[0] > 0)
+    return Peers(keys, np.where(comparable, own[1] - mean, np.nan), np.sqrt(variance), ranks)
+
+
+def row_of(numbers: StepNumbers, names: list[str]) -> tuple[list[SeriesKey], np.ndarray]:
+    """Return what a rank contributes to the sum, [3, F]: of ln L2 of each local gradient and of all, and asinh of the loss."""
+    places = {key.name: i for i, key in enumerate(numbers.keys) if key.kind == "grad"}
+    l2 = np.array([numbers.l2[places[name]] if name in places else np.nan for name in names])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        sizes = np.log(np.append(l2, np.sqrt(np.nansum(l2**2)) if np.isfinite(l2).any() else np.nan))
+    sizes = np.append(sizes, np.arcsinh(numbers.number("training", "loss")))
+    known = np.isfinite(sizes)
+    values = np.where(known, sizes, 0.0)
+    keys = [SeriesKey("grad", name) for name in names]
+    keys += [SeriesKey("training", ".", None, "grad_norm"), SeriesKey("training", ".", None, "loss")]
+    return keys, np.stack([known.astype(float), values, values**2])
