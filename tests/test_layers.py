@@ -26,7 +26,7 @@ LAYERS = {
     "reference": ("oracle",),
     "instruments": ("sense", "nonfinite", "record", "comparison", "inject"),
     "decision": ("judge", "respond"),
-    "face": ("guard", "ascend", "testing", "demo", "cli"),
+    "face": ("guard", "ascend", "testing", "demo", "view", "cli"),
 }
 FLOOR = {part: number for number, parts in enumerate(LAYERS.values()) for part in parts}
 

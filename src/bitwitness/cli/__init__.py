@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 
-from bitwitness.cli import ascend, compare, completion, demo, diff_env, doctor, record, run, status, trace
+from bitwitness.cli import ascend, compare, completion, demo, diff_env, doctor, record, run, status, trace, view
 from bitwitness.cli.exitcode import CODES, ended, flushed, say, shown_streams
 from bitwitness.cli.script import torch_lacks, unusable
 from bitwitness.errors import UsageError
@@ -36,7 +36,7 @@ def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     )
     top.add_argument("--version", action="version", version=f"bitwitness {__version__}")
     verbs = top.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for verb in (run, status, trace, record, compare, diff_env, ascend, demo, doctor, completion):
+    for verb in (run, status, trace, record, compare, diff_env, view, ascend, demo, doctor, completion):
         verb.add_parser(verbs)
     return top, verbs.choices
 
