@@ -22,8 +22,8 @@ def add_parser(verbs: Any) -> None:
         "view",
         help="a recorded run as a graph in the browser, or two beside each other; a run that goes on, live",
         description="Serves a page for this machine's browser, at an address that nobody else knows, until Ctrl+C: the model's "
-        "modules and operators, coloured by what was found; with two recordings what differs, and who made it. Meanwhile events "
-        "and the loss of runs that go on.",
+        "modules and operators, coloured by what was found; with two recordings what differs, and who made it. Meanwhile "
+        "events and the loss of runs that go on.",
     )
     parser.add_argument(
         "runs", metavar="RUN", nargs="+", help="a run folder, or two to compare; of more, only what is live"

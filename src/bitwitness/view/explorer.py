@@ -21,6 +21,15 @@ MOST_NODES = 60_000
 """Above that many nodes Model Explorer's page takes too long; ours opens."""
 KINDS = {".html": "text/html; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".css": "text/css; charset=utf-8",
          ".json": "application/json", ".png": "image/png", ".svg": "image/svg+xml", ".woff2": "font/woff2"}  # fmt: skip
+LOADER = {
+    "id": "builtin_json",
+    "type": "adapter",
+    "name": "JSON adapter",
+    "description": "Graphs of bitwitness view",
+    "fileExts": ["json"],
+    "settings": {},
+}
+"""What reads graphs of this format: the page asks its server which there are."""
 _PATHS = ("/api/v1/", "/apipost/v1/")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from bitwitness.errors import UsageError
 from bitwitness.view.colours import LOOKS, State
-from bitwitness.view.explorer import INSTALL, KINDS, MOST_NODES, Explorer, address, installed
+from bitwitness.view.explorer import INSTALL, KINDS, LOADER, MOST_NODES, Explorer, address, installed
 from bitwitness.view.live import Live
 from bitwitness.view.nodedata import attributes_of, changes_json, graph_json, states_json, told_of
 from bitwitness.view.scene import Scene, Side, to_json
@@ -74,7 +74,7 @@ class _Asked:
             ours |= {
                 "explorer/api/v1/load_graphs_json": self.graphs,
                 "explorer/api/v1/load_node_data": self.node_data,
-                "explorer/api/v1/get_extensions": lambda _query: [],
+                "explorer/api/v1/get_extensions": lambda _query: [LOADER],
                 "explorer/api/v1/check_new_version": lambda _query: dict.fromkeys(
                     ("version", "runningVersion", "releaseUrl", "desktopAppUrl"), ""
                 ),

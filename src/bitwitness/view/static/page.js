@@ -26,7 +26,7 @@ function problem(text) {
 function show(view) {
   for (const button of document.querySelectorAll("nav button")) button.setAttribute("aria-pressed", String(button.dataset.view === view));
   for (const name of ["graph", "tree", "live"]) $(name).hidden = name !== view;
-  if (view !== "tree") $("details").hidden = true;
+  $("details").hidden = view !== "tree" || !$("told").childElementCount;
   if (view === "graph" && $("explorer").dataset.wanted) {
     // Not before it is seen: it measures its window at the start.
     $("explorer").src = $("explorer").dataset.wanted;
@@ -74,7 +74,7 @@ async function open(number, keep = true) {
     const stays = keep && trees.some((tree) => tree.places.has(shared.chosen)) && viewed() !== "graph";
     if (stays) choose(shared.chosen);
     else if (suspects.list.length) next(1);
-    else { $("details").hidden = true; told(); }
+    else { $("told").replaceChildren(); shared.chosen = null; told(); }
     problem("");
     if (!keep || viewed() !== "live") show(found.explorer && viewed() !== "tree" ? "graph" : "tree");
   } catch (error) { problem(error.message); }
@@ -113,7 +113,7 @@ async function choose(id) {
     const found = await ask(`data/node?place=${place}&id=${encodeURIComponent(id)}`);
     if (shared.chosen !== id) return;
     $("told").replaceChildren(...found.map(node));
-    $("details").hidden = viewed() === "graph" || viewed() === "live";
+    $("details").hidden = viewed() !== "tree";
   } catch (error) { problem(error.message); }
 }
 
@@ -166,5 +166,5 @@ for (const id of ["step", "rank"]) $(id).addEventListener("change", moved);
 $("controls").addEventListener("submit", search);
 $("previous").addEventListener("click", () => next(-1));
 $("next").addEventListener("click", () => next(1));
-$("close").addEventListener("click", () => { $("details").hidden = true; });
+$("close").addEventListener("click", () => { $("told").replaceChildren(); $("details").hidden = true; });
 ask("data/scene").then(begin).catch((error) => problem(error.message)).finally(grow);
