@@ -88,7 +88,7 @@ def _fitted(file: Path, prefix: str) -> bytes:
     return text.encode()
 
 
-def address(prefix: str, names: list[str], graphs: list[tuple[int, str]], data: list[int], selected: str) -> str:
+def address(prefix: str, names: list[str], graphs: list[tuple[int, str]], selected: str) -> str:
     """Return the address at which Model Explorer opens some graphs, each in a pane of its own.
 
     Parameters
@@ -96,22 +96,19 @@ def address(prefix: str, names: list[str], graphs: list[tuple[int, str]], data: 
     names
         What to call the runs.
     graphs
-        For each run the number by which its graph is asked for, and the graph's name.
-    data
-        For each run the number by which its node data are asked for.
+        For each run the number by which its graph is asked for, and the graph's name. Its node data have twice that number
+        (what was found) and the next one (how far results are apart).
     selected
         The node to open at; empty for none, with all groups collapsed.
 
     """
     width = 1 / len(graphs)
+    # What comes last colours the nodes at first.
+    data = [(1, "change"), (0, "found")] if len(graphs) > 1 else [(0, "found")]
     asked = {
         "models": [{"url": f"graphs://{name}/{number}"} for name, (number, _) in zip(names, graphs, strict=True)],
-        "nodeData": [
-            f"node_data://{what}/{number * 2 + which}"
-            for number in data
-            for which, what in enumerate(("found", "change"))
-        ],
-        "nodeDataTargets": [name for name in names for _ in range(2)],
+        "nodeData": [f"node_data://{what}/{number * 2 + which}" for number, _ in graphs for which, what in data],
+        "nodeDataTargets": [name for name in names for _ in data],
         "uiState": {
             "paneStates": [
                 {

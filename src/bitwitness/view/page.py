@@ -107,7 +107,7 @@ class _Asked:
         return {
             "sides": [_tree(side) for side in sides],
             "suspects": suspects,
-            "explorer": address(self._prefix, names, graphs, [one for one, _ in graphs], selected) if usable else None,
+            "explorer": address(self._prefix, names, graphs, selected) if usable else None,
             "nodes": size,
             "most": self._most,
         }

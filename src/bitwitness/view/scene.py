@@ -97,7 +97,7 @@ class Scene:
 
     def suspects(self, place: Place) -> list[dict[str, str]]:
         """Return the nodes of a place that made something, of each run once."""
-        listed = {}
+        listed: dict[str, dict[str, str]] = {}
         for number, side in enumerate(self.sides(place)):
             for one in suspects_of(side.graph, side.found):
                 listed.setdefault(one["id"], one | {"run": "AB"[number]})
@@ -151,8 +151,9 @@ def two_runs(
     kept: dict[Place, _Compared] = {}
 
     def sink(which: int, number: int, differences: Differences, _values: KeptValues | None) -> None:
-        tables = differences.a.table, differences.b.table
-        kept[which, number] = _Compared(*tables, differences.b.factors, *of_pairs(differences))
+        pairs, of_a, of_b = of_pairs(differences)
+        a_rows, b_rows = differences.a.table, differences.b.table
+        kept[which, number] = _Compared(a_rows, b_rows, differences.b.factors, pairs, of_a, of_b)
         if sum(one.a.nbytes + one.b.nbytes for one in kept.values()) > KEPT_BYTES and len(kept) > 1:
             raise UsageError(
                 f"view: the rows of the {len(kept)} steps up to step {number} of rank {which} take more than "
