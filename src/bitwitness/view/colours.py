@@ -31,23 +31,25 @@ class Look:
 
     name: str
     symbol: str
+    letter: str
+    """The symbol where only ASCII can be drawn: on Model Explorer's canvas."""
     words: str
     background: str
     text: str
 
     @property
     def label(self) -> str:
-        """The symbol and the words."""
-        return f"{self.symbol} {self.words}"
+        """The symbol and the words, in ASCII."""
+        return f"{self.letter} {self.words}"
 
 
 LOOKS = {
-    State.SEEN: Look("seen", "·", "recorded", "#f1f3f4", "#202124"),
-    State.EQUAL: Look("equal", "=", "equal", "#cfead6", "#0b3d1a"),
-    State.ROUNDING: Look("rounding", "≈", "rounding", "#e6f0c0", "#33400a"),
-    State.UNMATCHED: Look("unmatched", "?", "only in one run", "#d9d2f0", "#2c1b5a"),
-    State.PASSED_ON: Look("passed", "↓", "passed on", "#ffd8a8", "#5b2c00"),
-    State.MADE_HERE: Look("made", "✗", "made here", "#c5221f", "#ffffff"),
+    State.SEEN: Look("seen", "·", ".", "recorded", "#f1f3f4", "#202124"),
+    State.EQUAL: Look("equal", "=", "=", "equal", "#cfead6", "#0b3d1a"),
+    State.ROUNDING: Look("rounding", "≈", "~", "rounding", "#e6f0c0", "#33400a"),
+    State.UNMATCHED: Look("unmatched", "?", "?", "only in one run", "#d9d2f0", "#2c1b5a"),
+    State.PASSED_ON: Look("passed", "↓", ">", "passed on", "#ffd8a8", "#5b2c00"),
+    State.MADE_HERE: Look("made", "✗", "X", "made here", "#c5221f", "#ffffff"),
 }
 
 

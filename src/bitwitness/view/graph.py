@@ -18,6 +18,8 @@ from bitwitness.files.shown import shown
 
 _LONGEST = 2_000
 """Characters of one text: a name or an argument in somebody's recording may be a megabyte."""
+_LONGEST_ID = 300
+"""Of an id, which is asked for in an address; two that begin alike are told apart by a number."""
 _GROUPS = {"forward": "forward", "backward": "backward", "grad": "gradients", "comm": "communication",
            "optim": "optimizer", "param": "parameters"}  # fmt: skip
 
@@ -126,7 +128,7 @@ def _node(frame: StepFrame, node: Node, stacks: Mapping[int, str]) -> GraphNode:
     site = shown(node.site, _LONGEST)
     place = f"{site}@{node.micro}" if node.micro else site
     return GraphNode(
-        id=f"{node.kind} {place}" + (" again" if node.recomputed else ""),
+        id=f"{node.kind}{' again' * node.recomputed} {place}"[:_LONGEST_ID],
         number=node.number,
         label=_label(node),
         group=_group(node),
@@ -142,8 +144,9 @@ def _node(frame: StepFrame, node: Node, stacks: Mapping[int, str]) -> GraphNode:
 
 def _label(node: Node) -> str:
     name = shown(node.op, 120) or node.kind
-    mark = {"module": "▣ ", "collective": "⇄ ", "parameter": "◇ ", "gradient": "∇ "}.get(node.kind, "")
-    return f"{mark}{name}" + (f" #{node.call}" if node.call else "") + (" (again)" if node.recomputed else "")
+    # In ASCII: Model Explorer draws nothing else.
+    name = f"[{name}]" if node.kind == "module" else name
+    return name + (f" #{node.call}" if node.call else "") + (" (again)" if node.recomputed else "")
 
 
 def _group(node: Node) -> tuple[str, ...]:

@@ -100,8 +100,7 @@ def attributes_of(node: GraphNode, found: Found | None) -> list[tuple[str, str]]
     told += [("micro-batch", str(node.micro))] if node.micro else []
     told += [("arguments", node.args)] if node.args else []
     told += [(f"reads {value.slot}", _line(value)) for value in node.inputs]
-    told += [("called at", line) for line in node.stack.splitlines()]
-    return told
+    return told + ([("called at", node.stack)] if node.stack else [])
 
 
 def _line(value: Value) -> str:

@@ -143,6 +143,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _refuse(self, status: HTTPStatus) -> None:
         self.close_connection = True  # what else was sent with it is not read
+        self.request_version = (
+            self.protocol_version
+        )  # to a request that names none, http.server answers without a status
         self._send(status, "text/plain; charset=utf-8", f"{status.value} {status.phrase}\n".encode())
 
     def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
