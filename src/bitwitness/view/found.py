@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from bitwitness.comparison.align import Pair
 from bitwitness.comparison.differences import Differences
+from bitwitness.comparison.frame import UNKNOWN
 from bitwitness.view.colours import State
 from bitwitness.view.graph import Graph, GraphNode
 
@@ -60,20 +61,20 @@ def nonfinite(graph: Graph) -> dict[str, Found]:
     """Return which nodes of a single run show NaN or Inf, and which of them made it: all that they read was finite."""
     found = {}
     for node in graph.nodes:
-        bad = [value for value in node.outputs if _bad(value.stats)]
-        if not bad:
+        if not any(_bad(node, row) for row in node.rows_out):
             continue
         # A parameter or a gradient is shown as it is, and nobody's result.
-        read = any(_bad(value.stats) for value in node.inputs) or node.kind not in ("op", "module", "collective")
+        read = any(_bad(node, row) for row in node.rows_in) or node.kind not in ("op", "module", "collective")
         state = State.PASSED_ON if read else State.MADE_HERE
-        words = ", ".join(f"{value.slot}: {_counts(value.stats)}" for value in bad)
+        words = ", ".join(f"{value.slot}: {told}" for value in node.outputs if (told := _counts(value.stats)))
         found[node.id] = Found(state, f"{words}; {'it was there before' if read else 'all that it reads is finite'}")
     return found
 
 
-def _bad(stats: Mapping[str, object]) -> bool:
+def _bad(node: GraphNode, row: int) -> bool:
     """Tell whether a value is no number; minus infinity alone is how attention masks are written."""
-    return any(isinstance(count := stats.get(name), int) and count != 0 for name in ("nan", "pos_inf"))
+    counts = node.frame.counts
+    return any(counts[name][row] not in (0, UNKNOWN) for name in ("nan", "pos_inf"))
 
 
 def _counts(stats: Mapping[str, object]) -> str:

@@ -40,8 +40,12 @@ class GraphNode:
     """A call as the graph shows it.
 
     ``id`` is the same for the two of a pair, so that both graphs open at the same place; ``number`` is the recording's own.
+    What it read and made is looked up when it is asked for: of 30,000 nodes few are.
     """
 
+    frame: StepFrame
+    rows_in: list[int]
+    rows_out: list[int]
     id: str
     number: int
     label: str
@@ -51,10 +55,18 @@ class GraphNode:
     micro: int
     args: str
     stack: str
-    inputs: list[Value] = field(default_factory=list)
-    outputs: list[Value] = field(default_factory=list)
     reads: list[tuple[str, str, str]] = field(default_factory=list)
     """Edges: the node that made it, as which of its outputs, and the slot that reads it."""
+
+    @property
+    def inputs(self) -> list[Value]:
+        """What it read."""
+        return [_value(self.frame, row) for row in self.rows_in]
+
+    @property
+    def outputs(self) -> list[Value]:
+        """What it made."""
+        return [_value(self.frame, row) for row in self.rows_out]
 
     @property
     def path(self) -> str:
@@ -128,6 +140,9 @@ def _node(frame: StepFrame, node: Node, stacks: Mapping[int, str]) -> GraphNode:
     site = shown(node.site, _LONGEST)
     place = f"{site}@{node.micro}" if node.micro else site
     return GraphNode(
+        frame,
+        node.inputs,
+        node.outputs,
         id=f"{node.kind}{' again' * node.recomputed} {place}"[:_LONGEST_ID],
         number=node.number,
         label=_label(node),
@@ -137,8 +152,6 @@ def _node(frame: StepFrame, node: Node, stacks: Mapping[int, str]) -> GraphNode:
         micro=node.micro,
         args=shown(frame.text("args", first), _LONGEST),
         stack="\n".join(shown(line, _LONGEST) for line in stacks.get(int(frame.stack[first]), "").splitlines()[:20]),
-        inputs=[_value(frame, row) for row in node.inputs],
-        outputs=[_value(frame, row) for row in node.outputs],
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from bitwitness.errors import UsageError
 from bitwitness.view.colours import LOOKS, State
-from bitwitness.view.explorer import INSTALL, KINDS, LOADER, MOST_NODES, Explorer, address, installed
+from bitwitness.view.explorer import AT_ONCE, INSTALL, KINDS, LOADER, MOST_NODES, Explorer, address, installed
 from bitwitness.view.live import Live
 from bitwitness.view.nodedata import attributes_of, changes_json, graph_json, states_json, told_of
 from bitwitness.view.scene import Scene, Side, to_json
@@ -103,11 +103,12 @@ class _Asked:
             f"{'AB'[which]} {_plain(name)}" if len(sides) > 1 else _plain(name)
             for which, name in enumerate(scene.names)
         ]
-        selected = suspects[0]["id"] if suspects else ""
+        selected = suspects[0]["id"] if suspects and size <= AT_ONCE else ""
         return {
             "sides": [_tree(side) for side in sides],
             "suspects": suspects,
             "explorer": address(self._prefix, names, graphs, selected) if usable else None,
+            "at_once": size <= AT_ONCE,
             "nodes": size,
             "most": self._most,
         }

@@ -76,7 +76,7 @@ async function open(number, keep = true) {
     else if (suspects.list.length) next(1);
     else { $("told").replaceChildren(); shared.chosen = null; told(); }
     problem("");
-    if (!keep || viewed() !== "live") show(found.explorer && viewed() !== "tree" ? "graph" : "tree");
+    if (!keep || viewed() !== "live") show(found.explorer && found.at_once && viewed() !== "tree" ? "graph" : "tree");
   } catch (error) { problem(error.message); }
 }
 
