@@ -20,7 +20,7 @@ INSTALL = f"pip install --no-deps {PACKAGE}=={TRIED}"
 MOST_NODES = 60_000
 """Above that many nodes Model Explorer is not used."""
 AT_ONCE = 5_000
-"""Up to that many it opens by itself, at the first suspect; above, our tree does, and it is all collapsed when it is asked for."""
+"""Up to that many it opens by itself, at the first suspect; above, our tree does, and it is all collapsed when asked for."""
 KINDS = {".html": "text/html; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".css": "text/css; charset=utf-8",
          ".json": "application/json", ".png": "image/png", ".svg": "image/svg+xml", ".woff2": "font/woff2"}  # fmt: skip
 LOADER = {
