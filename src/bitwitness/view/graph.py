@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice, takewhile
 from typing import Any
 
 from bitwitness.comparison.frame import Node, StepFrame
@@ -18,6 +19,7 @@ from bitwitness.files.shown import shown
 
 _LONGEST = 2_000
 """Characters of one text: a name or an argument in somebody's recording may be a megabyte."""
+_LINES = 20
 _LONGEST_ID = 300
 """Of an id, which is asked for in an address; two that begin alike are told apart by a number."""
 _GROUPS = {"forward": "forward", "backward": "backward", "grad": "gradients", "comm": "communication",
@@ -151,8 +153,14 @@ def _node(frame: StepFrame, node: Node, stacks: Mapping[int, str]) -> GraphNode:
         site=site,
         micro=node.micro,
         args=shown(frame.text("args", first), _LONGEST),
-        stack="\n".join(shown(line, _LONGEST) for line in stacks.get(int(frame.stack[first]), "").splitlines()[:20]),
+        stack=_stack(stacks.get(int(frame.stack[first]), "")),
     )
+
+
+def _stack(text: str) -> str:
+    """Return the script's own lines: below them is the command that ran it."""
+    lines = takewhile(lambda line: "bitwitness/cli/" not in line, text.splitlines())
+    return "\n".join(shown(line, _LONGEST) for line in islice(lines, _LINES))
 
 
 def _label(node: Node) -> str:

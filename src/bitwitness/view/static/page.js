@@ -32,7 +32,13 @@ function show(view) {
     $("explorer").src = $("explorer").dataset.wanted;
     delete $("explorer").dataset.wanted;
   }
-  if (view === "tree") trees.forEach((tree) => tree.scroll());
+  if (view === "tree") scroll();
+}
+
+// On a phone the panes lie below each other: there the first that has the node is shown.
+function scroll() {
+  const narrow = matchMedia("(max-width: 700px)").matches;
+  for (const tree of trees) if (tree.scroll(narrow ? "start" : "center") && narrow) return;
 }
 
 const viewed = () => document.querySelector("nav button[aria-pressed=true]")?.dataset.view;
@@ -108,7 +114,7 @@ async function choose(id) {
   shared.chosen = id;
   trees.forEach((tree) => tree.reveal(id));
   shared.redraw();
-  trees.forEach((tree) => tree.scroll());
+  scroll();
   try {
     const found = await ask(`data/node?place=${place}&id=${encodeURIComponent(id)}`);
     if (shared.chosen !== id) return;

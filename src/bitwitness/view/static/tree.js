@@ -55,9 +55,10 @@ export class Tree {
     this.list.replaceChildren(...this.children(this.root));
   }
 
-  scroll() {
+  scroll(block) {
     const row = this.list.querySelector("[aria-current=true]");
-    if (row) row.scrollIntoView({ block: "center" });
+    row?.scrollIntoView({ block });
+    return row !== null;
   }
 
   children(group) {
