@@ -26,7 +26,7 @@ LAYERS = {
     "reference": ("oracle",),
     "instruments": ("sense", "nonfinite", "record", "monitor", "comparison", "inject"),
     "decision": ("judge", "respond"),
-    "face": ("guard", "ascend", "testing", "demo", "report", "cli"),
+    "face": ("guard", "ascend", "testing", "demo", "report", "view", "cli"),
 }
 FLOOR = {part: number for number, parts in enumerate(LAYERS.values()) for part in parts}
 

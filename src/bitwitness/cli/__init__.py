@@ -18,6 +18,7 @@ from bitwitness.cli import (
     run,
     status,
     trace,
+    view,
 )
 from bitwitness.cli.exitcode import CODES, ended, flushed, say, shown_streams
 from bitwitness.cli.script import torch_lacks, unusable
@@ -49,7 +50,21 @@ def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     )
     top.add_argument("--version", action="version", version=f"bitwitness {__version__}")
     verbs = top.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for verb in (run, status, report, trace, record, monitor, compare, diff_env, ascend, demo, doctor, completion):
+    for verb in (
+        run,
+        status,
+        report,
+        trace,
+        record,
+        monitor,
+        compare,
+        view,
+        diff_env,
+        ascend,
+        demo,
+        doctor,
+        completion,
+    ):
         verb.add_parser(verbs)
     return top, verbs.choices
 
