@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bitwitness.cli.progress import progress_bar
-from bitwitness.cli.status import answer_of
 from bitwitness.errors import UsageError
+from bitwitness.store.answer import answer_of
 
 if TYPE_CHECKING:
     from bitwitness.view.scene import Scene
