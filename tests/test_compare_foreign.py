@@ -312,3 +312,34 @@ def test_parameters_of_renamed_modules_in_another_order_are_the_same_ones(tmp_pa
                 optimizer.zero_grad()
     report = bw.compare(tmp_path / "a", tmp_path / "b")
     assert report.status == "fine", report.conclusion
+
+
+# -- slices of one weight --------------------------------------------------------------------------------------------
+
+
+class Crossing(nn.Module):
+    """Attention to another sequence: queries, keys and values are made by slices of one weight."""
+
+    def __init__(self, *, first: bool) -> None:
+        super().__init__()
+        self.attention, self.first = nn.MultiheadAttention(16, 2, batch_first=first), first
+
+    def forward(self, q: Tensor, memory: Tensor) -> Tensor:
+        if self.first:
+            return self.attention(q, memory, memory, need_weights=False)[0]
+        q, memory = q.transpose(0, 1), memory.transpose(0, 1)
+        return self.attention(q, memory, memory, need_weights=True)[0].transpose(0, 1)
+
+
+def test_other_slices_of_a_weight_are_no_other_weight(tmp_path: Path) -> None:
+    for name, first in (("a", True), ("b", False)):
+        torch.manual_seed(0)
+        model = Crossing(first=first)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with bw.Recorder(model, out=tmp_path / name):
+            for _ in range(2):
+                model(torch.randn(3, 5, 16), torch.randn(3, 7, 16)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    report = bw.compare(tmp_path / "a", tmp_path / "b")
+    assert report.status == "fine", report.conclusion

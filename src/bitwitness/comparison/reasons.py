@@ -234,4 +234,4 @@ class Reasons:
     def _is_gathered(self, name: str, row: int) -> bool:
         """Return whether a row shows the whole of a parameter of which this rank holds a part: it differs where others' do."""
         begun = self._begun_rows.get(name)
-        return begun is not None and self.a.count[begun[0]] != self.a.count[row]
+        return begun is not None and self.a.count[begun[0]] < self.a.count[row]
