@@ -124,7 +124,7 @@ def test_the_heat_map_goes_to_the_worst_and_by_keys(pages: dict[str, Path], brow
         page.keyboard.press("ArrowLeft")
         assert f"step {STEP - 1}" in said.inner_text()
         page.get_by_role("combobox", name="as").select_option(label="L2 norm")
-        page.wait_for_function("document.getElementById('heat-said').textContent.includes('about')")
+        api.expect(page.locator("#heat-said")).to_contain_text("about")
 
 
 def test_the_tree_opens_by_keys(pages: dict[str, Path], browser: Any) -> None:

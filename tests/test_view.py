@@ -17,10 +17,9 @@ from torch import nn
 
 import bitwitness as bw
 from bitwitness.cli import main
-from bitwitness.cli.status import answer_of
 from bitwitness.comparison.frame import StepFrame
-from bitwitness.errors import UsageError
-from bitwitness.finding import Note, Severity
+from bitwitness.finding import Severity
+from bitwitness.store.answer import answer_of
 from bitwitness.store.monitored import SCHEMA as SERIES
 from bitwitness.store.opening import open_source
 from bitwitness.store.rows import Measured, Row, to_table
@@ -127,7 +126,7 @@ def test_a_single_run_shows_who_made_the_first_inf(tmp_path: Path) -> None:
 
 
 def test_what_is_not_there_is_said(runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UsageError, match=r"has nothing of --step 77; it has ranks \[0\], steps \[0, 1\]"):
+    with pytest.raises(bw.UsageError, match=r"has nothing of --step 77; it has ranks \[0\], steps \[0, 1\]"):
         one_run(runs[0], step=77)
     assert main(["view", str(runs[0]), "--step", "77", "--no-browser"]) == 2
     assert main(["view", str(runs[0]), "--map", "x", "--no-browser"]) == 2
@@ -277,9 +276,9 @@ def test_what_is_no_request_is_the_askers_fault(server: Server, raw: bytes) -> N
 
 
 def test_a_port_that_is_taken_is_said(server: Server) -> None:
-    with pytest.raises(UsageError, match="expected a free port, or 0 for any"):
+    with pytest.raises(bw.UsageError, match="expected a free port, or 0 for any"):
         Server(lambda _prefix: None, server.server_port)  # type: ignore[arg-type, return-value]
-    with pytest.raises(UsageError, match="--port 70000"):
+    with pytest.raises(bw.UsageError, match="--port 70000"):
         Server(lambda _prefix: None, 70_000)  # type: ignore[arg-type, return-value]
 
 
@@ -308,7 +307,7 @@ def test_a_run_that_goes_on_grows_and_its_status_answers(tmp_path: Path, capsys:
     first = live.news(0)
     assert first["runs"][0]["state"] == "running"
     assert first["runs"][0]["series"] == {}
-    writer.event(Note(EVIL, severity=Severity.WARNING, step=3))
+    writer.event(bw.Note(EVIL, severity=Severity.WARNING, step=3))
     series(run, 1, range(3))
     second = live.news(first["next"])
     assert [event["message"] for event in second["events"]] == [EVIL]

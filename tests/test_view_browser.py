@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from test_view import EVIL, hostile_frame, record, series
 
-from bitwitness.cli.status import answer_of
-from bitwitness.finding import Note, Severity
+import bitwitness as bw
+from bitwitness.finding import Severity
+from bitwitness.store.answer import answer_of
 from bitwitness.store.writer import RunWriter
 from bitwitness.view.colours import State
 from bitwitness.view.explorer import installed
@@ -138,7 +139,7 @@ def test_a_run_that_goes_on_grows_without_a_reload(browser, tmp_path: Path) -> N
     with served(lambda: None, [run]) as server, opened(browser, server, (1280, 800), "dark") as page:
         page.wait_for_selector("#jobs :text('running')")
         assert page.locator("#events li").count() == 0
-        writer.event(Note(EVIL, severity=Severity.WARNING, step=3))
+        writer.event(bw.Note(EVIL, severity=Severity.WARNING, step=3))
         series(run, 1, range(5))
         page.wait_for_selector("#events li")
         page.wait_for_selector("svg.line >> nth=1")

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from bitwitness.cli.progress import progress_bar
 from bitwitness.errors import UsageError
-from bitwitness.store.answer import answer_of
 
 if TYPE_CHECKING:
     from bitwitness.view.scene import Scene
@@ -48,6 +47,7 @@ def add_parser(verbs: Any) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Serve until interrupted, or export; return the exit code."""
+    from bitwitness.store.answer import answer_of
     from bitwitness.store.folder import Run
     from bitwitness.view.live import Live
     from bitwitness.view.page import pages_of
