@@ -343,3 +343,32 @@ def test_other_slices_of_a_weight_are_no_other_weight(tmp_path: Path) -> None:
                 optimizer.zero_grad()
     report = bw.compare(tmp_path / "a", tmp_path / "b")
     assert report.status == "fine", report.conclusion
+
+
+# -- gradients of rounding errors ------------------------------------------------------------------------------------
+
+
+def test_a_bias_before_a_batch_norm_follows_its_gradient_of_rounding_errors(tmp_path: Path) -> None:
+    for name, layout in (("a", torch.contiguous_format), ("b", torch.channels_last)):
+        torch.manual_seed(0)
+        layers = [
+            nn.Conv2d(3, 8, 3),
+            nn.BatchNorm2d(8),
+            nn.Conv2d(8, 8, 1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Conv2d(8, 4, 3),
+        ]
+        model = nn.Sequential(*layers).to(memory_format=layout)
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                nn.init.zeros_(parameter) if parameter is not layers[1].weight else None
+        with bw.Recorder(model, out=tmp_path / name, content="tensors"):
+            for _ in range(2):
+                x = torch.randn(4, 3, 12, 12).to(memory_format=layout)
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    report = bw.compare(tmp_path / "a", tmp_path / "b")
+    assert report.status == "fine", report.conclusion

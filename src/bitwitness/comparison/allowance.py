@@ -37,6 +37,8 @@ _NORMS = ("layer_norm", "batch_norm", "group_norm", "var_mean")
 _TURNED = 4.0
 # Times the gradient's relative change that SGD's step may differ by before all of it counts as turned over.
 _FOLLOWS_GRADIENT = 1000.0
+# Times it where it is large, of a gradient that is rounding errors alone: a bias's before a batch norm.
+_GRADIENTS = 2.0
 # Times a parameter's own change that is left of it after the update.
 _KEPT = 3.0
 _DEFAULT_RATE = 1e-3  # where the recording does not tell: Adam's in torch
@@ -171,7 +173,7 @@ def _update(frame: StepFrame, pair: Pair, carried: Sequence[float], own: float) 
     read = max((c for slot, c in change.items() if slot != "param"), default=0.0)
     if pair.a.op == "SGD":
         gradient = max((rms(frame, r) for r, _ in pair.inputs if frame.text("slot", r) == "grad"), default=0.0)
-        turned = min(1.0, _FOLLOWS_GRADIENT * read) * _TURNED * rate * gradient
+        turned = max(min(1.0, _FOLLOWS_GRADIENT * read) * _TURNED, _GRADIENTS * read) * rate * gradient
     else:  # a gradient that is rounding errors alone is turned into whole steps, and the statistics of the others hide it
         turned = _TURNED * rate if read else 0.0
     return _ROUNDED * own + _KEPT * change.get("param", 0.0) + (turned / size if size else math.inf)
