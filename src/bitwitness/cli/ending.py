@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
+from bitwitness.cli.faults import declared_faults
 from bitwitness.cli.folders import rank_here
 from bitwitness.cli.options import write_json
-from bitwitness.errors import UsageError
+from bitwitness.cli.script import Script, ScriptError
+from bitwitness.errors import EXIT_UNWRITTEN, UsageError
 from bitwitness.files.writing import target_of
+
+if TYPE_CHECKING:
+    from bitwitness.session.everymodel import EveryModel
 
 
 def add_ending(parser: argparse.ArgumentParser) -> None:
@@ -45,3 +51,21 @@ def write_answer(args: argparse.Namespace, folders: Sequence[str]) -> int:
         sys.stderr.write(f"bitwitness: --json: {error}\n")
         return error.exit_code
     return 0
+
+
+def run_written(script: Script, args: argparse.Namespace, watch: Callable[[], EveryModel[Any]]) -> int:
+    """Run a script while its models are written into run folders; tell where, and return the exit code.
+
+    ``watch`` makes what finds and writes them, once the declared faults are known to be understood.
+    """
+    faults = declared_faults()
+    watching, code = watch(), 0
+    try:
+        with faults, watching:
+            script.run()
+    except ScriptError as error:
+        code = error.show()
+    finally:
+        watching.say(quiet=args.quiet)
+        unwritten = write_answer(args, watching.folders)
+    return code or (EXIT_UNWRITTEN if watching.incomplete else unwritten)

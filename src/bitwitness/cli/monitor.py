@@ -7,13 +7,11 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from bitwitness.cli.ending import add_ending, check_ending, write_answer
-from bitwitness.cli.faults import declared_faults
+from bitwitness.cli.ending import add_ending, check_ending, run_written
 from bitwitness.cli.folders import add_out, check_out
-from bitwitness.cli.script import Script, ScriptError, add_script_arguments
+from bitwitness.cli.script import Script, add_script_arguments
 from bitwitness.config.monitoring import KINDS, METRICS, RULES, MonitorConfig
 from bitwitness.config.msprobe_monitor import read_monitor_config
-from bitwitness.errors import EXIT_UNWRITTEN
 
 
 def add_parser(verbs: Any) -> None:
@@ -62,17 +60,7 @@ def main(args: argparse.Namespace) -> int:
     from bitwitness.monitor.auto import AutoMonitor
     from bitwitness.monitor.sinks import sink_of
 
-    faults = declared_faults()
-    monitor, code = AutoMonitor(config, out, [sink_of(text) for text in args.sink]), 0
-    try:
-        with faults, monitor:
-            script.run()
-    except ScriptError as error:
-        code = error.show()
-    finally:
-        monitor.say(quiet=args.quiet)
-        unwritten = write_answer(args, monitor.folders)
-    return code or (EXIT_UNWRITTEN if monitor.incomplete else unwritten)
+    return run_written(script, args, lambda: AutoMonitor(config, out, [sink_of(text) for text in args.sink]))
 
 
 def settings(args: argparse.Namespace) -> tuple[MonitorConfig, str]:

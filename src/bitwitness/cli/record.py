@@ -7,12 +7,10 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from bitwitness.cli.ending import add_ending, check_ending, write_answer
-from bitwitness.cli.faults import declared_faults
+from bitwitness.cli.ending import add_ending, check_ending, run_written
 from bitwitness.cli.folders import add_out, check_out
-from bitwitness.cli.script import Script, ScriptError, add_script_arguments
+from bitwitness.cli.script import Script, add_script_arguments
 from bitwitness.config.recording import CONTENTS, LEVELS, RecordConfig, read_msprobe
-from bitwitness.errors import EXIT_UNWRITTEN
 
 
 def add_parser(verbs: Any) -> None:
@@ -59,17 +57,7 @@ def main(args: argparse.Namespace) -> int:
     check_out(out, args)
     from bitwitness.record.auto import AutoRecorder
 
-    faults = declared_faults()
-    recorder, code = AutoRecorder(config, out), 0
-    try:
-        with faults, recorder:
-            script.run()
-    except ScriptError as error:
-        code = error.show()
-    finally:
-        recorder.say(quiet=args.quiet)
-        unwritten = write_answer(args, recorder.folders)
-    return code or (EXIT_UNWRITTEN if recorder.incomplete else unwritten)
+    return run_written(script, args, lambda: AutoRecorder(config, out))
 
 
 def settings(args: argparse.Namespace) -> tuple[RecordConfig, str]:

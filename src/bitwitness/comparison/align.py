@@ -54,6 +54,11 @@ class Alignment:
     only_a: list[Node] = field(default_factory=list)
     only_b: list[Node] = field(default_factory=list)
 
+    @property
+    def weights(self) -> list[Pair]:
+        """The parameters that both runs have."""
+        return [pair for pair in self.pairs if pair.a.kind == "parameter" and pair.outputs]
+
     def lone(self, *, first: bool) -> list[Node]:
         """Return the nodes of one run that have no counterpart of their own, those of groups included."""
         groups = [node for group in self.groups for node in (group.a if first else group.b)]

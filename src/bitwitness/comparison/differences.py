@@ -35,6 +35,8 @@ VIEWED = 100.0
 A view or slice may hold the few elements of a large tensor that differ most, relative to their own size.
 """
 
+FOLLOWED = 4.0
+"""Times a known change up to which a later reader sees that same change: statistics of one value vary less than this."""
 _HANDED = 4.0
 """Times the change of a trained weight up to which a teacher's differs that follows it."""
 _VIEWED_MOST, _VIEWED_LEAST = 0.02, 4.0
@@ -106,7 +108,7 @@ class Differences:
         left, right = (np.array(side, dtype=np.int64) for side in zip(*rows, strict=True))
         found = changes(self.a, self.b, left, right).tolist()
         change_of = dict(zip(left.tolist(), found, strict=True))
-        self.drifted = drift(self.a, self.alignment.pairs, change_of, self.earlier)
+        self.drifted = drift(self.a, self.alignment.weights, change_of, self.earlier)
         if exact is None:
             return change_of
         # Where much is rounded otherwise, single elements pass a ReLU or take an optimizer's step in one run only.
@@ -198,8 +200,7 @@ class Differences:
         """The names, in A and in B, of the weights that rounding has moved apart in earlier steps by more than noise."""
         if self.earlier.last is None:
             return set(), set()
-        weights = [pair for pair in self.alignment.pairs if pair.a.kind == "parameter" and pair.outputs]
-        moved = [pair for pair in weights if self.change_of[pair.outputs[0][0]] > self.noise_limit()]
+        moved = [pair for pair in self.alignment.weights if self.change_of[pair.outputs[0][0]] > self.noise_limit()]
         return {pair.a.parameter for pair in moved}, {pair.b.parameter for pair in moved}
 
     def dtypes(self, row_a: int, row_b: int) -> tuple[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -16,7 +17,6 @@ from bitwitness.comparison.changes import changes
 from bitwitness.comparison.frame import StepFrame
 from bitwitness.comparison.suspect import EarlierSteps
 from bitwitness.errors import UsageError
-from bitwitness.store.beside import runs_of_process
 from bitwitness.store.opening import open_source
 from bitwitness.store.source import Source
 
@@ -40,12 +40,13 @@ class DriftBeside:
     ----------
     a, b
         The two recordings that are compared.
+    models
+        All recordings of their processes.
 
     """
 
-    def __init__(self, a: Source, b: Source) -> None:
-        runs_a, runs_b = (runs_of_process(source.path) if source.kind == "bitwitness" else [] for source in (a, b))
-        self._paths = [(x, y) for x, y in zip(runs_a, runs_b, strict=False) if str(x) != a.path and str(y) != b.path]
+    def __init__(self, a: Source, b: Source, models: Sequence[Sequence[Path]]) -> None:
+        self._paths = [(x, y) for x, y in zip(*models, strict=False) if str(x) != a.path and str(y) != b.path]
         self._open: list[tuple[Source, Source]] | None = None
         self._found: dict[tuple[int, int, int], dict[str, float]] = {}
 
@@ -62,22 +63,21 @@ class DriftBeside:
         return self._found[place]
 
 
-def drift(frame: StepFrame, pairs: Iterable[Pair], change_of: Mapping[int, float], earlier: EarlierSteps) -> float:
+def drift(frame: StepFrame, weights: Iterable[Pair], change_of: Mapping[int, float], earlier: EarlierSteps) -> float:
     """Return up to which relative change a step's values may differ; 0 in the first, and where no parameters were recorded.
 
     Parameters
     ----------
     frame
         The step, of run A.
-    pairs, change_of
-        What matches what, and the changes of run A's rows by statistics.
+    weights, change_of
+        Its parameters, matched, and the changes of run A's rows by statistics.
     earlier
         What is known of the steps before.
 
     """
     if earlier.last is None or earlier.parted:
         return 0.0
-    weights = [pair for pair in pairs if pair.a.kind == "parameter" and pair.outputs]
     moved = {
         row: pair.a.parameter in earlier.trained
         for pair in weights
@@ -94,9 +94,9 @@ def _far(found: Sequence[float]) -> float:
     return float(np.quantile(found, _MOST)) if found else 0.0
 
 
-def _opened(a: object, b: object) -> tuple[Source, Source] | None:
+def _opened(a: Path, b: Path) -> tuple[Source, Source] | None:
     try:
-        return open_source(str(a)), open_source(str(b))
+        return open_source(a), open_source(b)
     except (UsageError, OSError):
         return None  # told where that model is compared itself
 

@@ -24,7 +24,8 @@ class Makers:
     def __init__(self, a: StepFrame, b: StepFrame, alignment: Alignment) -> None:
         self._frames = a, b
         pairs = [pair for pair in alignment.pairs if pair.outputs]
-        self._made = {pair.a.number: pair for pair in pairs}, {pair.b.number: pair for pair in pairs}
+        self.made = {pair.a.number: pair for pair in pairs}, {pair.b.number: pair for pair in pairs}
+        """Matched nodes that made something, by their numbers in A and in B."""
         self._lone = tuple({node.number: node for node in alignment.lone(first=first)} for first in (True, False))
         groups_a = {node.number: group for group in alignment.groups for node in group.a}
         groups_b = {node.number: group for group in alignment.groups for node in group.b}
@@ -32,7 +33,7 @@ class Makers:
 
     def maker(self, row_a: int) -> Pair | None:
         """Return the matched node that made a row of A, if that is known."""
-        return self._made[0].get(int(self._frames[0].producer[row_a]))
+        return self.made[0].get(int(self._frames[0].producer[row_a]))
 
     def lone(self, row_a: int, row_b: int) -> tuple[Node | None, Node | None]:
         """Return the nodes of A and of B that made these rows, each only if the other run has no such node."""
@@ -64,7 +65,7 @@ class Makers:
         It is followed through nodes that only that run has.
         """
         side = 0 if first else 1
-        frame, made, alone = self._frames[side], self._made[side], self._lone[side]
+        frame, made, alone = self._frames[side], self.made[side], self._lone[side]
         pairs: list[Pair] = []
         names: set[str] = set()
         waiting, seen = [lone], {lone.number}

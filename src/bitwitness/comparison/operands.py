@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from bitwitness.comparison.align import Alignment, Pair
 from bitwitness.comparison.frame import StepFrame
+from bitwitness.comparison.makers import Makers
 
 
 class Operand(NamedTuple):
@@ -28,16 +29,15 @@ class Operands:
     ----------
     a, b
         The two steps.
-    alignment
-        What matches what.
+    alignment, makers
+        What matches what, and what made what.
 
     """
 
-    def __init__(self, a: StepFrame, b: StepFrame, alignment: Alignment) -> None:
+    def __init__(self, a: StepFrame, b: StepFrame, alignment: Alignment, makers: Makers) -> None:
         self._a = a
         self._b = b
-        self._made_a = {pair.a.number: pair for pair in alignment.pairs if pair.a.outputs}
-        self._made_b = {pair.b.number: pair for pair in alignment.pairs if pair.b.outputs}
+        self._made_a, self._made_b = makers.made
         state = [rows for pair in alignment.pairs if pair.a.kind in ("parameter", "buffer") for rows in pair.outputs]
         self._named = {b.text("name", j): a.text("name", i) for i, j in state}
 

@@ -5,10 +5,9 @@ Two formulas of one activation differ by less than bfloat16's rounding: that the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
-from bitwitness.comparison.align import Group
 from bitwitness.comparison.describe import in_chain
 from bitwitness.comparison.differences import FINE, Differences
 from bitwitness.comparison.frame import Node
@@ -53,16 +52,13 @@ def written_otherwise(differences: Differences) -> Iterator[Otherwise]:
             continue
         names = [{canonical(node.op) for node in nodes} for nodes in (first, second)]
         if names[0] != names[1] and not all(found <= _LINEAR for found in names):
-            yield Otherwise(_place(group), in_chain(first), in_chain(second))
+            yield Otherwise(group.a[0].module, in_chain(first), in_chain(second))
 
 
-def in_words(found: Iterable[Otherwise]) -> str:
-    """Say which are the first, and how many more there are; empty where there are none."""
-    listed = list(dict.fromkeys(found))
-    if not listed:
-        return ""
-    first = listed[0]
-    more = f" (and so in {len(listed) - 1} other places)" if len(listed) > 1 else ""
+def in_words(found: Collection[Otherwise]) -> str:
+    """Say which is the first of some, and how many more there are."""
+    first = next(iter(found))
+    more = f" (and so in {len(found) - 1} other places)" if len(found) > 1 else ""
     return (
         f"{first.module} is computed by {first.a} in run A and by {first.b} in run B{more}, and whether these are one formula "
         "cannot be told in that precision"
@@ -72,7 +68,3 @@ def in_words(found: Iterable[Otherwise]) -> str:
 def computing(nodes: Iterable[Node]) -> list[Node]:
     """Return those that compute something, and not only cast or move it."""
     return [node for node in nodes if canonical(node.op) not in _MOVES]
-
-
-def _place(group: Group) -> str:
-    return group.a[0].module

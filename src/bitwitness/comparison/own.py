@@ -8,13 +8,11 @@ from bitwitness.comparison.align import Pair
 from bitwitness.comparison.casts import other_dtype
 from bitwitness.comparison.changes import BITS_DIFFER
 from bitwitness.comparison.describe import argument_differences, is_another_class_alone
-from bitwitness.comparison.differences import NEGLIGIBLE, Differences
+from bitwitness.comparison.differences import FOLLOWED, NEGLIGIBLE, Differences
 from bitwitness.comparison.reason import Reason
 from bitwitness.oracle.names import is_random
 from bitwitness.oracle.recorded import arguments
 
-_FOLLOWED = 4.0
-"""Times a known change up to which a later reader sees that same change: statistics of one value vary less than this."""
 _SURE = 0.01
 """Share of `NEGLIGIBLE` that a result has to differ by before other arguments are its reason: below, they did not matter."""
 _OTHER_CLASS = 4e-6
@@ -59,7 +57,7 @@ class OwnReasons:
             self._differences.a.text("args", pair.a.rows[0]),
             self._differences.b.text("args", pair.b.rows[0]),
         )
-        if first != second and worst > max(NEGLIGIBLE * _SURE, _FOLLOWED * carried * (carried < NEGLIGIBLE)):
+        if first != second and worst > max(NEGLIGIBLE * _SURE, FOLLOWED * carried * (carried < NEGLIGIBLE)):
             rank = len(self._differences.a.shapes[pair.inputs[0][0]]) if pair.inputs else 0
             differing = argument_differences(arguments(first), arguments(second), differences.precisions, rank=rank)
             same_formula = is_another_class_alone(arguments(first), arguments(second)) and (

@@ -8,14 +8,12 @@ from bitwitness.comparison.align import Pair
 from bitwitness.comparison.allowance import roundoff
 from bitwitness.comparison.changes import moved
 from bitwitness.comparison.describe import in_chain, made_by_nothing
-from bitwitness.comparison.differences import NEGLIGIBLE, Differences
+from bitwitness.comparison.differences import FOLLOWED, NEGLIGIBLE, Differences
 from bitwitness.comparison.operands import Operands
 from bitwitness.comparison.reason import Reason
 from bitwitness.comparison.relation import in_words
 from bitwitness.comparison.tokens import CASTS
 
-_FOLLOWED = 4.0
-"""Times a known change up to which a later reader sees that same change: statistics of one value vary less than this."""
 _ROUNDED = 4.0
 """Unit roundoffs by which what the runs begin with may differ, kept in another dtype."""
 _IN_BACKWARD = 64.0
@@ -36,7 +34,7 @@ class Reasons:
     def __init__(self, differences: Differences) -> None:
         self._differences = differences
         self._earlier = differences.earlier
-        self._operands = Operands(differences.a, differences.b, differences.alignment)
+        self._operands = Operands(differences.a, differences.b, differences.alignment, differences.makers)
         self.a, self.b = differences.a, differences.b
         pairs = differences.alignment.pairs
         state = [pair for pair in pairs if pair.a.kind in ("parameter", "buffer")]
@@ -189,9 +187,7 @@ class Reasons:
         known = self._written.get(name, self._earlier.named.get(name))
         if known is None and late:
             return None  # the runs parted before, and nobody recorded what became of this
-        if known is not None and (
-            change <= _FOLLOWED * known + NEGLIGIBLE or (late and self._is_gathered(name, row_a))
-        ):
+        if known is not None and (change <= FOLLOWED * known + NEGLIGIBLE or (late and self._is_gathered(name, row_a))):
             return None
         if not name and (self._earlier.parted or pair.a.kind == "module" or pair.a.phase == "backward"):
             return None  # it may be what a function that was not recorded made of differing values

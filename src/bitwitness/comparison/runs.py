@@ -21,7 +21,7 @@ from bitwitness.comparison.gradients import OF_ALL_GRADIENTS
 from bitwitness.comparison.inside import with_module
 from bitwitness.comparison.lined import Place, line_up
 from bitwitness.comparison.otherwise import written_otherwise
-from bitwitness.comparison.parts import recorded_in_parts
+from bitwitness.comparison.parts import models_of, recorded_in_parts
 from bitwitness.comparison.relation import in_times
 from bitwitness.comparison.report import Report
 from bitwitness.comparison.settled import SettledModules
@@ -80,14 +80,11 @@ def compare_sources(
         steps=len({place.step for place in lined.places}),
     )  # fmt: skip
     earlier: dict[int, EarlierSteps] = {}
-    beside = DriftBeside(a, b)
-    for done, place in enumerate(lined.places):
+    models = [models_of(source) for source in (a, b)]
+    beside = DriftBeside(a, b, models)
+    report.in_parts = recorded_in_parts(a, b, models, lined.places[0])
+    for done, place in enumerate([] if report.in_parts else lined.places):
         progress(done, len(lined.places))
-        if not done:
-            frames = StepFrame(a.table(place.rank, place.step)), StepFrame(b.table(place.rank, place.step_b))
-            report.in_parts = recorded_in_parts(a, b, *frames)
-            if report.in_parts:
-                break
         known = earlier.setdefault(place.rank, EarlierSteps())
         known.beside = partial(beside.at, place.rank, place.step, place.step_b)
         _compare_step(report, a, b, place, known, settings, sinks)

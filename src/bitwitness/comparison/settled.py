@@ -121,7 +121,7 @@ class SettledModules:
         differences = self._differences
         if differences.earlier.last is None or differences.parted_before:
             return 0.0
-        weights = [pair for pair in differences.alignment.pairs if pair.a.kind == "parameter" and pair.outputs]
+        weights = differences.alignment.weights
         rows = [pair.outputs[0][0] for pair in weights if pair.a.parameter in differences.earlier.trained]
         moved = [differences.change_of[row] for row in rows if len(differences.a.shapes[row]) > 1]
         return min(_OF_MOVED * max(moved, default=0.0), _MOST_MOVED)

@@ -87,4 +87,4 @@ def renamed(node: Node, modules: Mapping[str, str]) -> str:
     if node.kind != "optimizer" or node.module in modules:
         return modules.get(node.module, node.module)
     path, dot, name = node.module.rpartition(".")
-    return f"{modules.get(path or '.', path)}{dot}{name}" if dot else node.module
+    return f"{modules.get(path, path)}{dot}{name}" if dot else node.module

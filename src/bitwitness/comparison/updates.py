@@ -7,7 +7,7 @@ from functools import cached_property
 from statistics import median
 
 from bitwitness.comparison.align import Pair
-from bitwitness.comparison.differences import FINE, Differences
+from bitwitness.comparison.differences import FINE, FOLLOWED, Differences
 from bitwitness.comparison.gradients import GradientChains
 from bitwitness.comparison.reason import Reason
 from bitwitness.comparison.reasons import Reasons
@@ -25,8 +25,6 @@ _LIKE_OTHERS, _LIKE_OTHERS_MOST = 8.0, 0.7
 not recorded is seen in all gradients alike."""
 _REWRITTEN = 0.05
 """The most that the same mathematics, written otherwise and computed in a coarse dtype, may change a gradient by."""
-_FOLLOWED = 4.0
-"""Times its maker's change up to which a value shows that same change."""
 
 
 class Updates:
@@ -55,7 +53,7 @@ class Updates:
         """Return the change up to which a value that stands alone may differ: noise, and what its maker handed on."""
         differences = self._differences
         made = differences.made_change(pair.outputs[0][0])
-        return max(_GRADIENT, differences.noise_limit(), _FOLLOWED * made, self._of_precision)
+        return max(_GRADIENT, differences.noise_limit(), FOLLOWED * made, self._of_precision)
 
     @cached_property
     def _of_precision(self) -> float:

@@ -16,6 +16,7 @@ from bitwitness.tap.compiled import is_compiled
 from bitwitness.tap.hooks import ModuleHook
 from bitwitness.tap.modules import ROOT, in_backward
 from bitwitness.tap.ownwork import in_replay, own_work
+from bitwitness.tap.slots import arguments_of, results_of
 
 Fail = Callable[[str, BaseException], None]
 """Told of an error inside the monitor: which part, and what; that part ends, the training goes on."""
@@ -31,35 +32,6 @@ class ModuleMetric(Protocol):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> Iterator[tuple[str, str | None, torch.Tensor]]:
         """Yield metric, slot and a tensor of one number each."""
-
-
-def tensors_in(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of an argument or a result with their slots: ``in0``, ``out1``, ``out.logits``."""
-    if isinstance(value, torch.Tensor):
-        yield name, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from tensors_in(item, f"{name}.{key}")
-    elif isinstance(value, list | tuple):
-        for i, item in enumerate(value):
-            yield from tensors_in(item, f"{name}.{i}")
-
-
-def arguments_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a call's arguments."""
-    for i, value in enumerate(args):
-        yield from tensors_in(value, f"in{i}")
-    for key, value in kwargs.items():
-        yield from tensors_in(value, f"in.{key}")
-
-
-def results_of(result: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a result."""
-    if isinstance(result, list | tuple):
-        for i, item in enumerate(result):
-            yield from tensors_in(item, f"out{i}")
-    else:
-        yield from tensors_in(result, "out" if isinstance(result, dict) else "out0")
 
 
 class Activations:

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from bitwitness.monitor.activations import Fail, tensors_in
+from bitwitness.monitor.activations import Fail
 from bitwitness.monitor.sheet import Sheet
 from bitwitness.tap.ownwork import in_own_work, in_replay, own_work
 from bitwitness.tap.patching import replaced
+from bitwitness.tap.slots import named_tensors
 
 _WRITES = {
     "all_reduce": (0,),
@@ -95,7 +96,7 @@ class Communication:
         try:
             with own_work(), torch.no_grad():
                 for number, value in enumerate(values):
-                    for slot, tensor in tensors_in(value, f"{way}{number}"):
+                    for slot, tensor in named_tensors(value, f"{way}{number}"):
                         sheet.measure("comm", call, slot, tensor)
         except Exception as error:
             self._wanted = False

@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer
 
 from bitwitness.config.monitoring import MonitorConfig
 from bitwitness.finding import Finding, Note, Severity
-from bitwitness.monitor.activations import Activations, arguments_of
+from bitwitness.monitor.activations import Activations
 from bitwitness.monitor.communication import Communication
 from bitwitness.monitor.exchange import Exchange
 from bitwitness.monitor.gradients import LocalGradients, present
@@ -28,6 +28,7 @@ from bitwitness.store import RunWriter
 from bitwitness.tap.compiled import is_compiled
 from bitwitness.tap.moments import BackwardCall
 from bitwitness.tap.ownwork import own_work
+from bitwitness.tap.slots import arguments_of
 
 _HASHED = 1 << 24  # elements of an input that is hashed
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from bitwitness.stats import figures_of
 from bitwitness.stats.figures import COLUMNS
+from bitwitness.stats.host import to_host
 from bitwitness.stats.local import local_values
 from bitwitness.tap.identity import Identities
 
@@ -218,13 +219,10 @@ def _copied(
     joined = torch.cat(blocks)
     if device.type == "cpu":
         return device, lambda: np.split(joined.numpy(), np.cumsum(lengths)[:-1])
-    host = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=True)
-    host.copy_(joined, non_blocking=True)
-    event = torch.Event(device)
-    event.record()
+    host, arrived = to_host(joined)
 
     def wait() -> Sequence[NDArray[np.float64]]:
-        event.synchronize()
+        arrived()
         return np.split(host.numpy(), np.cumsum(lengths)[:-1])
 
     return device, wait

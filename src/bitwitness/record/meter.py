@@ -16,6 +16,7 @@ import torch
 from bitwitness.errors import UsageError
 from bitwitness.record.staging import Rows, Staging
 from bitwitness.stats import HashBatch, exact_sketch, quick_l2, sketch, sketch_rows, stats_of
+from bitwitness.stats.host import to_host
 from bitwitness.store.rows import Measured
 from bitwitness.tap.identity import unseen
 
@@ -276,12 +277,3 @@ def _bring(tensor: torch.Tensor) -> Callable[[], list[list[Any]]]:
         return found
 
     return wait
-
-
-def to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
-    """Begin to copy a device's tensor into pinned memory; return the copy and what waits until it is complete."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    host.copy_(tensor, non_blocking=True)
-    event = torch.Event(tensor.device)
-    event.record()
-    return host, event.synchronize

@@ -21,40 +21,7 @@ from bitwitness.tap.frames import Stacks
 from bitwitness.tap.hooks import ModuleHook
 from bitwitness.tap.modules import ROOT
 from bitwitness.tap.ownwork import in_replay, own_work
-
-
-def named_tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in a module's arguments or results with slot names: ``in0``, ``in.mask``, ``out.logits``."""
-    if isinstance(value, torch.Tensor):
-        yield name, value
-    elif isinstance(value, dict):  # a transformers output is one, too
-        for key, item in value.items():
-            yield from named_tensors(
-                item, f"{name.rstrip('0123456789')}.{key}" if name[-1].isdigit() else f"{name}.{key}"
-            )
-    elif isinstance(value, list | tuple):
-        for i, item in enumerate(value):
-            yield from named_tensors(item, f"{name}.{i}")
-
-
-def arguments_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in a call's arguments with their slots."""
-    for i, value in enumerate(args):
-        yield from named_tensors(value, f"in{i}")
-    for key, value in kwargs.items():
-        yield from named_tensors(value, f"in.{key}")
-
-
-def results_of(result: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in a result with their slots."""
-    if isinstance(result, list | tuple):
-        for i, item in enumerate(result):
-            yield from named_tensors(item, f"out{i}")
-    elif isinstance(result, dict):
-        yield from named_tensors(result, "out")
-    else:
-        yield from named_tensors(result, "out0")
-
+from bitwitness.tap.slots import arguments_of, results_of
 
 _MODES = [json.dumps({"f": "", "k": {"training": training}}) for training in (False, True)]
 

@@ -15,7 +15,7 @@ from bitwitness.config.recording import RecordConfig
 from bitwitness.finding import Note, Severity
 from bitwitness.record.log import Log, Selection
 from bitwitness.record.meter import Meter
-from bitwitness.record.modules import ModuleRecorder, mode_text, named_tensors
+from bitwitness.record.modules import ModuleRecorder, mode_text
 from bitwitness.record.operators import OperatorRecorder
 from bitwitness.record.saved import SavedGradient, as_operator, recording
 from bitwitness.record.state import StateRecorder
@@ -32,6 +32,7 @@ from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.moments import BackwardCall
 from bitwitness.tap.opwindow import OperatorWindow, run_eagerly
 from bitwitness.tap.ownwork import own_work
+from bitwitness.tap.slots import named_tensors
 
 
 class ModelRecording(Instrument):
@@ -54,10 +55,9 @@ class ModelRecording(Instrument):
         self.session, self.config = session, config
         self._run, self._rank = run, rank
         self._writing = RecordingWriter(run.path / f"rank{rank:05d}", rank, self._ended)
-        content = config.content
+        content, wait = config.content, not config.async_dump
         self._meter = Meter(stats=content != "structure", hashed=content == "hash", zeros=config.zeros)
-        tensors = content == "tensors"
-        self._keeper = Keeper(self._writing, config.max_elements, waits=not config.async_dump) if tensors else None
+        self._keeper = Keeper(self._writing, config.max_elements, waits=wait) if content == "tensors" else None
         self._values = Values(self._meter, self._keeper)
         self._log = Log(session.clock, self._values, Selection(config.sites, config.phases))
         self._stacks = Stacks() if config.stacks else None

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from bitwitness.record.meter import Meter, to_host
+from bitwitness.record.meter import Meter
 from bitwitness.site import Site
+from bitwitness.stats.host import to_host
 from bitwitness.store.recording import RecordingWriter
 from bitwitness.store.rows import Measured
 from bitwitness.tap.compat import in_transform

@@ -4,7 +4,15 @@
 
 ==============  =======================================================================================================
 step, micro     in which step, and in which of its forwards (-1: of the step as a whole)
-kind            `KINDS`: what was looked at
+kind            what was looked at:
+
+                ``training``: the step as a whole (``loss``, ``lr`` by the optimizer's groups, ``loss_scale``, ``grad_norm``);
+                ``activation``, ``activation_grad``: of a module, forward and backward, slots ``in0``, ``out0``, …;
+                ``grad``: of a parameter, local, before ranks are put together; ``grad_reduced``: as the optimizer reads it;
+                ``param``, ``moment1`` (``exp_avg``, ``momentum_buffer``), ``moment2`` (``exp_avg_sq``);
+                ``update``: ``update_ratio``, the size of the step over that of the weight;
+                ``comm``: a collective's inputs and outputs;
+                ``module``: what was asked for of a module (``entropy``, ``max_logit``, ``expert_share``, …)
 name            the module's path (``.``: the model itself), the parameter's name, the collective's, a group's number
 slot            which of several: ``in0``, ``out0``; null where there is one only
 metric          what ``value`` is (``loss``, ``lr``, ``update_ratio``, ``entropy``, …); null in a row of statistics
@@ -46,21 +54,6 @@ SCHEMA = pa.schema(
         ("l2", pa.float64()),
     ]
 )
-
-KINDS = (
-    "training",  # of the step as a whole: loss, lr (name: the optimizer's group), loss_scale, grad_norm
-    "activation",  # of a module, forward; slots in0, out0, …
-    "activation_grad",  # the same, backward
-    "grad",  # of a parameter, local, before ranks are put together
-    "grad_reduced",  # of a parameter, as the optimizer reads it
-    "param",
-    "moment1",  # of the optimizer: exp_avg, momentum_buffer
-    "moment2",  # exp_avg_sq
-    "update",  # metric update_ratio: size of the step over size of the weight
-    "comm",  # a collective's inputs and outputs
-    "module",  # metrics of a module that were asked for: entropy, max_logit, expert_share, stable_rank, kurtosis
-)
-"""What a row is of."""
 
 _FILES = "monitor-*.parquet"
 
