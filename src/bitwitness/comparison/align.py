@@ -182,16 +182,16 @@ def _matches(ours: list[Node], theirs: list[Node], a: Tokens, b: Tokens) -> list
 def _best(
     ours: list[Node], theirs: list[Node], ops_a: list[str], ops_b: list[str], a: Tokens, b: Tokens
 ) -> list[tuple[int, int]]:
-    """Align by the method of Needleman and Wunsch (1970): a match scores 3 and up to 2 for likeness, a gap nothing."""
+    """Align by the method of Needleman and Wunsch (1970): a match scores 3 and less than 3 for likeness, a gap nothing."""
     rows, columns = len(ours), len(theirs)
     score = np.zeros((rows + 1, columns + 1))
     gain: dict[tuple[int, int], float] = {}
     for i in range(rows - 1, -1, -1):
         for j in range(columns - 1, -1, -1):
             best = max(score[i + 1, j], score[i, j + 1])
-            if ops_a[i] == ops_b[j]:
-                # A match outweighs any likeness: two nodes of one operator are never left over side by side.
-                gain[i, j] = 3.0 + a.likeness(ours[i], theirs[j], b)
+            if ops_a[i] == ops_b[j] and (likeness := a.likeness(ours[i], theirs[j], b)) is not None:
+                # A match outweighs any likeness: two nodes of one operator and shape are never left over side by side.
+                gain[i, j] = 3.0 + likeness
                 best = max(best, score[i + 1, j + 1] + gain[i, j])
             score[i, j] = best
     matches, i, j = [], 0, 0

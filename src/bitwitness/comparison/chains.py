@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.frame import StepFrame
+from bitwitness.comparison.relation import numbers_of
 
 STAGES = ("backward", "reduced", "read")
 """As the backward left it; complete, and before any clipping; as the optimizer read it."""
@@ -65,3 +68,24 @@ def _local_rows(frame: StepFrame) -> dict[str, int]:
         if node.kind == "gradient" and node.outputs and frame.text("slot", node.outputs[0]) == "local":
             found[node.parameter] = node.outputs[0]
     return found
+
+
+def clipped_at(frame: StepFrame, chains: Sequence[Rows]) -> float | None:
+    """Return the one largest magnitude of all gradients that changed between backward and step, if they have one."""
+    last = [(rows[0], row_at(rows, 2)) for rows in chains]
+    changed = [j for i, j in last if i is not None and j is not None and frame.value[i] != frame.value[j]]
+    moved = [
+        j for i, j in last if i is not None and j in changed and numbers_of(frame, i).l2 != numbers_of(frame, j).l2
+    ]
+    tops = {numbers_of(frame, row).top for row in moved}
+    return tops.pop() if len(moved) > 1 and len(tops) == 1 else None
+
+
+def norms_since(frame: StepFrame, chains: Sequence[Rows], since: int) -> tuple[float, float]:
+    """Return the norm of all gradients together at a stage and when the optimizer reads them."""
+    squares = [0.0, 0.0]
+    for rows in chains:
+        for number, row in enumerate((rows[since], row_at(rows, 2))):
+            if row is not None:
+                squares[number] += numbers_of(frame, row).l2 ** 2
+    return math.sqrt(squares[0]), math.sqrt(squares[1])

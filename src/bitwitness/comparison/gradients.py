@@ -14,15 +14,16 @@ from functools import cached_property
 from statistics import median
 
 from bitwitness.comparison.allowance import rms
-from bitwitness.comparison.chains import STAGES, Chain, Rows, chains_of, row_at
+from bitwitness.comparison.chains import STAGES, Chain, Rows, chains_of, clipped_at, norms_since, row_at
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.frame import StepFrame
-from bitwitness.comparison.relation import factor, in_times, numbers_of, tolerance
+from bitwitness.comparison.losses import computed_otherwise
+from bitwitness.comparison.relation import factor, in_times, tolerance
 from bitwitness.comparison.scalers import is_power_of_two, multiplied_by_scalers
 from bitwitness.comparison.settled import SettledModules
 from bitwitness.comparison.unzeroed import not_zeroed
 
-OF_ALL_GRADIENTS = ("scaled", "clipped", "kept", "weighed")
+OF_ALL_GRADIENTS = ("scaled", "clipped", "kept", "weighed", "loss")
 """Kinds of what happened to all gradients at once."""
 SOME_FACTOR = "a factor of the loss, of its gradient, or another number of terms in its mean"
 """What is said of a factor whose cause is not known."""
@@ -40,13 +41,18 @@ _COARSE = 16.0
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """What happened to all gradients: ``stage`` is the first of `STAGES` that shows it, ``row`` the first row of A there."""
+    """What happened to all gradients: ``stage`` is the first of `STAGES` that shows it, ``row`` the first row of A there.
+
+    ``side`` and ``stack``: the run and the call that it comes from, where that is known.
+    """
 
     kind: str
     stage: str
     text: str
     row: int
     times: float
+    side: str = ""
+    stack: int = -1
 
 
 class GradientChains:
@@ -230,14 +236,14 @@ class GradientChains:
             why = f"from the reduction over ranks on{how}: a sum for a mean, another number of ranks, or a mean taken twice"
             return Cause("scaled", STAGES[stage], f"{said}, {why}", self._row(stage), ratio)
         norms = [
-            self._norms(self._a, [c.a for c in self.chains], since),
-            self._norms(self._b, [c.b for c in self.chains], since),
+            norms_since(self._a, [c.a for c in self.chains], since),
+            norms_since(self._b, [c.b for c in self.chains], since),
         ]
         if all(one is not None and 0 < one < 1 for one in own) and self._is_one(norms[1][1] / norms[0][1]):
             return None  # one clipping, of gradients that differ before it
         tops = (
-            self._clipped_at(self._a, [c.a for c in self.chains]),
-            self._clipped_at(self._b, [c.b for c in self.chains]),
+            clipped_at(self._a, [c.a for c in self.chains]),
+            clipped_at(self._b, [c.b for c in self.chains]),
         )
         how = "; ".join(
             f"run {side} "
@@ -261,17 +267,6 @@ class GradientChains:
         times = "changes them" if by is None else f"multiplies them by {by:.4g}"
         return f"{times}: their norm is {norms[0]:.4g} before and {norms[1]:.4g} after"
 
-    @staticmethod
-    def _clipped_at(frame: StepFrame, chains: Sequence[Rows]) -> float | None:
-        """Return the one largest magnitude of all gradients that changed between backward and step, if they have one."""
-        last = [(rows[0], row_at(rows, 2)) for rows in chains]
-        changed = [j for i, j in last if i is not None and j is not None and frame.value[i] != frame.value[j]]
-        moved = [
-            j for i, j in last if i is not None and j in changed and numbers_of(frame, i).l2 != numbers_of(frame, j).l2
-        ]
-        tops = {numbers_of(frame, row).top for row in moved}
-        return tops.pop() if len(moved) > 1 and len(tops) == 1 else None
-
     def _weighed(self) -> Cause | None:
         """Return that micro-batches or ranks weigh otherwise: results agree, and gradients differ by no one factor."""
         a, b = self._a, self._b
@@ -280,20 +275,15 @@ class GradientChains:
         apart = sum(self._differences.change_of[row] > max(_SMALL, self._noise) for row in rows if row is not None)
         if counts is None or apart < _MOST * len(rows) or not SettledModules(self._differences).forward_agrees:
             return None
+        said = (
+            f"gradients ({apart} of {len(rows)}) differ by no one factor although all that the forward returned agrees"
+        )
+        if loss := computed_otherwise(a, b):
+            why = f"{loss.text}, so that these may not be the same function"
+            return Cause("loss", STAGES[0], f"{said}: {why}", self._row(0), math.nan, loss.side, loss.stack)
         what = "micro-batches" if a.micros != b.micros else "ranks"
         text = (
-            f"gradients ({apart} of {len(rows)}) differ by no one factor although all that the forward returned agrees: run "
-            f"A's {counts[0]} and run B's {counts[1]} {what} weigh otherwise (a mean of means is not the mean over all "
-            "samples or tokens), or their losses are not the same function"
+            f"{said}: run A's {counts[0]} and run B's {counts[1]} {what} weigh otherwise (a mean of means is not the mean "
+            "over all samples or tokens), or their losses are not the same function"
         )
         return Cause("weighed", STAGES[0], text, self._row(0), math.nan)
-
-    @staticmethod
-    def _norms(frame: StepFrame, chains: Sequence[Rows], since: int) -> tuple[float, float]:
-        """Return the norm of all gradients together at a stage and when the optimizer reads them."""
-        squares = [0.0, 0.0]
-        for rows in chains:
-            for number, row in enumerate((rows[since], row_at(rows, 2))):
-                if row is not None:
-                    squares[number] += numbers_of(frame, row).l2 ** 2
-        return math.sqrt(squares[0]), math.sqrt(squares[1])

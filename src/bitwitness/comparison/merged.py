@@ -18,6 +18,7 @@ import pyarrow as pa
 import torch
 
 from bitwitness.comparison.frame import COMPUTED, MICROS, RANKS, StepFrame
+from bitwitness.comparison.losses import LOSS, told
 from bitwitness.errors import UsageError
 from bitwitness.store.rows import SCHEMA
 from bitwitness.store.source import Source
@@ -82,7 +83,8 @@ class MergedSource:
         self._parts.clear()
         ranks = self._source.ranks()
         tables = [self._source.table(rank, step) for rank in ranks]
-        keyed = [_keyed(table.to_pylist()) for table in tables]
+        recorded = [table.to_pylist() for table in tables]
+        keyed = [_keyed(rows) for rows in recorded]
         rows = []
         for key, first in keyed[0].items():
             others = [rows_of_rank[key] for rows_of_rank in keyed[1:] if key in rows_of_rank]
@@ -92,7 +94,12 @@ class MergedSource:
                 rows.append(merged)
         frame = StepFrame(tables[0])
         return pa.Table.from_pylist(rows, schema=SCHEMA).replace_schema_metadata(
-            {RANKS: str(len(ranks)), MICROS: str(frame.micros), COMPUTED: frame.computed}
+            {
+                RANKS: str(len(ranks)),
+                MICROS: str(frame.micros),
+                COMPUTED: frame.computed,
+                LOSS: _loss_of(tables[0], recorded[0]),
+            }
         )
 
     def _merged(self, parts: list[tuple[int, Cells]], batch: int | None = None) -> Cells | None:
@@ -173,8 +180,9 @@ class MergedMicros(MergedSource):
         own = f"{self._joined}{rank}."
         self._parts = {name: parts for name, parts in self._parts.items() if not name.startswith(own)}
         recorded = self._source.table(rank, step)
+        every = recorded.to_pylist()
         found = [
-            row for row in recorded.to_pylist() if row["kind"] not in ("module", "saved") or row["phase"] != "backward"
+            row for row in every if row["kind"] not in ("module", "saved") or row["phase"] != "backward"
         ]  # each micro-batch's loss is a mean of its own
         micros = sorted({row["micro"] for row in found})
         # What belongs to no micro-batch bears the number of the one that ran before: it is the same for all of them.
@@ -190,13 +198,21 @@ class MergedMicros(MergedSource):
             elif merged := self._merged([(rank, part) for part in parts], batch):
                 rows.append(merged | {"rank": rank})
         table = pa.Table.from_pylist(rows, schema=SCHEMA)
-        return table.replace_schema_metadata({MICROS: str(len(micros)), COMPUTED: StepFrame(recorded).computed})
+        return table.replace_schema_metadata(
+            {MICROS: str(len(micros)), COMPUTED: StepFrame(recorded).computed, LOSS: told(every)}
+        )
 
     def tensor(self, rank: int, reference: str, dtype: str, shape: tuple[int, ...], layout: str | None) -> torch.Tensor:
         """Return a kept value, its parts put together."""
         if not reference.startswith(self._joined):
             return self._source.tensor(rank, reference, dtype, shape, layout)
         return super().tensor(rank, reference, dtype, shape, layout)
+
+
+def _loss_of(table: pa.Table, rows: list[Cells]) -> str:
+    """Return by what a rank's loss is made, also where its micro-batches were put together."""
+    known = (table.schema.metadata or {}).get(LOSS.encode())
+    return known.decode() if known else told(rows)
 
 
 def _batch_size(micros: list[dict[tuple[Any, ...], Cells]]) -> int | None:

@@ -28,6 +28,8 @@ def of_cause(cause: Cause, rank: int, step: int) -> Suspect:
         change=change,
         explained=NEGLIGIBLE,
         order=(step, cause.row),
+        side=cause.side,
+        stack=cause.stack,
     )
 
 

@@ -15,7 +15,6 @@ from bitwitness.comparison.tokens import CASTS
 from bitwitness.oracle.names import PRODUCTS, canonical
 
 _VIEWS = (
-    "_unsafe_view",
     "alias",
     "expand",
     "permute",
@@ -27,7 +26,7 @@ _VIEWS = (
     "t",
     "transpose",
 )
-_MOVES = frozenset((*CASTS, *_VIEWS, "clone", "copy_", "detach", "unsqueeze", "view"))
+MOVES = frozenset((*CASTS, *_VIEWS, "clone", "copy_", "detach", "unsafe_view", "unsqueeze", "view"))
 """Operators that compute nothing."""
 _LINEAR = frozenset((*PRODUCTS, "add", "mul", "sum"))
 """Of which there is one formula, whatever a kernel is called."""
@@ -67,4 +66,4 @@ def in_words(found: Collection[Otherwise]) -> str:
 
 def computing(nodes: Iterable[Node]) -> list[Node]:
     """Return those that compute something, and not only cast or move it."""
-    return [node for node in nodes if canonical(node.op) not in _MOVES]
+    return [node for node in nodes if canonical(node.op) not in MOVES]

@@ -12,6 +12,7 @@ from bitwitness.comparison.align import Alignment, align, row_by_row, same_colum
 from bitwitness.comparison.allowance import group_agrees
 from bitwitness.comparison.batches import has_gradients, of_weights, other_batch
 from bitwitness.comparison.changes import changes
+from bitwitness.comparison.choices import choice_first
 from bitwitness.comparison.conditions import conditions
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.drift import DriftBeside
@@ -142,7 +143,7 @@ def _compare_step(
     search = SuspectSearch(differences, rank, step)
     found = list(search.suspects())
     kept = found if values is None else [one for one in map(values.refine, found) if one is not None]
-    kept = [with_module(one, search.apart, differences) for one in kept]
+    kept = choice_first([with_module(one, search.apart, differences) for one in kept], differences)
     if not kept and search.apart:
         kept, known.parted = [*search.apart.values()][:1], True
     if found and not kept and not search.exceeding:

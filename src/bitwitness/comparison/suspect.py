@@ -86,19 +86,20 @@ def regrouped_last(suspects: list[Suspect]) -> list[Suspect]:
     it is looked for in the same forward of the same module first.
     """
     first = suspects[0] if suspects else None
-    if first is None or not _is_regrouped(first):
+    if first is None or not is_regrouped(first):
         return suspects
     module, _, rest = first.site.partition("/")
     inside = "" if module == "." else module
     same = [one for one in suspects if (one.step, one.rank) == (first.step, first.rank) and one.site.startswith(inside)]
-    found = [one for one in same if ":forward" in one.site and not _is_regrouped(one)]
+    found = [one for one in same if ":forward" in one.site and not is_regrouped(one)]
     if ":forward" not in rest or not found:
         return suspects
-    behind = [one for one in same if _is_regrouped(one)]
+    behind = [one for one in same if is_regrouped(one)]
     return [one for one in suspects if one not in behind] + behind
 
 
-def _is_regrouped(one: Suspect) -> bool:
+def is_regrouped(one: Suspect) -> bool:
+    """Return whether what other operators hand on has other sizes in each run."""
     return one.reason == "missing" and math.isinf(one.change)
 
 

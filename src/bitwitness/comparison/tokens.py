@@ -9,6 +9,8 @@ from bitwitness.oracle.names import canonical
 
 CASTS = ("_to_copy", "to", "type_as")
 """Operators that change a dtype."""
+_OF_MAKERS = 0.9
+"""What the same makers of all inputs weigh beside the same shape or the same arguments, which weigh 1."""
 
 
 class Tokens:
@@ -53,13 +55,19 @@ class Tokens:
         name, layout = (self._frame.text(column, node.inputs[0]) for column in ("name", "layout"))
         return f" of {name.rpartition('.')[2]} {layout}" if name else ""
 
-    def likeness(self, node: Node, other: Node, others: Tokens) -> float:
-        """Return how like two nodes of one operator are, from 0 to 2."""
-        shape, other_shape = self.shape(node), others.shape(other)
+    def likeness(self, node: Node, other: Node, others: Tokens) -> float | None:
+        """Return how like two nodes of one operator are, from 0 to 2.9; None if only the operator is the same."""
+        same_shape = self.shape(node) == others.shape(other)
         made, other_made = self.makers(node), others.makers(other)
         common = sum(x == y for x, y in zip(made, other_made, strict=False))
         most = max(len(made), len(other_made))
-        return float(shape == other_shape) + (common / most if most else 1.0)
+        if not same_shape and most and not common and (node.kind, node.phase) == ("op", "forward"):
+            return None
+        return same_shape + _OF_MAKERS * (common / most if most else 1.0) + (self.args(node) == others.args(other))
+
+    def args(self, node: Node) -> str:
+        """Return what an operator was called with beside its inputs, as it was recorded."""
+        return self._frame.text("args", node.rows[0]) if node.kind == "op" else ""
 
     def shape(self, node: Node) -> tuple[int, ...]:
         """Return the shape of a node's first result."""
