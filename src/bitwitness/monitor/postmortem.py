@@ -1,4 +1,4 @@
-"""What led to a spike of the loss or the gradients: data, the optimizer's state, one layer, or one rank."""
+"""What led to a spike of the loss or the gradients: the learning rate, the optimizer's state, one rank, one layer, or data."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ _FACTOR = float(np.log(3.0))  # what an update or a moment must exceed its usual
 _Z = 5.0
 _FEW = 0.34  # of a kind's series, so that what moved is one layer and not all
 _NAMED = 5
+_PLURAL = {"moment1": "first moments", "moment2": "second moments", "update": "updates"}
+_SEEN = 2  # updates before a spike that may have led to it
 
 
 class PostMortem:
@@ -52,17 +54,12 @@ class PostMortem:
 
     def _cause(self, spike: View) -> tuple[str, str, SeriesKey]:
         """Return the cause in a word, in a sentence, and where it is; what was there first is asked first."""
-        earlier = list(self._steps)[-3:-1]  # the updates that the spike's forward has seen
+        earlier = list(self._steps)[-_SEEN - 1 : -1]  # the updates that the spike's forward has seen
+        if (rate := self._rate()) is not None:
+            return rate
         for view in reversed(earlier):
-            moments = [one for one in _moved(view, ("moment1", "moment2")) if not _gradient_moved(view, one[0])]
-            updates = [one for one in _moved(view, ("update",)) if not _gradient_moved(view, one[0])]
-            if found := moments or updates:
-                key, factor = found[0]
-                text = (
-                    f"the optimizer's state: at step {view.numbers.step} the {named(key)} was {factor:.3g} times its usual, "
-                    "while its gradient was not"
-                )
-                return "optimizer_state", text, key
+            if found := self._state(view):
+                return found
         if (apart := self._apart()) is not None:
             return apart
         moved = _moved(spike, ("activation",))
@@ -79,10 +76,58 @@ class PostMortem:
             return "one_layer", f"one layer: the {named(key)} changed before it, to {factor:.3g} times their usual", key
         loss = SeriesKey("training", ".", None, "loss")
         batch = ", ".join(spike.numbers.batch[:2]) or "not known"
+        if moved and _is_input(moved[0][0]):
+            key, factor = moved[0]
+            return "data", f"the data: {named(key)} is {factor:.3g} times its usual (batch {batch})", key
         if earlier or "update" in spike.moved:
             text = f"the data: updates and weights before it were as usual, and the batch (hash {batch}) was not"
             return "data", text, loss
         return "data", f"probably the data (batch {batch}): nothing else that was looked at moved before it", loss
+
+    def _state(self, view: View) -> tuple[str, str, SeriesKey] | None:
+        """Return that an optimizer's moments or updates moved at a step, and the gradients that they are made of did not."""
+        at = f"the optimizer's state: at step {view.numbers.step}"
+        rises = {kind: self._rise(view, kind) for kind in ("moment2", "moment1", "update")}
+        if max(abs(self._rise(view, kind)) for kind in ("grad", "grad_reduced")) < _FACTOR / 2:
+            for kind, rise in rises.items():
+                if abs(rise) > _FACTOR:
+                    key = view.numbers.keys[int(view.moved[kind].places[0])]
+                    text = (
+                        f"{at} all {_PLURAL[kind]} were {np.exp(rise):.3g} times their usual, while gradients were not"
+                    )
+                    return "optimizer_state", text, key
+        for kinds in (("moment1", "moment2"), ("update",)):
+            if found := [one for one in _moved(view, kinds) if not _gradient_moved(view, one[0])]:
+                key, factor = found[0]
+                text = f"{at} the {named(key)} was {factor:.3g} times its usual, while its gradient was not"
+                return "optimizer_state", text + _and_more(len(found) - 1), key
+        return None
+
+    def _rise(self, view: View, kind: str) -> float:
+        """Return by how much all of a kind rose together, as a logarithm, from what they were in the steps kept before."""
+        before = [v.moved[kind].level for v in self._steps if kind in v.moved and v.numbers.step < view.numbers.step]
+        return view.moved[kind].level - float(np.median(before)) if before and kind in view.moved else 0.0
+
+    def _rate(self) -> tuple[str, str, SeriesKey] | None:
+        """Return that a learning rate was far above its usual at one of the updates that the spike has seen."""
+        steps = list(self._steps)
+        for place, key in enumerate(steps[-1].numbers.keys):
+            if key.metric != "lr":
+                continue
+            rates = [float(v.numbers.value[place]) if place < len(v.numbers.keys) else np.nan for v in steps[:-1]]
+            before = [rate for rate in rates[:-_SEEN] if rate > 0]
+            lately = [(rate, view) for rate, view in zip(rates, steps, strict=False) if rate > 0][-_SEEN:]
+            if not before or not lately:
+                continue
+            rate, view = max(lately, key=lambda one: one[0])
+            usual = float(np.median(before))
+            if rate > 3.0 * usual:
+                which = "" if key.name == "0" else f" of group {key.name}"
+                text = (
+                    f"the learning rate{which}: it was {rate:.3g} at step {view.numbers.step}, from {usual:.3g} before"
+                )
+                return "learning_rate", text, key
+        return None
 
     def _apart(self) -> tuple[str, str, SeriesKey] | None:
         """Return what says that it is this rank alone, as far as ranks were compared up to here."""
@@ -117,8 +162,8 @@ class PostMortem:
         for kind in ("activation", "grad", "moment2", "update"):
             if found := _moved(view, (kind,)):
                 told[f"{kind}_moved"] = [f"{key.name} x{factor:.3g}" for key, factor in found[:_NAMED]]
-        if (updates := view.moved.get("update")) is not None:
-            told["update_level"] = updates.level
+        if "update" in view.moved:
+            told["update_level"] = view.moved["update"].level
         return told
 
 
@@ -127,16 +172,18 @@ def _moved(view: View, kinds: tuple[str, ...]) -> list[tuple[SeriesKey, float]]:
     return list(_moved_in(view, kinds))
 
 
+def _and_more(others: int) -> str:
+    return f" (and so of {others} others)" if others else ""
+
+
 def _moved_in(view: View, kinds: tuple[str, ...]) -> Iterator[tuple[SeriesKey, float]]:
     sizes: dict[int, float] = {}
     for kind in kinds:
         moved = view.moved.get(kind)
         if moved is None:
             continue
-        # a level that moved is all of the kind together: the update's, after the learning rate was changed, say
-        gap = moved.gap + max(moved.level, 0.0)
-        beyond = (gap > _FACTOR) & (moved.scores + max(moved.level, 0.0) / 0.1 > _Z) & (moved.seen >= 8)
-        sizes |= {int(p): float(np.exp(g)) for p, g in zip(moved.places[beyond], gap[beyond], strict=True)}
+        beyond = (moved.gap > _FACTOR) & (moved.scores > _Z) & (moved.seen >= 8)
+        sizes |= {int(p): float(np.exp(g)) for p, g in zip(moved.places[beyond], moved.gap[beyond], strict=True)}
     for place in view.first(sizes):
         yield view.numbers.keys[place], sizes[place]
 

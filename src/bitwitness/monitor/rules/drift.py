@@ -11,11 +11,13 @@ from bitwitness.monitor.movement import Moved
 from bitwitness.monitor.rules.rule import Alert, Rule, View, named
 from bitwitness.monitor.sheet import Numbers
 
-_KINDS = ("activation", "activation_grad", "grad", "grad_reduced")
+_KINDS = ("activation", "activation_grad", "grad", "grad_reduced", "param")
 _SLOW_KINDS = ("grad", "grad_reduced")  # what a branch of a residual network adds grows by itself
 _SPAN = 64  # steps over which what is slower than the history is looked for
 _SHIFT = float(np.log(3.0))
-_SPREADS = 9.0
+_SPREADS = 12.0
+_LEAST = float(np.log(1.5))  # what the cumulative sum's drift has to be off by
+_YOUNG = 64  # steps of a training in which its sizes still find their place
 _SMOOTH = 0.1
 
 
@@ -23,7 +25,7 @@ class Drift(Rule):
     """Alerts where a size stays away from its history, or has moved by a factor of three in 64 steps and alone.
 
     The first by the cumulative sum (Page, 1954) of its robust deviations, of which each alarm raises the threshold as that
-    of ``exploding``. The second against what the others of its kind have done meanwhile: nine times their median shift.
+    of ``exploding``. The second against what the others of its kind have done meanwhile: twelve times their median shift.
     What all of a kind do together is taken away before.
     """
 
@@ -43,7 +45,8 @@ class Drift(Rule):
             moved = view.moved.get(kind)
             if moved is None or not moved.places.size:
                 continue
-            summed = np.where(moved.seen >= 2 * self._config.warmup, moved.drifts / moved.drift_threshold, 0.0)
+            judged = (moved.seen >= max(_YOUNG, 2 * self._config.warmup)) & (np.abs(moved.gap) > _LEAST)
+            summed = np.where(judged, moved.drifts / moved.drift_threshold, 0.0)
             slow = kind in _SLOW_KINDS
             shifted = self._shifted(kind, moved, view.numbers.step) if slow else np.zeros_like(summed)
             share = np.where(np.abs(summed) >= np.abs(shifted), summed, shifted)
@@ -58,7 +61,7 @@ class Drift(Rule):
         self._told[place] = view.numbers.step
         way = "above" if share_ > 0 else "below"
         text = f"{named(view.numbers.keys[place])} stays {way} its usual size, and others of its kind do not"
-        evidence = {"drift": share_, "shift": shift, "threshold": 1.0}
+        evidence = {"drift": share_, "shift": shift, "threshold": 1.0, "factor": float(np.exp(view.moved[kind].gap[index]))}
         return [self.alert(view.numbers.keys[place], text, (view.numbers.keys[p] for p in others), **evidence)]
 
     def _shifted(self, kind: str, moved: Moved, step: int) -> Numbers:

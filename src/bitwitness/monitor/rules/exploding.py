@@ -7,11 +7,15 @@ import numpy as np
 from bitwitness.monitor.movement import FLOORS
 from bitwitness.monitor.rules.rule import Alert, Rule, View, named
 
-_GROWTH = float(np.log(5.0))
+_GROWTH = {"moment2": 25.0, "param": 2.0}
+"""Times the usual that is an explosion: five, but for squares of gradients and for weights, which no step doubles."""
+_FIVE = 5.0
+_YOUNG = 64.0  # steps of a training in which sizes still find their place: the factor is larger by as much as it is younger
 
 
 class Exploding(Rule):
-    """Alerts where a size is beyond its history's threshold, and at least five times its usual.
+    """Alerts where a size is beyond its history's threshold, and at least five times its usual (weights: twice); in the first 64 steps
+    more.
 
     Each alarm raises the threshold of its kind, and quiet steps lower it again (`History.caution`): so that there is one false
     alarm in some 1,700 steps of a kind at the most, however many series the kind has; set for kinds of ten series and more.
@@ -28,7 +32,8 @@ class Exploding(Rule):
             moved = view.moved.get(kind)
             if moved is None or not moved.places.size:
                 continue
-            beyond = (moved.scores > moved.threshold) & (moved.gap > _GROWTH) & (moved.seen >= self._config.warmup)
+            growth = np.log(_GROWTH.get(kind, _FIVE) * np.maximum(1.0, _YOUNG / np.maximum(moved.seen, 1.0)))
+            beyond = (moved.scores > moved.threshold) & (moved.gap > growth) & (moved.seen >= self._config.warmup)
             known = np.isfinite(moved.sizes)
             if beyond.any() and (known.sum() < 4 or beyond.sum() <= 0.5 * known.sum()):
                 found += moved.places[beyond].tolist()

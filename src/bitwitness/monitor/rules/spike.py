@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -9,18 +10,58 @@ import numpy as np
 from bitwitness.config.monitoring import MonitorConfig
 from bitwitness.monitor.rules.rule import Alert, Rule, View, named
 from bitwitness.monitor.series import SeriesKey
-from bitwitness.stats.history import History
 
-_FLOORS = (0.05, 0.15)
-"""Deviations of asinh of the loss, and of ln of the norm, below which nothing is told from chance: with z = 9 the loss jumps by
-half of itself, and the norm to nearly four times its usual, before that is a spike."""
 _METRICS = ("loss", "grad_norm")
+_LEAST = (0.1, 1.1)
+"""Jumps of asinh of the loss, and of ln of the norm, below which nothing is a spike: 10 % of a loss, three times a norm."""
+_USUAL = 9  # steps whose median is the usual: few, so that it does not lag behind a loss that falls
+_SPAN = 128  # steps whose jumps are remembered
+_TIMES = 2.0  # the largest of them that a spike is
+_SHARE = 2.0 / 3.0  # of ``z`` that it is beyond the deviation from step to step
+_TO_SIGMA = 1.4826 / np.sqrt(2.0)  # of a median absolute difference of two normal values
+_ALARM, _CALM = 1.4, 0.9998  # how an alarm raises what a spike must be, and a quiet step lowers it: as in `History`
+_MOST = 4.0
+
+
+class _Jumps:
+    """Follows one number: how far it jumps above the median of the last steps, and how far it did before."""
+
+    def __init__(self, least: float, z: float) -> None:
+        self._least, self._z = least, z
+        self._values: deque[float] = deque(maxlen=_SPAN)
+        self._jumps: deque[float] = deque(maxlen=_SPAN)
+        self.seen = 0
+
+    @property
+    def usual(self) -> float:
+        """What it was lately."""
+        return float(np.median(list(self._values)[-_USUAL:])) if self._values else float("nan")
+
+    def jump(self, value: float) -> float:
+        """Return how far a value is above the usual; 0 where that is not known."""
+        gap = value - self.usual
+        return float(gap) if np.isfinite(gap) else 0.0
+
+    def limit(self) -> float:
+        """Return the jump from which on it is a spike."""
+        steps = np.abs(np.diff(self._values)) if len(self._values) > 1 else np.zeros(1)
+        sigma = float(np.median(steps)) * _TO_SIGMA
+        return max(self._least, _SHARE * self._z * sigma, _TIMES * max(self._jumps, default=0.0))
+
+    def learn(self, value: float, limit: float) -> None:
+        """Take a value in; of a spike no more than what is not one yet, so that the next is seen, too."""
+        if np.isfinite(value):
+            self._jumps.append(min(self.jump(value), limit))
+            self._values.append(value)
+            self.seen += 1
 
 
 class Spike(Rule):
-    """Alerts at a step whose loss or gradient norm is far above its own history; what led to it is another's question.
+    """Alerts at a step whose loss or gradient norm jumps above the last ones; what led to it is another's question.
 
-    Each alarm raises the threshold as that of ``exploding``: one in some 1,700 steps of the two series at the most.
+    The jump has to be twice as large as any in the last 128 steps, which normal noise does not do and heavy tails seldom, and
+    two thirds of ``z`` deviations of what changes from step to step. Each alarm raises what is asked for by 1.4: one in some
+    1,700 steps of the two series at the most.
     """
 
     name = "spike"
@@ -28,26 +69,28 @@ class Spike(Rule):
 
     def __init__(self, config: MonitorConfig) -> None:
         super().__init__(config)
-        self._history = History(2, warmup=config.warmup, z=config.z, floor=np.array(_FLOORS))
+        self._jumps = [_Jumps(least, config.z) for least in _LEAST]
+        self._caution = 1.0
 
     def look(self, view: View) -> list[Alert]:
         """Return the spike, if there is one."""
         loss, norm = (view.numbers.number("training", metric) for metric in _METRICS)
         with np.errstate(divide="ignore", invalid="ignore"):
-            values = np.array([np.arcsinh(loss), np.log(norm)])
-        values[~np.isfinite(values)] = np.nan
-        gap = values - self._history.mean
-        # not History's own scores: they take components away, and of two numbers the components are the numbers
-        counts = np.where(self._history.seen >= self._config.warmup, 1.0, 0.0)
-        scores = np.nan_to_num(counts * gap / self._history.spread)
-        threshold = self._history.threshold
-        index = int(scores.argmax())
-        alarmed = bool(scores[index] > threshold)
-        self._history.learn(values, false_alarm=alarmed)
+            values = [float(np.arcsinh(loss)), float(np.log(norm))]
+        limits = [self._caution * one.limit() for one in self._jumps]
+        shares = [
+            one.jump(value) / limit if one.seen >= self._config.warmup else 0.0
+            for one, value, limit in zip(self._jumps, values, limits, strict=True)
+        ]
+        usual = [float(np.sinh(self._jumps[0].usual)), float(np.exp(self._jumps[1].usual))]
+        index = int(np.argmax(shares))
+        alarmed = shares[index] > 1
+        for one, value, limit in zip(self._jumps, values, limits, strict=True):
+            one.learn(value, limit)
+        self._caution = min(_MOST, self._caution * _ALARM) if alarmed else max(1.0, self._caution * _CALM)
         if not alarmed:
             return []
         key = SeriesKey("training", ".", None, _METRICS[index])
-        usual = float(np.sinh(self._history.mean[0]) if index == 0 else np.exp(self._history.mean[1]))
-        text = f"{named(key)} jumps to {(loss, norm)[index]:.4g}, from about {usual:.4g}"
-        evidence: dict[str, Any] = {"loss": loss, "grad_norm": norm, "z": float(scores[index]), "threshold": threshold}
+        text = f"{named(key)} jumps to {(loss, norm)[index]:.4g}, from about {usual[index]:.4g}"
+        evidence: dict[str, Any] = {"loss": loss, "grad_norm": norm, "times_threshold": shares[index]}
         return [self.alert(key, text, **evidence)]
