@@ -28,7 +28,7 @@ KINDS = (
 """What can be looked at; `bitwitness.store.monitored` tells what each is."""
 METRICS = ("attention", "router", "stable_rank", "kurtosis")
 """What is computed on request only: it costs more than statistics."""
-RULES = ("nonfinite", "vanished", "frozen", "exploding", "drift", "spike", "rank_apart")
+RULES = ("nonfinite", "vanished", "frozen", "exploding", "drift", "spike", "rank_apart", "replicas")
 _MOST = 1 << 31
 
 

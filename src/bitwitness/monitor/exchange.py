@@ -28,7 +28,7 @@ class Exchange:
     ranks
         Who train together.
     names
-        Parameters whose local gradients are compared; the same on all ranks.
+        Parameters that are compared, with their local gradients; the same on all ranks.
     fail
         Told why it ended.
 
@@ -59,7 +59,7 @@ class Exchange:
             return None
         self._due = False
         there = self._ready.wait(_PATIENCE_S)
-        step, keys, row = self._latest if there and self._latest else (-1, [], np.zeros((3, len(self._names) + 2)))
+        step, keys, row = self._latest if there and self._latest else (-1, [], np.zeros((3, 2 * len(self._names) + 2)))
         try:
             with self._ranks.together():
                 total = self._ranks.sum(torch.from_numpy(row)).numpy()

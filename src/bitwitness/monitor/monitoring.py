@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 
 import torch
 from torch.amp import GradScaler
@@ -26,10 +27,12 @@ from bitwitness.session.session import Session
 from bitwitness.stats import bit_hash, norms_of
 from bitwitness.store import RunWriter
 from bitwitness.tap.compiled import is_compiled
+from bitwitness.tap.modules import ROOT
 from bitwitness.tap.moments import BackwardCall
 from bitwitness.tap.ownwork import own_work
 from bitwitness.tap.slots import arguments_of
 
+_NAMED = 4  # modules, where none is as it was asked for
 _HASHED = 1 << 24  # elements of an input that is hashed
 
 
@@ -64,8 +67,9 @@ class ModelMonitoring(Instrument):
         self._local = LocalGradients(session.model, parameters, zeros=config.zeros, fail=self._fail)
         self._state = State(parameters, config)
         self._communication = Communication(wanted=config.looks_at("comm"), fail=self._fail)
-        names = list(parameters) if config.looks_at("grad") else []
-        compares = config.watch and config.exchange and "rank_apart" in config.rules and config.ranks is None
+        names = list(parameters) if config.looks_at("grad", "param") else []
+        asked = not {"rank_apart", "replicas"}.isdisjoint(config.rules)
+        compares = config.watch and config.exchange and asked and config.ranks is None
         self._exchange = Exchange(ranks, names, self._fail) if compares and ranks.size > 1 else None
         self._outlet = Outlet(run, config, sinks, self._note, self._exchange)
         self._sheet: Sheet | None = None
@@ -74,6 +78,14 @@ class ModelMonitoring(Instrument):
         self._ready = self._just_read = False
         self.problem: str | None = None
         """What kept something from being looked at, the first of it."""
+        if config.targets and not (
+            parameters or any(config.wants_module(name or ROOT) for name, _ in root.named_modules())
+        ):
+            known = ", ".join(name for name, _ in islice(root.named_modules(), 1, 1 + _NAMED)) or "none"
+            self._note(
+                f"targets {', '.join(map(repr, config.targets))} match no module and no parameter of "
+                f"{type(root).__name__} (its modules: {known}, …): of these nothing is looked at; print_struct shows all"
+            )
         if any(is_compiled(module) for module in (session.model, *root.modules())) and config.looks_at("activation"):
             self._note(
                 "modules inside compiled code are not looked at: hooks there would be traced", severity=Severity.INFO
@@ -255,7 +267,8 @@ class ModelMonitoring(Instrument):
                 loss.reshape(1).to(torch.float32 if loss.device.type == "mps" else torch.float64)
                 for loss in self._losses
             ]
-            sheet.value("training", ".", "loss", torch.cat([x.to(losses[0].device) for x in losses]).mean())
+            # of micro-batches the sum: that is what the gradients are of, and each is divided by their number as a rule
+            sheet.value("training", ".", "loss", torch.cat([x.to(losses[0].device) for x in losses]).sum())
         if sheet.scaled:
             sheet.value("training", ".", "loss_scale", sheet.scale)
         self._losses = []

@@ -15,6 +15,7 @@ FLOORS = {
     "activation": 0.05,
     "activation_grad": 0.08,
     "grad": 0.08,
+    "comm": 0.08,
     "grad_reduced": 0.08,
     "param": 0.02,
     "moment1": 0.1,

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from bitwitness.config.monitoring import MonitorConfig
 from bitwitness.files.shown import shown_lines
-from bitwitness.finding import Finding
+from bitwitness.finding import Finding, Severity
 from bitwitness.monitor.exchange import Exchange
 from bitwitness.monitor.rules.rule import Peers
 from bitwitness.monitor.series import SeriesKey, StepNumbers, Universe
@@ -130,6 +130,8 @@ class Outlet:
 
     def _found(self, finding: Finding) -> None:
         self._run.event(finding)
+        if finding.severity is Severity.INFO:  # what follows from an alert
+            return
         self.findings.append(finding)
         self._spoken += 1
         if self._spoken <= _SPEAKS:

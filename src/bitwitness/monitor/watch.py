@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
 from bitwitness.config.monitoring import MonitorConfig
-from bitwitness.finding import Finding
+from bitwitness.finding import Finding, Severity
 from bitwitness.monitor.movement import FLOORS, Movement
 from bitwitness.monitor.postmortem import PostMortem
 from bitwitness.monitor.rules.drift import Drift
@@ -15,16 +16,21 @@ from bitwitness.monitor.rules.exploding import Exploding
 from bitwitness.monitor.rules.frozen import Frozen
 from bitwitness.monitor.rules.nonfinite import Nonfinite
 from bitwitness.monitor.rules.rank_apart import RankApart
+from bitwitness.monitor.rules.replicas import Replicas
 from bitwitness.monitor.rules.rule import Alert, Peers, Rule, View
 from bitwitness.monitor.rules.spike import Spike
 from bitwitness.monitor.rules.vanished import Vanished
 from bitwitness.monitor.series import SeriesKey, StepNumbers
 
-RULES: tuple[type[Rule], ...] = (Nonfinite, Vanished, Frozen, Exploding, Drift, Spike, RankApart)
+RULES: tuple[type[Rule], ...] = (Nonfinite, Vanished, Frozen, Exploding, Drift, Spike, RankApart, Replicas)
 _LEARNS_FROM = ("exploding", "drift", "vanished")
 """Rules whose alarms raise the threshold of the kind that they spoke of."""
 
 _EPISODE = 20  # steps in which a rule does not say the same of the same again
+_WAKE = 32
+"""Steps after an alert in which what moves is taken for its consequence: it is recorded, and no alert of its own."""
+_FOLLOW = ("exploding", "drift")
+"""Rules of which that is so: what turns zero, freezes, spikes or is not finite is told whenever it happens."""
 
 
 class Watch:
@@ -52,6 +58,7 @@ class Watch:
         self._movements = {kind: Movement(kind, warmup=config.warmup, z=config.z) for kind in FLOORS}
         self._post_mortem = PostMortem()
         self._said: dict[tuple[str, str, str], int] = {}
+        self._alerted = -_WAKE - 1
         self.looked_at = 0
         self.alerts = 0
 
@@ -66,7 +73,10 @@ class Watch:
             self._movements[kind].learn(one, alarmed=alarmed)
         self._post_mortem.step(view)
         alerts = [alert for alert in said if self._is_new(alert, numbers.step)]
-        findings = [self._finding(alert, numbers) for alert in alerts]
+        in_wake = numbers.step - self._alerted <= _WAKE
+        findings = [self._finding(alert, numbers, follows=in_wake and alert.rule in _FOLLOW) for alert in alerts]
+        if any(finding.severity is not Severity.INFO for finding in findings) and not in_wake:
+            self._alerted = numbers.step
         if any(alert.rule == "spike" for alert in alerts):
             findings.append(self._post_mortem.of(numbers.step, numbers.rank))
         for finding in findings:
@@ -76,7 +86,7 @@ class Watch:
     def compare(self, step: int, rank: int, peers: Peers) -> list[Finding]:
         """Look at how this rank lay against the others at a step before."""
         self._post_mortem.compared(step, peers)
-        alerts = [alert for rule in self._rules if isinstance(rule, RankApart) for alert in rule.compare(peers)]
+        alerts = [alert for rule in self._rules for alert in rule.compare(peers)]
         self.looked_at += peers.distance.size
         findings = [_finding(alert, step, rank) for alert in alerts]
         for finding in findings:
@@ -89,11 +99,14 @@ class Watch:
         before, self._said[what] = self._said.get(what, -_EPISODE - 1), step
         return step - before > _EPISODE
 
-    def _finding(self, alert: Alert, numbers: StepNumbers) -> Finding:
-        return _finding(alert, numbers.step, numbers.rank)
+    def _finding(self, alert: Alert, numbers: StepNumbers, *, follows: bool) -> Finding:
+        if not follows:
+            return _finding(alert, numbers.step, numbers.rank)
+        message = f"{alert.message}, in the wake of step {self._alerted}"
+        return _finding(replace(alert, message=message, severity=Severity.INFO), numbers.step, numbers.rank)
 
     def _tell(self, finding: Finding) -> None:
-        self.alerts += finding.sensor != "monitor.post_mortem"
+        self.alerts += finding.sensor != "monitor.post_mortem" and finding.severity is not Severity.INFO
         self._told(finding)
 
 
@@ -113,14 +126,22 @@ def compared(keys: list[SeriesKey], own: np.ndarray, total: np.ndarray, ranks: i
 
 
 def row_of(numbers: StepNumbers, names: list[str]) -> tuple[list[SeriesKey], np.ndarray]:
-    """Return what a rank contributes to the sum, [3, F]: of ln L2 of each local gradient and of all, and asinh of the loss."""
-    places = {key.name: i for i, key in enumerate(numbers.keys) if key.kind == "grad"}
-    l2 = np.array([numbers.l2[places[name]] if name in places else np.nan for name in names])
+    """Return what a rank contributes to the sum, [3, F].
+
+    F are ln L2 of each weight, of each local gradient and of all gradients, and asinh of the loss.
+    """
+    weights, l2 = _sizes_of(numbers, "param", names), _sizes_of(numbers, "grad", names)
     with np.errstate(divide="ignore", invalid="ignore"):
-        sizes = np.log(np.append(l2, np.sqrt(np.nansum(l2**2)) if np.isfinite(l2).any() else np.nan))
+        total = np.sqrt(np.nansum(l2**2)) if np.isfinite(l2).any() else np.nan
+        sizes = np.log(np.concatenate([weights, l2, [total]]))
     sizes = np.append(sizes, np.arcsinh(numbers.number("training", "loss")))
     known = np.isfinite(sizes)
     values = np.where(known, sizes, 0.0)
-    keys = [SeriesKey("grad", name) for name in names]
+    keys = [SeriesKey(kind, name) for kind in ("param", "grad") for name in names]
     keys += [SeriesKey("training", ".", None, "grad_norm"), SeriesKey("training", ".", None, "loss")]
     return keys, np.stack([known.astype(float), values, values**2])
+
+
+def _sizes_of(numbers: StepNumbers, kind: str, names: list[str]) -> np.ndarray:
+    places = {key.name: i for i, key in enumerate(numbers.keys) if key.kind == kind}
+    return np.array([numbers.l2[places[name]] if name in places else np.nan for name in names])

@@ -61,7 +61,12 @@ class Drift(Rule):
         self._told[place] = view.numbers.step
         way = "above" if share_ > 0 else "below"
         text = f"{named(view.numbers.keys[place])} stays {way} its usual size, and others of its kind do not"
-        evidence = {"drift": share_, "shift": shift, "threshold": 1.0, "factor": float(np.exp(view.moved[kind].gap[index]))}
+        evidence = {
+            "drift": share_,
+            "shift": shift,
+            "threshold": 1.0,
+            "factor": float(np.exp(view.moved[kind].gap[index])),
+        }
         return [self.alert(view.numbers.keys[place], text, (view.numbers.keys[p] for p in others), **evidence)]
 
     def _shifted(self, kind: str, moved: Moved, step: int) -> Numbers:

@@ -8,7 +8,7 @@ from bitwitness.config.monitoring import MonitorConfig
 from bitwitness.monitor.rules.rule import Alert, Rule, View, named
 
 _ORDINARY = ("grad", "grad_reduced", "activation_grad")
-"""What overflows now and then under a gradient scaler, which skips such steps."""
+"""What overflows now and then under a gradient scaler, which skips such steps; so does the scaled loss itself."""
 _MASKS = ("activation", "comm")
 """Where an infinity that was there from the first step on is meant: a mask."""
 
@@ -36,7 +36,8 @@ class Nonfinite(Rule):
         for place in np.flatnonzero(bad):
             key = numbers.keys[place]
             masked = place in self._masked and not numbers.nan[place] > 0
-            if masked or (numbers.scaled and key.kind in _ORDINARY):
+            overflowed = key.kind in _ORDINARY or (key.kind == "training" and np.isinf(numbers.value[place]))
+            if masked or (numbers.scaled and overflowed):
                 bad[place] = False
         spreading, self._spreading = self._spreading, bool(bad.any())
         if not bad.any() or spreading:

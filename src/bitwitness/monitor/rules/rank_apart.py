@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from bitwitness.config.monitoring import MonitorConfig
-from bitwitness.monitor.rules.rule import Alert, Peers, Rule, View, named
+from bitwitness.monitor.rules.rule import Alert, Peers, Rule, named
 from bitwitness.monitor.slowsum import SlowSum
 from bitwitness.stats.history import History
 
@@ -15,8 +15,8 @@ _FLOOR = 0.08
 class RankApart(Rule):
     """Alerts on the rank whose distance from the mean of the others leaves its own history, at once or slowly.
 
-    A rank whose data always differ a little is used to that. Where there are only two ranks both say it, and only what else
-    moved on one of them (``drift``) tells which it is.
+    A rank whose data always differ a little is used to that. Where there are only two ranks both say it, and that either may
+    be the one; only what else moved on one of them tells which it is.
     The threshold rises with each alarm as that of ``exploding``.
     """
 
@@ -28,13 +28,9 @@ class RankApart(Rule):
         self._history: History | None = None
         self._slow = SlowSum(0, _FLOOR)
 
-    def look(self, view: View) -> list[Alert]:
-        """Return nothing: what it needs comes a step later, by `compare`."""
-        del view
-        return []
-
     def compare(self, peers: Peers) -> list[Alert]:
         """Return the parameter whose gradient is farthest from the other ranks', if that is beyond the threshold."""
+        peers = peers.of(lambda key: key.kind != "param")  # whose own rule is `replicas`
         size = peers.distance.size
         if not size:
             return []
@@ -58,7 +54,11 @@ class RankApart(Rule):
         others = "the other rank's" if peers.ranks == 2 else f"the other {peers.ranks - 1} ranks'"
         text = f"{named(key)} {how} apart from {others}: {factor:.3g} times its usual size against them"
         beyond = [peers.keys[int(i)] for i in np.flatnonzero(share > 1)]
-        return [self.alert(key, text, beyond, z=float(scores[index]), drift=float(drifting[index]), factor=factor)]
+        return [
+            self.alert(
+                key, text + peers.which, beyond, z=float(scores[index]), drift=float(drifting[index]), factor=factor
+            )
+        ]
 
     @staticmethod
     def _settled(peers: Peers) -> np.ndarray:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -51,6 +51,17 @@ class Peers:
     spread: NDArray[np.float64]
     ranks: int
 
+    def of(self, wanted: Callable[[SeriesKey], bool]) -> Peers:
+        """Return the same of some series only."""
+        kept = np.array([wanted(key) for key in self.keys], dtype=bool)
+        keys = [key for key, keep in zip(self.keys, kept, strict=True) if keep]
+        return replace(self, keys=keys, distance=self.distance[kept], spread=self.spread[kept])
+
+    @property
+    def which(self) -> str:
+        """Say where there are only two that either may be the one that left."""
+        return " (of two ranks either may be the one that went astray)" if self.ranks == 2 else ""
+
 
 @dataclass(frozen=True)
 class View:
@@ -82,7 +93,13 @@ class Rule:
 
     def look(self, view: View) -> list[Alert]:
         """Return alerts about a step, at most one: the first in causal order, what else moved in its evidence."""
-        raise NotImplementedError
+        del view
+        return []
+
+    def compare(self, peers: Peers) -> list[Alert]:
+        """Return alerts about how this rank lay among the others at a step before; most rules have none."""
+        del peers
+        return []
 
     def alert(self, key: SeriesKey, message: str, others: Iterable[SeriesKey] = (), **evidence: Any) -> Alert:
         """Return an alert."""

@@ -18,7 +18,7 @@ _USUAL = 9  # steps whose median is the usual: few, so that it does not lag behi
 _SPAN = 128  # steps whose jumps are remembered
 _TIMES = 2.0  # the largest of them that a spike is
 _SHARE = 2.0 / 3.0  # of ``z`` that it is beyond the deviation from step to step
-_TO_SIGMA = 1.4826 / np.sqrt(2.0)  # of a median absolute difference of two normal values
+_TO_SIGMA = 1.4826 / 2.0**0.5  # of a median absolute difference of two normal values
 _ALARM, _CALM = 1.4, 0.9998  # how an alarm raises what a spike must be, and a quiet step lowers it: as in `History`
 _MOST = 4.0
 

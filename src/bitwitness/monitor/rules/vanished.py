@@ -8,10 +8,11 @@ import numpy as np
 
 from bitwitness.config.monitoring import MonitorConfig
 from bitwitness.monitor.rules.rule import Alert, Rule, View, named
+from bitwitness.monitor.series import StepNumbers
 
 _RIPE = 16  # steps in which a series was never zero, before a zero means something
 _FALL = float(np.log(1000.0))  # of what is not zero
-_KINDS = ("activation", "activation_grad", "grad", "grad_reduced", "update")
+_KINDS = ("activation", "activation_grad", "grad", "comm", "grad_reduced", "update")
 _NUMBER = re.compile(r"\d+")
 
 
@@ -19,7 +20,7 @@ class Vanished(Rule):
     """Alerts where a size that never was zero is zero, or a thousandth of its usual.
 
     Not where its brothers (the same name but for numbers: a mixture's experts) were ever absent or zero, since there that is
-    ordinary; nor where most of a kind vanishes at once, which is the loss's doing and ``spike``'s business.
+    ordinary; nor where most of a kind vanishes at once with the loss, whose doing it is.
     Set for: a fall by more than ln 1000 that is also beyond the history's threshold, which chance has not been seen to do.
     """
 
@@ -30,6 +31,7 @@ class Vanished(Rule):
         super().__init__(config)
         self._gone: dict[str, set[int]] = {}
         self._ordinary: set[str] = set()
+        self._loss = float("nan")
 
     def look(self, view: View) -> list[Alert]:
         """Return the first series in causal order that vanished."""
@@ -39,7 +41,7 @@ class Vanished(Rule):
             if moved is None or not moved.places.size:
                 continue
             sizes = (numbers.value if kind == "update" else numbers.l2)[moved.places]
-            zero = sizes == 0
+            zero = (sizes == 0) & ~self._is_bad(numbers, moved.places)  # the size of NaN alone is no size
             fallen = (moved.gap < -_FALL) & (moved.scores < -moved.threshold)
             # what left no number at all (no gradient) is as good as zero, and so is what is NaN: not here
             absent = np.isnan(sizes)
@@ -52,8 +54,9 @@ class Vanished(Rule):
             self._ordinary.update(_brothers(numbers.keys[p].name) for p in returned)
             before.clear()
             before |= here
-            if 2 * len(new) <= max(int(ripe.sum()), 2):
+            if 2 * len(new) <= max(int(ripe.sum()), 2) or self._loss_stays(view):
                 gone += new
+        self._loss = numbers.number("training", "loss")
         if not gone:
             return []
         places = view.first(gone)
@@ -61,6 +64,17 @@ class Vanished(Rule):
         size = float((numbers.value if key.kind == "update" else numbers.l2)[places[0]])
         text = f"{named(key)} is {'zero' if size == 0 else f'{size:.3g}, a thousandth of its usual size'}, for the first time"
         return [self.alert(key, text, (numbers.keys[p] for p in places), l2=size)]
+
+    @staticmethod
+    def _is_bad(numbers: StepNumbers, places: np.ndarray) -> np.ndarray:
+        """Return which hold NaN or Inf: what is finite among these may be nothing."""
+        bad: np.ndarray = (numbers.nan[places] > 0) | (numbers.inf[places] > 0)
+        return bad
+
+    def _loss_stays(self, view: View) -> bool:
+        """Tell whether the step's loss is about what it was: that all gradients vanish is not its doing then."""
+        loss, before = view.numbers.number("training", "loss"), self._loss
+        return bool(np.isfinite(loss) and np.isfinite(before) and abs(loss) > 0.1 * abs(before) > 0)
 
     def _note(self, view: View, places: np.ndarray, none: np.ndarray, seen: np.ndarray) -> None:
         """Learn whose absence is ordinary: of those that were away and not only just now vanished."""
