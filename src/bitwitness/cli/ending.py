@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -68,4 +69,6 @@ def run_written(script: Script, args: argparse.Namespace, watch: Callable[[], Ev
     finally:
         watching.say(quiet=args.quiet)
         unwritten = write_answer(args, watching.folders)
-    return code or (EXIT_UNWRITTEN if watching.incomplete else unwritten)
+    # of several ranks none ends so: the launcher would end those that are still at work, for the sake of what we missed
+    incomplete = watching.incomplete and int(os.environ.get("WORLD_SIZE") or 1) == 1
+    return code or (EXIT_UNWRITTEN if incomplete else unwritten)

@@ -12,6 +12,7 @@ from bitwitness.comparison.changes import moved
 from bitwitness.comparison.evaluations import FirstMicros
 from bitwitness.comparison.frame import StepFrame
 from bitwitness.comparison.merged import MergedMicros, MergedSource, spread_differently
+from bitwitness.comparison.shares import shared_out_otherwise
 from bitwitness.errors import UsageError
 from bitwitness.store.life import life_of
 from bitwitness.store.source import Source
@@ -72,10 +73,13 @@ def line_up(a: Source, b: Source, ranks: Sequence[int] | None, steps: Sequence[i
 
     """
     found = Lined(a, b)
-    if spread_differently(a, b):
+    otherwise = not spread_differently(a, b) and shared_out_otherwise(a, b, a.ranks())
+    if otherwise or spread_differently(a, b):
         found.merged = True
         _join_micros_of_ranks(found)
-        found.a, found.b = MergedSource(found.a), MergedSource(found.b)
+        found.a, found.b = MergedSource(found.a, ordered=not otherwise), MergedSource(found.b, ordered=not otherwise)
+    if otherwise:
+        found.notes.append("the ranks share the batch out otherwise, and read the same samples together")
     chosen = [r for r in found.a.ranks() if r in found.b.ranks() and (ranks is None or r in ranks)]
     if not chosen:
         raise UsageError(f"{a.path} has ranks {a.ranks()}, {b.path} has ranks {b.ranks()}; expected one in common")

@@ -55,13 +55,16 @@ def _how(text: str | None) -> str | None:
 
 
 class MergedSource:
-    """A `bitwitness.store.source.Source` of one rank, made of all ranks of another."""
+    """A `bitwitness.store.source.Source` of one rank, made of all ranks of another.
+
+    ``ordered``: parts of a batch come in its order, so that values can be put together, and not only their statistics.
+    """
 
     _joined = "ranks|"
     """Begins the reference of a value that is put together when it is asked for."""
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    def __init__(self, source: Source, *, ordered: bool = True) -> None:
+        self._source, self._ordered = source, ordered
         self.path, self.kind, self.info, self.problems = source.path, source.kind, source.info, source.problems
         self._parts: dict[str, tuple[int | None, list[tuple[int, Cells]]]] = {}
 
@@ -132,7 +135,12 @@ class MergedSource:
 
     def _keep(self, row: Cells, dim: int | None, parts: list[tuple[int, Cells]]) -> None:
         """Have the parts put together when the value is asked for."""
-        if dim is None or any(cells["tensor"] is None or "|every=" in cells["tensor"] for _, cells in parts):
+        of_batch = not _PLACEMENT.match(parts[0][1]["placement"] or "")
+        if (
+            dim is None
+            or (of_batch and not self._ordered)
+            or any(cells["tensor"] is None or "|every=" in cells["tensor"] for _, cells in parts)
+        ):
             row["tensor"] = None
             return
         row["tensor"] = f"{self._joined}{parts[0][0]}.{len(self._parts)}"

@@ -12,7 +12,7 @@ from bitwitness.errors import BitwitnessError
 from bitwitness.ranks.process_groups import wrappers_noticed
 from bitwitness.session.instrument import Instrument
 from bitwitness.session.reporter import Reporter
-from bitwitness.session.roots import root_of
+from bitwitness.session.roots import root_of, trains_past_wrapper
 from bitwitness.session.search import ModelSearch
 from bitwitness.session.session import sessions
 from bitwitness.session.writing import Writing
@@ -80,7 +80,9 @@ class EveryModel(ModelSearch[W]):
         first = next(unwrap(module).parameters(), None)
         if first is None or first.is_meta:  # the latter holds no numbers
             self._passed.update(module.modules())
-        elif root_of(module) is not None and self._take_over(module, module):  # else it comes back as, or in, a model
+        elif root_of(module) is None and not trains_past_wrapper(module):
+            return  # it comes back as, or in, a model
+        elif self._take_over(module, module):
             self._passed.update(module.modules())
             self._take(module, args)
 

@@ -6,11 +6,13 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules import module as nn_module
 from torch.nn.parameter import is_lazy
 
 from bitwitness.ranks.process_groups import wrapped_by, wrappers_inside
+from bitwitness.tap.compat import running_wrapper
 from bitwitness.tap.compiled import distributed, is_compiled
 from bitwitness.tap.modules import unwrap
 
@@ -41,6 +43,12 @@ def root_of(module: nn.Module) -> nn.Module | None:
     if any(map(is_lazy, candidates[-1].parameters())):
         return None
     return next(owner for owner in candidates if wanted <= trainable(owner))
+
+
+def trains_past_wrapper(module: nn.Module) -> bool:
+    """Tell whether a call trains a model past the DistributedDataParallel that is around it, which then reduces nothing."""
+    trains = torch.is_grad_enabled() and unwrap(module).training and running_wrapper() is None
+    return trains and distributed(module) is None and wrapped_by(unwrap(module)) is not None
 
 
 def trainable(module: nn.Module) -> set[int]:
