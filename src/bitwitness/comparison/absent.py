@@ -88,9 +88,11 @@ def _updates(differences: Differences) -> Iterable[Absence]:
 def _skipped(differences: Differences, only: Sequence[Node], side: str, other: str) -> Absence | None:
     """Return the updates of a step in which the other run's optimizer, which stepped before, did not."""
     updates = [node for node in only if node.kind == "optimizer"]
-    before = differences.earlier.last
+    before, theirs = differences.earlier.last, (differences.a, differences.b)["AB".index(other)]
     if not updates or before is None or not before["AB".index(other)].texts["kind"].equals("optimizer").any():
         return None
+    if theirs.texts["kind"].equals("optimizer").any():
+        return None  # of parameters that have other names there
     return Absence(updates, side, f"run {other} takes no optimizer step in this step: its gradients are not used")
 
 

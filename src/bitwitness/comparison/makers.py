@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bitwitness.comparison.align import Alignment, Group, Pair
 from bitwitness.comparison.frame import Node, StepFrame
+from bitwitness.oracle.names import canonical
 
 _FOLLOWED = 256
 """Nodes of one run alone that are followed to what they are made of."""
@@ -54,6 +55,25 @@ class Makers:
     def group(self, lone: Node, *, first: bool) -> Group | None:
         """Return the nodes that stand against each other in both runs, a node that only one has among them."""
         return self._groups[0 if first else 1].get(lone.number)
+
+    def beginning(self, lone: Node, *, first: bool) -> tuple[Node, int]:
+        """Return where a path of the backward begins that one run alone has, and how many nodes it has.
+
+        It ends in a sum of gradients, where it meets one that both runs have; of any other node it is the node itself.
+        """
+        frame, alone, made = self._frames[not first], self._lone[not first], self.made[not first]
+        makers = [int(frame.producer[row]) for row in lone.inputs]
+        meets = any(number in alone for number in makers) and any(number in made for number in makers)
+        if lone.phase != "backward" or canonical(lone.op) != "add" or not meets:
+            return lone, 1
+        waiting, seen = [lone], {lone.number: lone}
+        while waiting and len(seen) < _FOLLOWED:
+            found = (alone.get(int(frame.producer[row])) for row in waiting.pop().inputs)
+            new = {node.number: node for node in found if node is not None and node.phase == "backward"}
+            waiting += [node for number, node in new.items() if number not in seen]
+            seen |= new
+        known = [node for node in seen.values() if frame.stack[node.rows[0]] >= 0]
+        return min(known, key=lambda node: node.rows[0], default=lone), len(seen)
 
     def has_lone(self, kind: str, op: str) -> bool:
         """Return whether one run alone has such a node."""

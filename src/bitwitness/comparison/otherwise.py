@@ -33,7 +33,7 @@ _LINEAR = frozenset((*PRODUCTS, "add", "mul", "sum"))
 
 
 class Otherwise(NamedTuple):
-    """One formula in other operators: in which module first, and by what in each run."""
+    """One formula in other operators, or in another dtype: in which module first, and by what in each run."""
 
     module: str
     a: str
@@ -45,6 +45,7 @@ def written_otherwise(differences: Differences) -> Iterator[Otherwise]:
     coarse = max(differences.coarse, differences.roundoff_inside if differences.precisions is not None else 0.0)
     if coarse <= FINE:
         return
+    yield from _in_other_dtypes(differences)
     for group in differences.alignment.groups:
         first, second = computing(group.a), computing(group.b)
         if group.a[0].phase != "forward" or not first or not second:
@@ -52,6 +53,18 @@ def written_otherwise(differences: Differences) -> Iterator[Otherwise]:
         names = [{canonical(node.op) for node in nodes} for nodes in (first, second)]
         if names[0] != names[1] and not all(found <= _LINEAR for found in names):
             yield Otherwise(group.a[0].module, in_chain(first), in_chain(second))
+
+
+def _in_other_dtypes(differences: Differences) -> Iterator[Otherwise]:
+    """Yield modules that compute in another dtype in each run, where the runs as a whole compute in one."""
+    told: set[str] = set()
+    for pair in differences.alignment.pairs if differences.precisions is None else ():
+        if (pair.a.kind, pair.a.phase) != ("op", "forward") or not pair.outputs or not computing([pair.a]):
+            continue
+        first, second = differences.dtypes(*pair.outputs[0])
+        if first != second and "float" in first and "float" in second and pair.a.module not in told:
+            told.add(pair.a.module)
+            yield Otherwise(pair.a.module, f"{pair.a.op} in {first}", f"{pair.b.op} in {second}")
 
 
 def in_words(found: Collection[Otherwise]) -> str:

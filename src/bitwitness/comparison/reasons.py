@@ -164,6 +164,13 @@ class Reasons:
         if group is not None:
             ways = " and ".join(f"by {in_chain(nodes)} in run {run}" for nodes, run in ((group.a, "A"), (group.b, "B")))
             text = f"what {reader} reads is computed {ways}, with other results ({words})"
+        else:
+            lone, count = differences.makers.beginning(lone, first=lone_a is not None)
+            if count > 1:
+                path = f"goes backward here, through {count} operators that meet the other gradients in {reader}"
+                text = (
+                    f"only run {side.upper()} {path} ({words}): what the other run detaches, or makes without gradients"
+                )
         return Reason("missing", text, lone, side)
 
     def _from_view(self, pair: Pair, row_a: int, change: float, made: float) -> Reason | None:

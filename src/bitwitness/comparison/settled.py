@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import cached_property
 
+import numpy as np
+import numpy.typing as npt
+
 from bitwitness.comparison.align import Pair
 from bitwitness.comparison.differences import Differences
-from bitwitness.comparison.frame import Node
+from bitwitness.comparison.frame import Node, StepFrame
 from bitwitness.comparison.relation import is_reordered, numbers_of
 
 _AGREE = 200.0
@@ -22,6 +26,8 @@ _MOST = 0.02
 """The same as a relative change, for dtypes whose unit roundoff is large."""
 _AS_LARGE = 1e-3
 """By which the norm of a gradient may differ that lies in another order: more says nothing of its values."""
+_AS_NOTHING = 1e-6
+"""Times the largest gradient, below which one is rounding errors."""
 _OF_DRIFTED = 0.75
 """Times what a later step's values may differ by: modules' results were seen to differ by up to 0.7 of that."""
 _BY_STATISTICS, _BY_VALUES = 0.25, 0.5
@@ -129,7 +135,21 @@ class SettledModules:
     def _gradients_agree(self, path: str) -> bool:
         inside = "" if path == "." else f"{path}."
         found = [ok for name, ok in self._gradients.items() if name.startswith(inside)]
-        return bool(found) and all(found)
+        return all(found) if found else path == "." and self._renamed_gradients_agree
+
+    @cached_property
+    def _renamed_gradients_agree(self) -> bool:
+        """Whether gradients of parameters that all have other names in each run are as large, in the order of size."""
+        first, second = (
+            sorted(float(frame.numbers["l2"][row]) for row in np.flatnonzero(_complete(frame)).tolist())
+            for frame in (self._differences.a, self._differences.b)
+        )
+        if not first or len(first) != len(second) or not all(map(math.isfinite, (*first, *second))):
+            return False
+        return all(
+            abs(x - y) <= _AS_LARGE * max(x, y) or max(x, y) <= _AS_NOTHING * first[-1]
+            for x, y in zip(first, second, strict=True)
+        )
 
     @cached_property
     def _gradients(self) -> dict[str, bool]:
@@ -156,3 +176,9 @@ class SettledModules:
             (numbers_of(self._differences.a, i).l2, numbers_of(self._differences.b, j).l2) for i, j in pair.outputs
         ]
         return all(abs(x - y) <= _AS_LARGE * max(x, y) for x, y in sizes)
+
+
+def _complete(frame: StepFrame) -> npt.NDArray[np.bool_]:
+    """Return which rows are complete gradients."""
+    found: npt.NDArray[np.bool_] = frame.texts["kind"].equals("gradient") & frame.texts["slot"].equals("reduced")
+    return found
