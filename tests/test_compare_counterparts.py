@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
+from extent import chosen
+from ranks import forked
 from torch import nn
 
 import bitwitness as bw
@@ -142,3 +147,174 @@ def test_a_choice_that_rounding_tips_is_named_and_not_what_follows(tmp_path: Pat
     assert (
         "by _to_copy, _softmax in float32 in run A and by exp, exp, sum, div in bfloat16 in run B" in report.conclusion
     )
+
+
+class Whole(nn.Module):
+    """Two layers and a norm between them, as modules or as functions of parameters that have other names."""
+
+    def __init__(self, *, functional: bool) -> None:
+        super().__init__()
+        first, second = nn.Linear(16, 32), nn.Linear(32, 4)
+        self.functional = functional
+        if functional:
+            self.w_in, self.b_in = first.weight, first.bias
+            self.gamma, self.beta = nn.Parameter(torch.ones(32)), nn.Parameter(torch.zeros(32))
+            self.w_out, self.b_out = second.weight, second.bias
+        else:
+            self.fc1, self.norm, self.fc2 = first, nn.LayerNorm(32), second
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.functional:
+            return self.fc2(self.norm(torch.tanh(self.fc1(x))))
+        h = torch.tanh(torch.einsum("bi,oi->bo", x, self.w_in) + self.b_in)
+        mean = h.mean(-1, keepdim=True)
+        variance = ((h - mean) ** 2).mean(-1, keepdim=True)
+        h = (h - mean) / torch.sqrt(variance + 1e-5) * self.gamma + self.beta
+        return F.linear(h, self.w_out, self.b_out)
+
+
+def classified(out: Path, *, functional: bool, scale: float = 1.0, content: str = "stats") -> Path:
+    torch.manual_seed(0)
+    model = Whole(functional=functional)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    generator = torch.Generator().manual_seed(1)
+    with bw.Recorder(model, level="mix", out=out, content=content):
+        for _ in range(3):
+            x, y = torch.randn(16, 16, generator=generator), torch.randint(0, 4, (16,), generator=generator)
+            F.cross_entropy(scale * model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return out
+
+
+@pytest.mark.parametrize("content", chosen(["stats", "tensors"], ["stats"]))
+def test_a_functional_rewrite_with_other_names_accuses_nobody(tmp_path: Path, content: str) -> None:
+    a = classified(tmp_path / "a", functional=False, content=content)
+    report = bw.compare(a, classified(tmp_path / "b", functional=True, content=content))
+    assert (report.status, report.suspects) == ("fine", []), report.conclusion
+    assert "have no counterpart" in report.conclusion
+    other = bw.compare(a, classified(tmp_path / "c", functional=True, scale=1.1, content=content))
+    assert other.status != "fine", other.conclusion
+
+
+def q_learned(out: Path, *, detached: bool) -> Path:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    generator = torch.Generator().manual_seed(1)
+    with bw.Recorder(model, level="mix", out=out):
+        for _ in range(2):
+            now, later = torch.randn(2, 8, 6, generator=generator)
+            value = model(later).max(-1).values
+            target = 0.9 * (value.detach() if detached else value)
+            F.smooth_l1_loss(model(now)[:, 0], target).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return out
+
+
+def test_a_path_that_is_detached_is_named_where_it_begins(tmp_path: Path) -> None:
+    report = bw.compare(q_learned(tmp_path / "a", detached=True), q_learned(tmp_path / "b", detached=False))
+    assert "smooth_l1_loss_backward#1:backward" in report.conclusion, report.conclusion
+    assert "only run B goes backward here" in report.conclusion
+    assert "what the other run detaches" in report.conclusion
+    assert report.first is not None
+    assert "test_compare_counterparts.py" in report.first.line
+
+
+class Norm(nn.Module):
+    """Root mean square, in float32 or as it comes."""
+
+    def __init__(self, *, wide: bool) -> None:
+        super().__init__()
+        self.weight, self.wide = nn.Parameter(torch.ones(32)), wide
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.float() if self.wide else x
+        return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype) * self.weight
+
+
+def test_another_dtype_that_rounding_hides_is_said(tmp_path: Path) -> None:
+    a, b = (
+        trained(tmp_path / name, Norm(wide=wide), dtype=torch.bfloat16) for name, wide in (("a", True), ("b", False))
+    )
+    report = bw.compare(a, b)
+    assert "layer is computed by pow in float32 in run A and by pow in bfloat16 in run B" in report.conclusion
+    assert "cannot be told in that precision" in report.conclusion
+
+
+SHARED_OUT = """
+import sys, torch, torch.distributed as dist
+from torch import nn
+import bitwitness as bw
+dist.init_process_group("gloo")
+rank, (out, how) = dist.get_rank(), sys.argv[1:]
+torch.manual_seed(0)
+model = nn.Sequential(nn.Embedding(32, 16), nn.Flatten(), nn.Linear(64, 8))
+ddp = nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+generator = torch.Generator().manual_seed(1)
+with bw.Recorder(model if how == "past" else ddp, level="mix", out=out):
+    for _ in range(2):
+        batch = torch.randint(0, 32, (8, 4), generator=generator)
+        mine = batch[rank::2] if how == "interleaved" else batch[4 * rank : 4 * rank + 4]
+        (model if how == "past" else ddp)(batch[:4] if how == "same" else mine).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.ranks
+def test_a_batch_that_ranks_share_out_otherwise_is_the_same_batch(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(SHARED_OUT)
+    for how in ("contiguous", "interleaved", "same"):
+        done = forked(2, [str(script), str(tmp_path / how), how], tmp_path / f"logs_{how}")
+        assert done.code == 0, done
+    report = bw.compare(tmp_path / "contiguous", tmp_path / "interleaved")
+    assert report.status == "fine", report.conclusion
+    assert "the ranks share the batch out otherwise, and read the same samples together" in report.notes
+    other = bw.compare(tmp_path / "contiguous", tmp_path / "same")
+    assert "(rank 1, step 0): input in0 differs" in other.conclusion
+
+
+PAST = """
+import sys, torch, torch.distributed as dist
+from torch import nn
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+ddp = nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+with torch.no_grad():
+    model(torch.zeros(1, 8))
+for _ in range(2):
+    (model if sys.argv[2] == "past" else ddp)(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.eval()(torch.zeros(1, 8))
+    model.train()
+"""
+
+
+@pytest.mark.parametrize("how", ["past", "through"])
+def test_a_model_that_is_trained_past_its_wrapper_is_recorded(tmp_path: Path, how: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PAST)
+    run = tmp_path / "run"
+    command = [
+        sys.executable,
+        "-m",
+        "bitwitness",
+        "record",
+        "--out",
+        str(run),
+        str(script),
+        str(tmp_path / "init"),
+        how,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"recorded in {run}" in done.stderr
+    assert not (tmp_path / "run-2").exists()

@@ -51,7 +51,7 @@ def of_forwards(frame: StepFrame) -> npt.NDArray[np.bool_]:
 def _given(frame: StepFrame) -> tuple[set[str], int]:
     """Return the names of what the model is given in its first call, where that was recorded, and how many values that is.
 
-    Two may have one name: parts of one tensor, as a text and what follows in it, until they are copied to a device.
+    They go by their places in the call: two may have one name, as ids that are their own labels, or parts of one tensor.
     """
     rows = (
         frame.texts["kind"].equals("module")
@@ -59,8 +59,8 @@ def _given(frame: StepFrame) -> tuple[set[str], int]:
         & frame.texts["phase"].equals("forward")
     )
     rows &= frame.micro == frame.micro[rows].min(initial=0)
-    names = [frame.text("name", row) for row in np.flatnonzero(rows).tolist()]
-    given = [name.removeprefix("input ") for name in names if name.startswith("input ")]
+    inputs = [row for row in np.flatnonzero(rows).tolist() if frame.text("name", row).startswith("input ")]
+    given = [slot.removeprefix("in.") for slot in (frame.text("slot", row) for row in inputs) if slot.startswith("in")]
     return set(given), len(given)
 
 
