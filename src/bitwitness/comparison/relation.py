@@ -100,9 +100,10 @@ def in_words(a: StepFrame, b: StepFrame, row_a: int, row_b: int) -> str:
             return f"{x.mean:.4%} of it true against {y.mean:.4%}"
         if dtype.startswith(("int", "uint")):  # token ids, labels: a norm says nothing of them
             return f"other integers, on average {x.mean:.6g} against {y.mean:.6g}"
-    apart = abs(x.sketch - y.sketch) > _SAME * y.l2 >= abs(x.l2 - y.l2)
-    if apart and x.l2 != y.l2 and a.text("layout", row_a) == b.text("layout", row_b):
-        return f"other values of nearly the same norm, {x.min:.4g} to {x.max:.4g} against {y.min:.4g} to {y.max:.4g}"
+    alike = 0 < abs(x.l2 - y.l2) <= _SAME_NUMBERS * y.l2  # a norm that does not show it, as of normalised advantages
+    ranges = [f"{one.min:.4g} to {one.max:.4g}" for one in (x, y)]
+    if alike and ranges[0] != ranges[1] and a.text("layout", row_a) == b.text("layout", row_b):
+        return f"other values of nearly the same L2 norm, {ranges[0]} against {ranges[1]}"
     if x.l2 == y.l2 or math.isnan(x.l2) or math.isnan(y.l2):
         return (
             "other bits" if x.sketch == y.sketch or math.isnan(x.sketch + y.sketch) else "other values of the same norm"

@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer
 from bitwitness.config.monitoring import MonitorConfig
 from bitwitness.monitor.gradients import present
 from bitwitness.monitor.sheet import Sheet
-from bitwitness.stats import change_sizes, copy_all
+from bitwitness.stats import Moving
 from bitwitness.stats.local import local_values
 
 _MOMENTS = {"moment1": ("exp_avg", "momentum_buffer"), "moment2": ("exp_avg_sq", "square_avg", "sum")}
@@ -36,8 +36,8 @@ class State:
         self._parameters = parameters
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._config = config
-        self._before: dict[str, torch.Tensor] = {}
-        self._kept: list[str] = []
+        self._moving = Moving()
+        self._stepping: list[str] = []
         self._measured: set[str] = set()
         self._groups: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._next_group = 0
@@ -59,15 +59,16 @@ class State:
                 if isinstance(rate, int | float | torch.Tensor):
                     sheet.value("training", str(self._group(optimizer, number)), "lr", rate)
         if self._config.looks_at("update"):
-            self._keep({name: p for name, p in held.items() if p.grad is not None})
+            self._stepping = [name for name, p in held.items() if p.grad is not None]
+            self._moving.keep({name: held[name] for name in self._stepping})
 
     def after_optimizer(self, sheet: Sheet, optimizer: Optimizer) -> None:
         """Look at what it made of the parameters, and at what it keeps."""
         held = self._held(optimizer)
-        if self._config.looks_at("update"):
-            self._updates(sheet, held)
+        measured = self._updates(sheet, held)
         if self._config.looks_at("param"):
-            sheet.measure_all("param", list(held), list(held.values()))
+            rest = [name for name in held if name not in measured]
+            sheet.measure_all("param", rest, [held[name] for name in rest])
             self._measured |= set(held)
         for kind, keys in _MOMENTS.items():
             if self._config.looks_at(kind):
@@ -95,25 +96,21 @@ class State:
         self._next_group = max(self._next_group, first + len(optimizer.param_groups))
         return first + number
 
-    def _keep(self, named: dict[str, nn.Parameter]) -> None:
-        """Keep the weights as they are, in memory that is used again at each step."""
-        for name, parameter in named.items():
-            values = local_values(parameter.detach())
-            kept = self._before.get(name)
-            if kept is None or kept.shape != values.shape or kept.dtype != values.dtype or kept.device != values.device:
-                self._before[name] = torch.empty_like(values)
-        copy_all([self._before[name] for name in named], [local_values(p.detach()) for p in named.values()])
-        self._kept = list(named)
-
-    def _updates(self, sheet: Sheet, held: dict[str, nn.Parameter]) -> None:
-        names = [name for name in self._kept if name in held]
-        self._kept = []
-        if not names:
-            return
-        before = [self._before[name] for name in names]
-        now = [local_values(held[name].detach()) for name in names]
-        for name, ratio in zip(names, change_sizes(before, now, now[0].device).unbind(), strict=True):
+    def _updates(self, sheet: Sheet, held: dict[str, nn.Parameter]) -> set[str]:
+        """Look at how far the step has moved weights; return the names of those that were measured in the same reading."""
+        stepped = {name: held[name] for name in self._stepping if name in held}
+        self._stepping = []
+        if not stepped:
+            return set()
+        figures = self._config.looks_at("param") and not self._config.zeros
+        ratios, table = self._moving.moved(stepped, figures=figures)
+        for name, ratio in zip(stepped, ratios.unbind(), strict=True):
             sheet.value("update", name, "update_ratio", ratio)
+        if table is None:
+            return set()
+        counts = [local_values(parameter.detach()).numel() for parameter in stepped.values()]
+        sheet.add_all("param", list(stepped), counts, table)
+        return set(stepped)
 
 
 def _moments(optimizer: Optimizer, held: dict[str, nn.Parameter], keys: tuple[str, ...]) -> Iterator[tuple[str, Any]]:

@@ -3,6 +3,7 @@
 from bitwitness.stats.digest import HashBatch, bit_hash, same_bits
 from bitwitness.stats.features import Features, features_of
 from bitwitness.stats.figures import figures_of
+from bitwitness.stats.moving import Moving
 from bitwitness.stats.sketch import exact_sketch, sketch, sketch_rows
 from bitwitness.stats.summary import Stats, exact_l2, quick_l2, stats_of
 from bitwitness.stats.total import change_sizes, copy_all, marks_of, norms_of, total_of
@@ -10,6 +11,7 @@ from bitwitness.stats.total import change_sizes, copy_all, marks_of, norms_of, t
 __all__ = [
     "Features",
     "HashBatch",
+    "Moving",
     "Stats",
     "bit_hash",
     "change_sizes",

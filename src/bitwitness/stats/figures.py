@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ def _on_one(values: list[Tensor], device: torch.device, *, zeros: bool) -> Tenso
     if device.type != "cpu":
         return _fused(values, zeros=zeros)
     rows = _by_rows(values, zeros=zeros)
-    table = [rows[i] if i in rows else _alone(value, zeros=zeros) for i, value in enumerate(values)]
+    table = [rows[i] if i in rows else alone(value, zeros=zeros) for i, value in enumerate(values)]
     return torch.tensor(table, dtype=torch.float64).view(-1, len(COLUMNS))
 
 
@@ -90,7 +90,7 @@ def _by_rows(values: list[Tensor], *, zeros: bool) -> dict[int, list[float]]:
     for members in alike.values():
         if len(members) > 1:
             matrix = torch.stack([values[index].reshape(-1) for index in members]).double()
-            low, high = matrix.aminmax(dim=1)
+            low, high = matrix.amin(1), matrix.amax(1)  # each is several times faster than both by aminmax
             empty = (matrix == 0).sum(1).double() if zeros else torch.full_like(low, _UNCOUNTED)
             none = torch.zeros_like(low)
             columns = [none, none, empty, low, high, matrix.sum(1), torch.linalg.vector_norm(matrix, dim=1)]
@@ -99,14 +99,24 @@ def _by_rows(values: list[Tensor], *, zeros: bool) -> dict[int, list[float]]:
     return found
 
 
-def _alone(values: Tensor, *, zeros: bool) -> list[float]:
+def is_long(values: Tensor) -> bool:
+    """Tell whether a tensor is measured alone, part by part, and not as a row among others of its length."""
+    here = values.device.type == "cpu" and values.dtype in _PLAIN
+    return here and values.numel() >= _SMALL and values.is_contiguous()
+
+
+def alone(values: Tensor, *, zeros: bool = False, beside: Callable[[Tensor, int], None] | None = None) -> list[float]:
+    """Return one tensor's figures on the CPU, part by part; ``beside`` is called with each part and where it begins."""
     if values.dtype not in _PLAIN or not values.numel():
         return _exactly(values, zeros=zeros)
     low, high, total, squares, there = math.inf, -math.inf, 0.0, 0.0, 0
+    start = 0
     for part in values.reshape(-1).split(_PART):
         numbers = part.float() if part.dtype in _HALVES else part
-        least, most = numbers.aminmax()
-        low, high = min(low, least.item()), max(high, most.item())
+        low, high = min(low, numbers.amin().item()), max(high, numbers.amax().item())
+        if beside is not None:
+            beside(part, start)
+            start += part.numel()
         total += numbers.sum().item()
         squares += torch.dot(numbers, numbers).item()
         there += int(numbers.count_nonzero()) if zeros else 0
