@@ -260,7 +260,7 @@ def siamese(out: Path, *, stopped: bool) -> Path:
 def test_a_branch_that_one_run_differentiates_is_named_by_what_only_it_has(tmp_path: Path) -> None:
     report = bw.compare(siamese(tmp_path / "a", stopped=True), siamese(tmp_path / "b", stopped=False))
     assert report.status == "findings"
-    assert "only run B has it" in report.conclusion, report.conclusion
+    assert "only run B goes backward here" in report.conclusion, report.conclusion
     assert ":backward" in report.conclusion
 
 

@@ -18,6 +18,7 @@ _USUAL = 9  # steps whose median is the usual: few, so that it does not lag behi
 _SPAN = 128  # steps whose jumps are remembered
 _TIMES = 2.0  # the largest of them that a spike is
 _SHARE = 2.0 / 3.0  # of ``z`` that it is beyond the deviation from step to step
+_YOUNG = 64  # steps of a training that has shown few jumps as yet: more is asked for, by as much as it is younger
 _TO_SIGMA = 1.4826 / 2.0**0.5  # of a median absolute difference of two normal values
 _ALARM, _CALM = 1.4, 0.9998  # how an alarm raises what a spike must be, and a quiet step lowers it: as in `History`
 _MOST = 4.0
@@ -46,7 +47,8 @@ class _Jumps:
         """Return the jump from which on it is a spike."""
         steps = np.abs(np.diff(self._values)) if len(self._values) > 1 else np.zeros(1)
         sigma = float(np.median(steps)) * _TO_SIGMA
-        return max(self._least, _SHARE * self._z * sigma, _TIMES * max(self._jumps, default=0.0))
+        limit = max(self._least, _SHARE * self._z * sigma, _TIMES * max(self._jumps, default=0.0))
+        return limit * max(1.0, _YOUNG / max(self.seen, 1))
 
     def learn(self, value: float, limit: float) -> None:
         """Take a value in; of a spike no more than what is not one yet, so that the next is seen, too."""
