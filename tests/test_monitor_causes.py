@@ -17,6 +17,8 @@ import bitwitness as bw
 from bitwitness import Finding
 from bitwitness.finding import Severity
 from bitwitness.monitor.sheet import Key
+from bitwitness.stats import bit_hash
+from bitwitness.tap.loaded import LoadedBatches
 
 AT, NAME, MODULE = 100, PARAMETERS[5], MODULES[5]
 Rows = dict[Key, list[float]]
@@ -183,3 +185,44 @@ def test_targets_that_match_nothing_are_said(tmp_path: Path, capsys: pytest.Capt
         capsys.readouterr().err
     )
     assert monitor.problem
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_samples_of_the_batch_behind_a_spike_are_named(tmp_path: Path, workers: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1600, 4)
+    y = x.sum(1, keepdim=True)
+    y[812] = 300.0  # one wrong label
+    order = torch.randperm(1600, generator=torch.Generator().manual_seed(2)).tolist()
+    order.remove(812)
+    order.insert(1400, 812)
+    net = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(x, y), batch_size=16, sampler=order, num_workers=workers
+    )
+    with bw.Monitor(net, out=tmp_path / "run") as monitor:
+        for inputs, labels in loader:
+            optimizer.zero_grad()
+            (net(inputs) - labels).square().mean().backward()
+            optimizer.step()
+    cause = next(one for one in monitor.findings if one.sensor == "monitor.post_mortem")
+    assert cause.step == 1400 // 16
+    assert cause.evidence["indices"] == order[1392:1408]
+    assert "; samples " in cause.message
+    assert cause.message.endswith("of its data set) was not")
+
+
+def test_a_loader_that_is_left_early_and_read_ahead(tmp_path: Path) -> None:
+    loaded = LoadedBatches()
+    data = torch.arange(40.0).view(20, 2)
+    loader = torch.utils.data.DataLoader(data, batch_size=2, num_workers=1, persistent_workers=True)  # type: ignore[arg-type,var-annotated]
+    before = torch.utils.data.dataloader._BaseDataLoaderIter.__next__
+    loaded.attach()
+    for stop in (3, 20):
+        batches = [batch for _, batch in zip(range(stop), loader, strict=False)]  # ahead of whoever reads them
+        for number, batch in enumerate(batches):
+            name = f"{int(bit_hash(batch)) & (1 << 64) - 1:016x}"
+            assert loaded.indices(["0" * 16, name]) == (2 * number, 2 * number + 1)
+    loaded.detach()
+    assert torch.utils.data.dataloader._BaseDataLoaderIter.__next__ is before

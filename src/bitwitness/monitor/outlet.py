@@ -21,6 +21,7 @@ from bitwitness.monitor.sheet import StepRows
 from bitwitness.monitor.watch import Watch
 from bitwitness.store import RunWriter
 from bitwitness.store.series import SeriesWriter
+from bitwitness.tap.loaded import LoadedBatches
 
 Sink = Callable[[Mapping[str, float], int], None]
 """Takes a step's numbers by name, and the step's number; called on the monitor's own thread."""
@@ -60,7 +61,10 @@ class Outlet:
         self._note = note
         self._exchange = exchange
         self._universe = Universe(run.rank)
-        self._watch = Watch(config, self._found) if config.watch else None
+        self._loaded = LoadedBatches()
+        self._watch = Watch(config, self._found, self._loaded.indices) if config.watch else None
+        if config.watch and "spike" in config.rules:
+            self._loaded.attach()
         self._writing = SeriesWriter(run.path / f"rank{run.rank:05d}", self._ended)
         self._spoken = 0
         self.findings: deque[Finding] = deque(maxlen=_FINDINGS_KEPT)
@@ -92,12 +96,14 @@ class Outlet:
 
     def close(self) -> None:
         """Write what is left, and end the thread."""
+        self._loaded.detach()
         self._writing.close()
         if self._watch is not None:
             self._run.describe(monitored={"series_steps": self._watch.looked_at, "alerts": self._watch.alerts})
 
     def delete(self) -> None:
         """End, and leave nothing."""
+        self._loaded.detach()
         self._writing.delete()
 
     # -- the thread ----------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,13 +18,18 @@ _Z = 5.0
 _FEW = 0.34  # of a kind's series, so that what moved is one layer and not all
 _NAMED = 5
 _PLURAL = {"moment1": "first moments", "moment2": "second moments", "update": "updates"}
+_SAMPLES = 8  # that are named
 _SEEN = 2  # updates before a spike that may have led to it
+
+
+IndicesOf = Callable[[Sequence[str]], Sequence[int]]
 
 
 class PostMortem:
     """Keeps the last steps, and says what they tell of a spike."""
 
-    def __init__(self) -> None:
+    def __init__(self, indices_of: IndicesOf = lambda _hashes: ()) -> None:
+        self._indices_of = indices_of
         self._steps: deque[View] = deque(maxlen=_KEPT)
         self._peers: deque[tuple[int, Peers]] = deque(maxlen=_KEPT)
 
@@ -43,6 +48,7 @@ class PostMortem:
         evidence: dict[str, Any] = {
             "cause": cause,
             "batch": list(spike.numbers.batch),
+            "indices": list(self._indices_of(spike.numbers.batch)),
             "seen_before": self._batch_seen(spike),
             "steps": [self._told(view) for view in self._steps],
         }
@@ -75,14 +81,14 @@ class PostMortem:
             key, factor = weights[0]
             return "one_layer", f"one layer: the {named(key)} changed before it, to {factor:.3g} times their usual", key
         loss = SeriesKey("training", ".", None, "loss")
-        batch = ", ".join(spike.numbers.batch[:2]) or "not known"
+        batch = self._batch(spike)
         if moved and _is_input(moved[0][0]):
             key, factor = moved[0]
-            return "data", f"the data: {named(key)} is {factor:.3g} times its usual (batch {batch})", key
+            return "data", f"the data: {named(key)} is {factor:.3g} times its usual ({batch})", key
         if earlier or "update" in spike.moved:
-            text = f"the data: updates and weights before it were as usual, and the batch (hash {batch}) was not"
+            text = f"the data: updates and weights before it were as usual, and the batch ({batch}) was not"
             return "data", text, loss
-        return "data", f"probably the data (batch {batch}): nothing else that was looked at moved before it", loss
+        return "data", f"probably the data ({batch}): nothing else that was looked at moved before it", loss
 
     def _state(self, view: View) -> tuple[str, str, SeriesKey] | None:
         """Return that an optimizer's moments or updates moved at a step, and the gradients that they are made of did not."""
@@ -143,6 +149,13 @@ class PostMortem:
             key = peers.keys[int(np.argmax(z))]
             return "one_rank", "one rank: this one stood far from the others before it", key
         return None
+
+    def _batch(self, spike: View) -> str:
+        """Say which batch it was: by the hashes of its tensors, and its samples where they are known."""
+        hashes, indices = spike.numbers.batch, self._indices_of(spike.numbers.batch)
+        said = f"hash {', '.join(hashes[:2])}" if hashes else "hash not known"
+        shown = ", ".join(map(str, indices[:_SAMPLES])) + (", …" if len(indices) > _SAMPLES else "")
+        return f"{said}; samples {shown} of its data set" if indices else said
 
     def _batch_seen(self, spike: View) -> list[int]:
         """Return earlier steps, of those kept, that had the same batch."""

@@ -10,7 +10,7 @@ import numpy as np
 from bitwitness.config.monitoring import MonitorConfig
 from bitwitness.finding import Finding, Severity
 from bitwitness.monitor.movement import FLOORS, Movement
-from bitwitness.monitor.postmortem import PostMortem
+from bitwitness.monitor.postmortem import IndicesOf, PostMortem
 from bitwitness.monitor.rules.drift import Drift
 from bitwitness.monitor.rules.exploding import Exploding
 from bitwitness.monitor.rules.frozen import Frozen
@@ -42,6 +42,8 @@ class Watch:
         Which rules, and how wary.
     told
         Called with each finding.
+    indices_of
+        The samples of a batch, by the hashes of its tensors; none where they are not known.
 
     Attributes
     ----------
@@ -52,11 +54,13 @@ class Watch:
 
     """
 
-    def __init__(self, config: MonitorConfig, told: Callable[[Finding], None]) -> None:
+    def __init__(
+        self, config: MonitorConfig, told: Callable[[Finding], None], indices_of: IndicesOf = lambda _hashes: ()
+    ) -> None:
         self._told = told
         self._rules = [rule(config) for rule in RULES if rule.name in config.rules]
         self._movements = {kind: Movement(kind, warmup=config.warmup, z=config.z) for kind in FLOORS}
-        self._post_mortem = PostMortem()
+        self._post_mortem = PostMortem(indices_of)
         self._said: dict[tuple[str, str, str], int] = {}
         self._alerted = -_WAKE - 1
         self.looked_at = 0
