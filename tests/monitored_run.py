@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from bitwitness import Note
 from bitwitness.store.monitored import SCHEMA
+from bitwitness.store.seal import Seal
+from bitwitness.store.tablefile import TableFiles
 from bitwitness.store.writer import RunWriter
 
 SPIKE, STEP, RANK = "layers.3.mlp", 137, 1
@@ -44,8 +45,15 @@ def write_monitored(
             )
         writer.ended("finished", "the end of the training", steps)
         writer.close()
-        pq.write_table(_series(steps, names, rank, random), folder / f"rank{rank:05d}" / "monitor-000001.parquet")
+        write_series(folder, rank, _series(steps, names, rank, random))
     return folder
+
+
+def write_series(folder: Path, rank: int, table: pa.Table) -> Path:
+    """Write the next file of a rank's series, with its seal, and return it."""
+    place = folder / f"rank{rank:05d}"
+    TableFiles(place, Seal(place)).write("monitor", table)
+    return max(place.glob("monitor-*.parquet"))
 
 
 COVERAGE = {

@@ -198,9 +198,12 @@ def test_a_pair_is_compared_and_its_conclusion_comes_first(runs: Path, capsys: p
 
 def test_series_are_drawn_and_nan_in_them_is_told(tmp_path: Path) -> None:
     report = build_report([write_monitored(tmp_path / "run")])
-    assert report.story.status == "fine"  # as status says: nobody judged the series
-    assert report.story.headline.endswith("But its series hold NaN or Inf, which nobody judged: see below.")
-    assert "Look at head, step 197, rank 0" in report.story.to_do[0]
+    assert report.story.status == "findings"
+    assert report.story.headline == (
+        "The series hold NaN or Inf, first in activation/head/out0 at step 197 on rank 0, and no rule was on to say so."
+    )
+    assert "'bitwitness trace', which names the operator" in report.story.to_do[0]
+    assert "the guard: healthy: 12 of 12 parameters" in report.story.conclusion
     lines = {(line["metric"], line["rank"]): line for line in report.charts["timeline"]["lines"]}
     assert set(lines) == {(metric, rank) for metric in ("loss", "grad_norm") for rank in (0, 1)}
     values = np.frombuffer(base64.b64decode(lines["grad_norm", RANK]["values"]), "<f8")
@@ -337,13 +340,13 @@ def test_series_that_cannot_be_read_are_told_and_of_several_runs_the_worst(runs:
     file.write_bytes(file.read_bytes()[:2000])
     story = build_report([run]).story
     assert story.status == "unread"
-    assert sum("monitor-000001.parquet was left out" in doubt for doubt in story.runs[0].doubts) == 1
+    assert sum("monitor-000001.parquet is damaged" in doubt for doubt in story.runs[0].doubts) == 1
     assert not any("checksums" in line for line in story.runs[0].believed)
     only = answers(os.fspath(write_monitored(tmp_path / "only", steps=10, names=["a"], ranks=1, guarded=False)))[
         0
     ].health
     assert (only.status, only.sentence) == (
-        "fine", "monitored: 10 steps (0 to 9) of 1 ranks, whole as far as it goes; its numbers were not judged",
+        "fine", "monitored: 4 series over 10 steps (0 to 9) of 1 rank, which no rules watched; they hold no NaN or Inf",
     )  # fmt: skip
     several = build_report([runs / "good", runs / "nan", runs / "persistent"]).story
     assert (several.kind, several.status, len(several.runs)) == ("runs", "findings", 3)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 import torch
+from monitored_run import write_series
 from torch import nn
 
 import bitwitness as bw
@@ -285,9 +286,7 @@ def test_a_port_that_is_taken_is_said(server: Server) -> None:
 # -- live -------------------------------------------------------------------------------------------------------------
 
 
-def series(run: Path, number: int, steps: range) -> None:
-    import pyarrow.parquet as pq
-
+def series(run: Path, steps: range) -> None:
     empty = dict.fromkeys(SERIES.names)
     told = {"micro": -1, "kind": "training", "name": "."}
     rows = [
@@ -296,7 +295,7 @@ def series(run: Path, number: int, steps: range) -> None:
         for metric in ("loss", "grad_norm")
     ]
     rows[0]["value"] = float("nan")
-    pq.write_table(pa.Table.from_pylist(rows, schema=SERIES), run / "rank00000" / f"monitor-{number:06d}.parquet")
+    write_series(run, 0, pa.Table.from_pylist(rows, schema=SERIES))
 
 
 def test_a_run_that_goes_on_grows_and_its_status_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -308,15 +307,19 @@ def test_a_run_that_goes_on_grows_and_its_status_answers(tmp_path: Path, capsys:
     assert first["runs"][0]["state"] == "running"
     assert first["runs"][0]["series"] == {}
     writer.event(bw.Note(EVIL, severity=Severity.WARNING, step=3))
-    series(run, 1, range(3))
+    series(run, range(3))
     second = live.news(first["next"])
     assert [event["message"] for event in second["events"]] == [EVIL]
     assert second["runs"][0]["series"]["loss"][0] == [0, None]
-    series(run, 2, range(3, 5))
+    series(run, range(3, 5))
     third = live.news(second["next"])
     assert third["events"] == []
     assert [step for step, _ in third["runs"][0]["series"]["grad_norm"]] == [0, 1, 2, 3, 4]
     capsys.readouterr()
-    assert main(["status", str(run), "--json"]) in (0, 3)
-    assert json.loads(capsys.readouterr().out)["state"] == "running"
+    assert main(["status", str(run), "--json"]) == 1  # the first loss is NaN
+    told = json.loads(capsys.readouterr().out)
+    assert told["state"] == "running"
+    assert told["sentence"].startswith(
+        "NOT healthy: the series hold NaN or Inf, first at step 0, rank 0 in training/./loss"
+    )
     writer.close()

@@ -140,7 +140,7 @@ def test_a_run_that_goes_on_grows_without_a_reload(browser, tmp_path: Path) -> N
         page.wait_for_selector("#jobs :text('running')")
         assert page.locator("#events li").count() == 0
         writer.event(bw.Note(EVIL, severity=Severity.WARNING, step=3))
-        series(run, 1, range(5))
+        series(run, range(5))
         page.wait_for_selector("#events li")
         page.wait_for_selector("svg.line >> nth=1")
         assert EVIL in page.locator("#events").inner_text()

@@ -140,7 +140,7 @@ def _one(answer: Answer, told: str) -> _Read:
     numbers = Numbers(run, [*ranks, *(finding.rank for finding in findings)])
     lines, heat = _numbers_of(numbers)
     story = story_of_run(answer, findings, path)
-    if heat.broken and not answer.verdicts and not findings:
+    if heat.broken and answer.watched is None and not answer.verdicts and not findings:
         tell_broken(story, *heat.broken)
     problems = [text(one) for one in (*numbers.problems, *numbers.thinned)]
     story.doubts += [one for one in dict.fromkeys(problems) if one not in story.doubts][:20]

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from bitwitness.finding import Finding, Verdict
-from bitwitness.report.clean import mapping, name, text
+from bitwitness.report.alerts import alerts_of, believed_of
+from bitwitness.report.clean import clean, mapping, name, text
 from bitwitness.report.evidence import Block, blocks_of
-from bitwitness.report.words import headline_of, headline_of_pair, to_do_of_pair
+from bitwitness.report.words import NOTHING, headline_of, headline_of_pair, nothing_found, to_do_of_pair, word_of
+from bitwitness.store.alerted import watched_of
 from bitwitness.store.answer import Answer
 from bitwitness.store.health import worst_of
 from bitwitness.store.told import told_of
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
 
 _EVENTS = 50  # that are told with all their evidence; the table has the rest
 _LINES = 100  # of one list
-NOTHING = "Nothing has to be done."
 WHOLE = "The run folder is whole: all its checksums were verified for this report."
 
 
@@ -60,8 +61,10 @@ class RunStory:
         What the run was: (name, value).
     verdicts
         How many there are.
-    attention
-        Something was seen that status does not judge.
+    attention, word
+        Something is to be seen that status does not judge; how the run is called then.
+    watched
+        What a monitor's rules said, in short; None where there was no monitor.
 
     """
 
@@ -78,6 +81,8 @@ class RunStory:
     facts: list[tuple[str, str]]
     verdicts: int = 0
     attention: bool = False
+    word: str = ""
+    watched: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return it ready for JSON."""
@@ -93,6 +98,7 @@ class RunStory:
             "events": [event.to_dict() for event in self.events],
             "coverage_and_price": self.price,
             "facts": dict(self.facts),
+            "watched": self.watched,
         }
 
 
@@ -113,14 +119,26 @@ class Story:
         """Whether a run's story has something to look at though its status is fine."""
         return self.status == "fine" and any(run.attention for run in self.runs)
 
+    @property
+    def word(self) -> str:
+        """What it comes to, in a word or two."""
+        if self.status != "fine":
+            return {"findings": "something was found", "unread": "not known"}[self.status]
+        words = dict.fromkeys(run.word for run in self.runs if run.word)
+        if self.attention:
+            return "; ".join(words) or "healthy as far as it was judged; look below"
+        guarded = all(run.watched is None or run.price for run in self.runs)
+        return "healthy" if guarded else "nothing unusual"
+
 
 def story_of_run(answer: Answer, findings: Sequence[Finding], path: str) -> RunStory:
     """Tell one run's story."""
     health = answer.health
     verdicts = sorted(answer.verdicts, key=lambda one: one is not health.worst)  # what the headline tells comes first
     told = [told_verdict(verdict) for verdict in verdicts[:_EVENTS]]
+    word = word_of(answer)
     heavy = [one for one in findings if one.severity == "error" and (one.sensor == "nonfinite" or not answer.verdicts)]
-    told += [told_finding(one) for one in heavy[: _EVENTS - len(told)]]
+    told += [told_finding(one) for one in [*heavy, *alerts_of(answer.watched)][: _EVENTS - len(told)]]
     advices = [text(one.evidence["advice"]) for one in heavy if isinstance(one.evidence.get("advice"), str)]
     to_do = [_sentence(text(health.advice))] if health.advice else []
     to_do += [_sentence(advice) for advice in dict.fromkeys(advices) if advice][:5]
@@ -131,7 +149,7 @@ def story_of_run(answer: Answer, findings: Sequence[Finding], path: str) -> RunS
         status=health.status,
         sentence=text(health.sentence),
         headline=headline_of(answer),
-        to_do=to_do or ([NOTHING] if health.status == "fine" else ["Read why not everything is known, below."]),
+        to_do=to_do or [nothing_found(answer)],
         believed=_believed(answer),
         doubts=[text(doubt) for doubt in health.doubts[:_LINES]],
         gaps=[text(gap) for gap in gaps[:_LINES]],
@@ -139,6 +157,9 @@ def story_of_run(answer: Answer, findings: Sequence[Finding], path: str) -> RunS
         price=[text(line) for line in price[:_LINES]],
         facts=_facts(answer),
         verdicts=len(answer.verdicts),
+        attention=health.status == "fine" and bool(word),
+        word=word,
+        watched=None if answer.watched is None else clean(answer.watched.to_dict()),
     )
 
 
@@ -147,7 +168,7 @@ def tell_broken(run: RunStory, step: int, rank: int, where: str) -> None:
     run.doubts.append(
         f"its series hold NaN or Inf, first in {where} at step {step} on rank {rank}, which nobody judged"
     )
-    run.attention = True
+    run.attention, run.word = True, ""
     run.headline += " But its series hold NaN or Inf, which nobody judged: see below."
     run.to_do = [
         f"Look at {where}, step {step}, rank {rank}: 'bitwitness trace' names the operator that makes NaN or Inf.",
@@ -191,8 +212,10 @@ def _sentence(words: str) -> str:
 def _believed(answer: Answer) -> list[str]:
     """Say what was looked at and how: nobody believes a tool that only says that all is well."""
     guards = [table for table in answer.tables if "parameters" in table]
+    watched = [text(line) for line in believed_of(answer)]
+    whole = [] if answer.health.doubts else [WHOLE]
     if not guards:
-        return []
+        return [*watched, *whole] if watched else []
     first = guards[0]
     steps, parameters = mapping(first.get("steps")), mapping(first.get("parameters"))
     size = f" on each of {len(guards)} ranks" if len(guards) > 1 else ""
@@ -214,9 +237,7 @@ def _believed(answer: Answer) -> list[str]:
         table.get("failures") for table in guards
     ):
         lines.append("At the start each sensor proved on a planted fault that it sees (self-test).")
-    if not answer.health.doubts:
-        lines.append(WHOLE)
-    return [text(line) for line in lines]
+    return [*(text(line) for line in lines), *watched, *whole]
 
 
 def _looked_deep(table: Mapping[str, Any], steps: Mapping[str, Any]) -> list[str]:
@@ -248,6 +269,7 @@ def _facts(answer: Answer) -> list[tuple[str, str]]:
     facts = [
         ("state", answer.life.state + (f", by {answer.life.by}" if answer.life.by else "")),
         ("recorded", answer.recorded),
+        ("monitored", "" if answer.watched is None else watched_of(answer.watched)),
         ("command", text(" ".join(map(str, command)), 400) if isinstance(command, list) else ""),
         ("started", name(found.get("started") or "")),
         ("ranks", name(found.get("world_size") or "")),
