@@ -182,7 +182,9 @@ def test_a_pair_is_compared_and_its_conclusion_comes_first(runs: Path, capsys: p
     assert report.story.kind == "pair"
     assert report.story.conclusion == told["conclusion"]
     assert report.comparison == told
-    assert "they part in step 2 on rank 0, in 2/addmm#0:forward.out0" in report.story.headline
+    why = told["first"]["text"]
+    assert f"they part in step 2 on rank 0, in 2/addmm#0:forward.out0: {why}." in report.story.headline
+    assert why in told["conclusion"]  # compare says it in its first sentence, too
     assert "test_report.py" in report.story.to_do[0]
     states = {node["op"]: node["state"] for node in report.charts["graph"]["nodes"]}
     assert (states["addmm"], states["tanh"]) in (("first", "equal"), ("equal", "equal"))

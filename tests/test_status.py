@@ -81,6 +81,8 @@ def test_a_healthy_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     said = capsys.readouterr().out
     assert said.startswith("healthy: 4 of 4 parameters, 4 steps")
     assert "recorded: 4 steps (0 to 3) of 1 ranks" in said
+    assert main(["status", "--json", str(healthy)]) == 0  # a folder is no file to write into
+    assert json.loads(capsys.readouterr().out) == told
     assert main(["status", str(healthy), "--quiet"]) == 0
     assert capsys.readouterr().out == ""
 

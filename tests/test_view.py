@@ -27,7 +27,7 @@ from bitwitness.store.rows import Measured, Row, to_table
 from bitwitness.store.writer import RunWriter
 from bitwitness.view.colours import LOOKS, State, worst
 from bitwitness.view.graph import graph_of
-from bitwitness.view.live import Live
+from bitwitness.view.live import Live, _thinned
 from bitwitness.view.nodedata import changes_json, graph_json, states_json
 from bitwitness.view.page import pages_of
 from bitwitness.view.scene import Scene, one_run, two_runs
@@ -323,3 +323,12 @@ def test_a_run_that_goes_on_grows_and_its_status_answers(tmp_path: Path, capsys:
         "NOT healthy: the series hold NaN or Inf, first at step 0, rank 0 in training/./loss"
     )
     writer.close()
+
+
+def test_a_spike_is_not_lost_where_a_long_line_is_thinned() -> None:
+    points: list[list[float | None]] = [[step, 1.0 + 1e-3 * (step % 7)] for step in range(30_000)]
+    points[12_345][1], points[23_456][1], points[777][1] = 900.0, -900.0, None
+    kept = _thinned(points)
+    assert len(kept) < 2_100
+    assert all(points[place] in kept for place in (777, 12_345, 23_456, 29_999))
+    assert [step for step, _ in kept] == sorted(step for step, _ in kept)

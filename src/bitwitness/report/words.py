@@ -92,7 +92,9 @@ def headline_of_pair(report: Report) -> str:
         first = report.first
         side = {"a": " only run A has", "b": " only run B has"}.get(first.side, "")
         where = f"in step {first.step} on rank {first.rank}, in {text(first.site, 120)}"
-        return f"The two runs are not equal: they part {where}{f', which{side}' if side else ''}."
+        return (
+            f"The two runs are not equal: they part {where}{f', which{side}' if side else ''}: {text(first.text, 400)}."
+        )
     if report.exceeding:
         return "The two runs differ by more than rounding explains; what made the difference was not recorded."
     if not report.differing:
