@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from bitwitness import Note
+from bitwitness import Finding, Note
+from bitwitness.finding import Severity
+from bitwitness.site import Site
 from bitwitness.store.monitored import SCHEMA
 from bitwitness.store.seal import Seal
 from bitwitness.store.tablefile import TableFiles
@@ -46,6 +48,22 @@ def write_monitored(
         writer.ended("finished", "the end of the training", steps)
         writer.close()
         write_series(folder, rank, _series(steps, names, rank, random))
+    return folder
+
+
+def watched_run(folder: Path, *, alerts: bool = False) -> Path:
+    """Write a run that rules watched; with ``alerts`` it has NaN and one more."""
+    writer = RunWriter(folder, 0, 1)
+    writer.describe(monitor={"watch": True, "rules": ["nonfinite", "exploding"]})
+    names = modules(20) if alerts else [name for name in modules(20) if name != "head"]
+    write_series(folder, 0, _series(60, names, 0, np.random.default_rng(0)))
+    for rule, step, name in (("nonfinite", 57, "head"), ("exploding", 58, "tokens")) if alerts else ():
+        site = Site(name, "module", 0, "forward", "out0").at(rank=0, step=step)
+        evidence = {"series": f"activation/{name}/out0", "also": ["activation/layers.0.mlp/out0"], "also_count": 1}
+        message = f"activation of {name} (out0) is not what it was, and that takes some words to say"
+        writer.event(Finding(f"monitor.{rule}", site, Severity.WARNING, message, evidence, step, 0))
+    writer.ended("finished", "the end of the training", 60)
+    writer.close()
     return folder
 
 

@@ -20,7 +20,7 @@ from extent import chosen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from monitored_run import COVERAGE, RANK, SPIKE, STEP, modules, write_monitored
+from monitored_run import COVERAGE, RANK, SPIKE, STEP, modules, watched_run, write_monitored
 from torch import nn
 
 import bitwitness as bw
@@ -33,6 +33,7 @@ from bitwitness.report.heatmap import BAD
 from bitwitness.report.markdown import to_markdown
 from bitwitness.report.page import embedded, to_html
 from bitwitness.report.series import buckets
+from bitwitness.report.unusual import unusual
 from bitwitness.store.answer import answers
 from bitwitness.store.writer import RunWriter
 from bitwitness.testing import contained
@@ -391,3 +392,50 @@ def test_the_report_of_one_run_needs_no_torch() -> None:
 
     code = "import sys, bitwitness.report.build, bitwitness.report.page; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def branch_of(report: Report, path: str) -> dict:
+    branch = report.charts["tree"]["root"]
+    for part in path.split("."):
+        branch = next(one for one in branch["inside"] if one["name"] == part)
+    return branch
+
+
+def test_the_tree_says_what_the_rules_said_and_the_worst_run_is_first(tmp_path: Path) -> None:
+    quiet, broken = watched_run(tmp_path / "quiet"), watched_run(tmp_path / "broken", alerts=True)
+    assert build_report([quiet]).charts["tree"]["root"]["worst"] == 0
+    report = build_report([broken])
+    assert [branch_of(report, name)["level"] for name in ("head", "tokens", "layers.0.mlp")] == [4, 2, 1]
+    assert branch_of(report, "layers")["worst"] == 1
+    report = build_report([quiet, broken])
+    assert [run.path for run in report.story.runs] == [str(broken), str(quiet)]
+    assert report.story.headline.startswith(f"{broken}: NaN or Inf came up at step 57")
+    for part in ("heat", "tree"):
+        assert report.charts[part]["run"] == "broken"
+        assert [one["run"] for one in report.charts[f"more_{part}"]] == ["quiet"]
+    table = report.charts["table"]
+    assert [row[table["columns"].index("run")] for row in table["rows"]] == ["broken", "broken"]
+
+
+def test_what_learns_is_not_unusual_and_what_breaks_is() -> None:
+    random = np.random.default_rng(0)
+    when = np.arange(300)
+    # All fall by a factor of 20; moments fill from nothing, and each row learns at a pace of its own.
+    rows = -3.0 * when / 300 + np.log1p(-np.exp(-0.1 * (when + 1))) + np.linspace(0, 0.5, 40)[:, None] * when / 300
+    rows = (rows + random.normal(0, 0.1, (40, 300))).astype(np.float32)
+    assert np.median(np.abs(unusual(rows)).max(axis=1)) < 4.5
+    rows[7, 150] += np.log(50)
+    rows[9, 200:] += np.log(50)
+    z = unusual(rows)
+    assert z[7].argmax() == 150
+    assert z[7, 150] > 20
+    assert z[9, 200:210].min() > 15
+    assert np.abs(np.delete(z, [7, 9], axis=0)).max() < 9
+
+
+def test_a_very_long_name_holds_what_is_in_it(tmp_path: Path) -> None:
+    long = "x" * 3000
+    run = write_monitored(tmp_path / "run", names=[long, f"{long}.weight", f"{long}.bias"], steps=20, ranks=1)
+    (module,) = build_report([run]).charts["tree"]["root"]["inside"]
+    assert [one["name"] for one in module["inside"]] == ["weight", "bias"]
+    assert len(module["name"]) < 300

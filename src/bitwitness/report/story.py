@@ -122,8 +122,13 @@ class Story:
     @property
     def word(self) -> str:
         """What it comes to, in a word or two."""
+        found = any(run.verdicts or (run.watched or {}).get("alerts") for run in self.runs)
         if self.status != "fine":
-            return {"findings": "something was found", "unread": "not known"}[self.status]
+            return (
+                "something was found"
+                if self.status == "findings"
+                else f"{'something was found, and the rest is ' * found}not known"
+            )
         words = dict.fromkeys(run.word for run in self.runs if run.word)
         if self.attention:
             return "; ".join(words) or "healthy as far as it was judged; look below"
@@ -183,10 +188,18 @@ def story_of(runs: list[RunStory], report: Report | None) -> Story:
         doubts = [text(one) for one in (*report.unaligned, *report.problems)[:_LINES]]
         headline, to_do = headline_of_pair(report), to_do_of_pair(report)
         return Story("pair", status, headline, text(report.conclusion), to_do, runs, doubts)
-    order = ("findings", "unread", "fine")
-    worst = min(runs, key=lambda run: (order.index(run.status), not run.verdicts, not run.attention))
+    worst = min(runs, key=badness)
     headline = worst.headline if len(runs) == 1 else f"{name(worst.path)}: {worst.headline}"
     return Story("run" if len(runs) == 1 else "runs", status, headline, worst.sentence, worst.to_do, runs)
+
+
+def badness(run: RunStory) -> tuple[object, ...]:
+    """Return what runs are sorted by, the worst first: verdicts, NaN or Inf, alerts, what is not known, how it ended."""
+    watched = run.watched or {}
+    nonfinite = watched.get("nonfinite") or watched.get("unwatched_nonfinite")
+    alerts = watched.get("alerts") or 0
+    status = ("findings", "unread", "fine").index(run.status)
+    return not run.verdicts, not nonfinite, status, -alerts, not run.attention
 
 
 def told_verdict(verdict: Verdict) -> Told:

@@ -86,6 +86,7 @@ class Watched:
             "steps": len(self.steps),
             "ranks": self.ranks,
             "alerts": len(self.alerts),
+            "nonfinite": sum(one.sensor == NONFINITE for one in self.alerts),
             "first": None if self.first is None else self.first.to_event(),
             "post_mortem": self.post_mortems[0].message if self.post_mortems else None,
             "unwatched_nonfinite": None
