@@ -196,6 +196,7 @@ def test_a_pair_is_compared_and_its_conclusion_comes_first(runs: Path, capsys: p
     assert "they part" in to_markdown(report).splitlines()[0]
     same = build_report([runs / "a", runs / "a"])
     assert (same.story.status, same.story.headline) == ("fine", "The two runs are equal in all that was compared.")
+    assert (same.story.attention, same.story.word) == (False, "no operator computed wrongly")
     assert "graph" not in same.charts
 
 

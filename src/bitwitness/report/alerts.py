@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from bitwitness.finding import Finding
 from bitwitness.report.clean import mapping, text
 from bitwitness.store.alerted import count, place_of, rule_of, watched_of
 from bitwitness.store.answer import Answer
-from bitwitness.store.watched import Watched
+from bitwitness.store.watched import NONFINITE, Watched
 
 ALERTS, POST_MORTEMS = 20, 5  # that are told with their evidence; the table has all
 LEVELS = ("no alert", "moved with another", "one alert", "several alerts", "NaN or Inf")
@@ -78,16 +79,23 @@ def alerts_of(watched: Watched | None) -> list[Finding]:
     return [] if watched is None else [*watched.post_mortems[:POST_MORTEMS], *watched.alerts[:ALERTS]]
 
 
-def levels_of_alerts(watched: Watched, names: Mapping[str, object]) -> dict[str, tuple[int, str]]:
-    """Return for each module or parameter how bad it is, as the rules said; those without an alert are as they should be."""
-    levels = dict.fromkeys(names, (0, LEVELS[0]))
+def levels_of_alerts(watched: Watched, worst: Mapping[str, tuple[float, int, int]]) -> dict[str, tuple[int, str]]:
+    """Return for each module or parameter how bad it is, as the rules said; those without an alert are as they should be.
+
+    ``worst``: of each the largest ``z``, its step and rank. An alert of NaN names the first series; where it spread is seen.
+    """
+    levels = dict.fromkeys(worst, (0, LEVELS[0]))
+    nonfinite = watched.nonfinite
+    for name, (z, step, rank) in worst.items() if nonfinite is not None else ():
+        if math.isinf(z) and nonfinite is not None and step >= nonfinite.step:  # what was so before is a mask
+            levels[name] = 4, f"NaN or Inf, step {step}, rank {rank}"
     for alert in watched.alerts:
         for series in alert.evidence.get("also") or ():
             _raise(levels, _name_in(series), 1, f"moved with {place_of(alert)}: {rule_of(alert)}")
     for alert in watched.alerts:
         name = _name_in(alert.evidence.get("series"))
         before = levels.get(name, (0, ""))[0]
-        level = 4 if alert is watched.nonfinite or rule_of(alert) == "nonfinite" else 3 if before >= 2 else 2
+        level = 4 if alert.sensor == NONFINITE else 3 if before >= 2 else 2
         _raise(levels, name, level, f"{place_of(alert)}: {rule_of(alert)}: {_words(alert)}")
     return levels
 

@@ -7,10 +7,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from bitwitness.finding import Finding, Verdict
-from bitwitness.report.alerts import alerts_of, believed_of
+from bitwitness.report.alerts import alerts_of
+from bitwitness.report.believed import believed
 from bitwitness.report.clean import clean, mapping, name, text
 from bitwitness.report.evidence import Block, blocks_of
-from bitwitness.report.words import NOTHING, headline_of, headline_of_pair, nothing_found, to_do_of_pair, word_of
+from bitwitness.report.words import (
+    NOT_JUDGED,
+    NOTHING,
+    headline_of,
+    headline_of_pair,
+    nothing_found,
+    to_do_of_pair,
+    word_of,
+)
 from bitwitness.store.alerted import watched_of
 from bitwitness.store.answer import Answer
 from bitwitness.store.health import worst_of
@@ -21,7 +30,6 @@ if TYPE_CHECKING:
 
 _EVENTS = 50  # that are told with all their evidence; the table has the rest
 _LINES = 100  # of one list
-WHOLE = "The run folder is whole: all its checksums were verified for this report."
 
 
 @dataclass(slots=True)
@@ -116,24 +124,24 @@ class Story:
 
     @property
     def attention(self) -> bool:
-        """Whether a run's story has something to look at though its status is fine."""
-        return self.status == "fine" and any(run.attention for run in self.runs)
+        """Whether a run's story has something to look at though its status is fine; a pair is judged by being compared."""
+        seen = [run for run in self.runs if run.attention and not (self.kind == "pair" and run.word == NOT_JUDGED)]
+        return self.status == "fine" and bool(seen)
 
     @property
     def word(self) -> str:
         """What it comes to, in a word or two."""
-        found = any(run.verdicts or (run.watched or {}).get("alerts") for run in self.runs)
-        if self.status != "fine":
-            return (
-                "something was found"
-                if self.status == "findings"
-                else f"{'something was found, and the rest is ' * found}not known"
-            )
-        words = dict.fromkeys(run.word for run in self.runs if run.word)
+        if self.status == "findings":
+            return "something was found"
+        if self.status == "unread":
+            found = any(run.verdicts or (run.watched or {}).get("alerts") for run in self.runs)
+            return "something was found, and not all is known" if found else "not known"
+        words = dict.fromkeys(run.word for run in self.runs if run.attention and run.word)
         if self.attention:
             return "; ".join(words) or "healthy as far as it was judged; look below"
-        guarded = all(run.watched is None or run.price for run in self.runs)
-        return "healthy" if guarded else "nothing unusual"
+        if self.kind == "pair":
+            return "no operator computed wrongly"
+        return "healthy" if all(run.watched is None or run.price for run in self.runs) else "nothing unusual"
 
 
 def story_of_run(answer: Answer, findings: Sequence[Finding], path: str) -> RunStory:
@@ -155,7 +163,7 @@ def story_of_run(answer: Answer, findings: Sequence[Finding], path: str) -> RunS
         sentence=text(health.sentence),
         headline=headline_of(answer),
         to_do=to_do or [nothing_found(answer)],
-        believed=_believed(answer),
+        believed=believed(answer),
         doubts=[text(doubt) for doubt in health.doubts[:_LINES]],
         gaps=[text(gap) for gap in gaps[:_LINES]],
         events=told,
@@ -220,50 +228,6 @@ def told_finding(finding: Finding) -> Told:
 def _sentence(words: str) -> str:
     """Return status' words as a sentence."""
     return words[:1].upper() + words[1:] + ("" if words.endswith(".") else ".")
-
-
-def _believed(answer: Answer) -> list[str]:
-    """Say what was looked at and how: nobody believes a tool that only says that all is well."""
-    guards = [table for table in answer.tables if "parameters" in table]
-    watched = [text(line) for line in believed_of(answer)]
-    whole = [] if answer.health.doubts else [WHOLE]
-    if not guards:
-        return [*watched, *whole] if watched else []
-    first = guards[0]
-    steps, parameters = mapping(first.get("steps")), mapping(first.get("parameters"))
-    size = f" on each of {len(guards)} ranks" if len(guards) > 1 else ""
-    gradients = f"the gradients of {parameters.get('watched')} of {parameters.get('of')} parameters"
-    lines = [
-        f"In each of {steps.get('held', 0)} steps {gradients} were looked at{size}, before the optimizer used them."
-    ]
-    lines += _looked_deep(first, steps)
-    replay = mapping(first.get("replay"))
-    if replay.get("calibrations"):
-        same = "with equal bits" if replay.get("same_bits") else f"within a spread of {replay.get('spread')}"
-        lines.append(f"{replay['calibrations']} healthy steps were run again as a trial, {same}: a replay can tell.")
-    suspicions, dismissed = (sum(int(table.get(key, 0)) for table in guards) for key in ("suspicions", "dismissed"))
-    if suspicions:
-        lines.append(f"Of {suspicions} suspicions {dismissed} were dismissed by running the step again.")
-    else:
-        lines.append("Nothing looked suspicious.")
-    if mapping(answer.description.get("config")).get("self_test") and not any(
-        table.get("failures") for table in guards
-    ):
-        lines.append("At the start each sensor proved on a planted fault that it sees (self-test).")
-    return [*(text(line) for line in lines), *watched, *whole]
-
-
-def _looked_deep(table: Mapping[str, Any], steps: Mapping[str, Any]) -> list[str]:
-    operators = mapping(table.get("operators"))
-    if not steps.get("deep"):
-        return []
-    share = operators.get("share_checked")
-    told = (
-        f", {share:.1%} of their floating-point work"
-        if isinstance(share, float) and operators.get("flops_seen")
-        else ""
-    )
-    return [f"In {steps['deep']} of them every matrix product and attention kernel was checked as well{told}."]
 
 
 def _unchecked(tables: Sequence[Mapping[str, Any]]) -> list[str]:

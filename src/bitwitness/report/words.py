@@ -12,6 +12,7 @@ from bitwitness.store.answer import Answer
 if TYPE_CHECKING:  # a comparison needs torch, and a report of one run does not
     from bitwitness.comparison.report import Report
 
+NOT_JUDGED = "not judged"
 NOTHING = "Nothing has to be done."
 _DONE = {
     Action.HEALED: "it was noticed before the wrong numbers were used, and put right",
@@ -132,7 +133,7 @@ def word_of(answer: Answer) -> str:
         return ""
     if answer.watched is not None and answer.watched.rules:
         return ""
-    return "not judged"
+    return NOT_JUDGED
 
 
 def nothing_found(answer: Answer) -> str:
