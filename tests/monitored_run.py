@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from bitwitness import Finding, Note
+from bitwitness import Finding, Note, Site
 from bitwitness.finding import Severity
-from bitwitness.site import Site
 from bitwitness.store.monitored import SCHEMA
 from bitwitness.store.seal import Seal
 from bitwitness.store.tablefile import TableFiles

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 import bitwitness as bw
+from bitwitness import Finding, Note, Site
 from bitwitness.cli import main
-from bitwitness.finding import Finding, Note, Severity
+from bitwitness.finding import Severity
 from bitwitness.report import build_report
 from bitwitness.report.markdown import to_markdown
 from bitwitness.report.page import to_html
-from bitwitness.site import Site
 from bitwitness.store.claim import clear_run, holds_run
 from bitwitness.store.monitored import read_series
 from bitwitness.store.writer import RunWriter
