@@ -216,6 +216,33 @@ def test_nothing_of_an_overwritten_run_is_read_again(tmp_path: Path, capsys: pyt
     assert (code, told["status"]) == (3, "unread")
 
 
+SCRIPT = """
+import sys, torch
+torch.manual_seed(0)
+net = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(int(sys.argv[1])):
+    net(torch.randn(5, 4)).square().mean().backward()
+    if step == 5:
+        net.weight.grad.fill_(float("nan"))
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_overwritten_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    run, command = tmp_path / "run", ["monitor", "--out", str(tmp_path / "run")]
+    assert main([*command, str(tmp_path / "train.py"), "8"]) == 0
+    assert status(run, capsys)[0] == 1
+    assert main([*command, "--overwrite", str(tmp_path / "train.py"), "3"]) == 0
+    code, told = status(run, capsys)
+    assert (code, told["watched"]["steps"], told["watched"]["alerts"]) == (0, 3, 0)
+    report = build_report([run])
+    assert report.story.status == "fine"
+    assert report.charts["heat"]["spans"] == [[0, 0], [1, 1], [2, 2]]
+
+
 def test_a_kill_in_the_middle_of_overwriting_leaves_no_run_that_looks_whole(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

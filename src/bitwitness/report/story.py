@@ -151,7 +151,10 @@ def story_of_run(answer: Answer, findings: Sequence[Finding], path: str) -> RunS
     told = [told_verdict(verdict) for verdict in verdicts[:_EVENTS]]
     word = word_of(answer)
     heavy = [one for one in findings if one.severity == "error" and (one.sensor == "nonfinite" or not answer.verdicts)]
-    told += [told_finding(one) for one in [*heavy, *alerts_of(answer.watched)][: _EVENTS - len(told)]]
+    told += [
+        told_finding(one)
+        for one in [*heavy, *(one for one in alerts_of(answer.watched) if one not in heavy)][: _EVENTS - len(told)]
+    ]
     advices = [text(one.evidence["advice"]) for one in heavy if isinstance(one.evidence.get("advice"), str)]
     to_do = [_sentence(text(health.advice))] if health.advice else []
     to_do += [_sentence(advice) for advice in dict.fromkeys(advices) if advice][:5]

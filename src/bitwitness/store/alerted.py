@@ -131,6 +131,7 @@ def gaps_of(watched: Watched, settings: Mapping[str, Any]) -> list[str]:
     kinds = settings.get("kinds")
     if isinstance(kinds, list) and (left := [kind for kind in KINDS if kind not in kinds]):
         gaps.append(f"kinds of series: {', '.join(left)}")
+    gaps += [shown(one, _LONGEST) for one in dict.fromkeys(watched.remarks)]
     chosen = {name: settings.get(name) for name in ("steps", "interval", "times", "ranks")}
     if some := [f"{name} = {shown(value, 80)}" for name, value in chosen.items() if value not in (None, 0, 1)]:
         gaps.append(f"all but what was asked for: {', '.join(some)}")

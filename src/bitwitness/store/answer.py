@@ -175,7 +175,9 @@ class Answer:
         lines = [health.sentence, *([f"to do: {health.advice}"] if health.advice else [])]
         lines.append(f"run: {self.life.state}{f', by {self.life.by}' * bool(self.life.by)}")
         lines += [self.recorded] if self.recorded else []
-        lines += [] if self.watched is None else [_alert(one) for one in self.watched.alerts[:_TOLD]]
+        alerts = [] if self.watched is None else self.watched.alerts
+        lines += [_alert(one) for one in alerts[:_TOLD]]
+        lines += [f"… and {len(alerts) - _TOLD} more alerts, in rank*/events.jsonl"] if len(alerts) > _TOLD else []
         lines += health.details
         for table in self.tables[:1]:  # of the first rank: what it costs and what it cannot check are alike
             lines += told_of(table)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -49,8 +50,8 @@ class Watched:
         How many series there are, which steps are on disk, and of how many ranks.
     broken
         NaN or Inf that no rule was on to tell of.
-    failures
-        What the monitor itself says that it could not look at.
+    failures, remarks
+        What the monitor itself says that it could not look at; what it says that it does not look at.
 
     """
 
@@ -62,6 +63,7 @@ class Watched:
     ranks: int = 0
     broken: Broken | None = None
     failures: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
 
     @property
     def found(self) -> bool:
@@ -108,6 +110,7 @@ def watched_in(
     said.sort(key=lambda one: (one.step, one.rank))  # of one step and rank in the order in which they were written
     told.alerts = [one for one in said if one.sensor != _POST_MORTEM]
     told.post_mortems = [one for one in said if one.sensor == _POST_MORTEM]
+    told.remarks = [one.message for one in notes if one.sensor == "monitor" and one.severity == Severity.INFO]
     told.failures = [note.message for note in notes if _is_failure(note)]
     problems: list[str] = []
     broken: list[Broken] = []
@@ -140,7 +143,7 @@ def _is_failure(note: Note) -> bool:
 
 def _first_rows(table: pa.Table) -> dict[tuple[str | None, ...], int]:
     """Return the number of each series' first row."""
-    numbered = table.select(_KEY).append_column("row", pa.array(range(table.num_rows), pa.int64()))
+    numbered = table.select(_KEY).append_column("row", pa.array(np.arange(table.num_rows)))
     return _by_series(numbered)
 
 
@@ -155,7 +158,7 @@ def _broken(table: pa.Table, firsts: Mapping[tuple[str | None, ...], int], rank:
     nan = pc.or_(_positive(table, "nan"), pc.fill_null(pc.is_nan(value), fill_value=False))
     inf = pc.or_(_positive(table, "inf"), pc.fill_null(pc.is_inf(value), fill_value=False))
     scaled = any(key[3] == "loss_scale" for key in firsts)
-    numbered = table.select(_KEY).append_column("row", pa.array(range(table.num_rows), pa.int64()))
+    numbered = table.select(_KEY).append_column("row", pa.array(np.arange(table.num_rows)))
     places = []
     for bad, masks in ((nan, ()), (pc.and_(inf, pc.invert(nan)), _MASKS)):
         for key, row in _by_series(numbered.filter(bad)).items():
