@@ -155,6 +155,8 @@ def test_a_run_that_goes_on_grows_without_a_reload(browser, tmp_path: Path) -> N
         page.wait_for_selector("svg.line >> nth=1")
         assert EVIL in page.locator("#events").inner_text()
         assert "total gradient norm" in page.locator("#jobs").inner_text()
+        writer.ended("failed", "ValueError: own", 5)
+        page.wait_for_selector("#jobs :text('(failed)')")
         assert page.locator("img").count() == 0
 
 

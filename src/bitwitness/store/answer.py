@@ -44,7 +44,7 @@ def answers(path: str) -> list[Answer]:
     if missing > 0:
         unread.append(f"{missing} of the run folders beside it, of other models of this process, are missing")
     first.doubt(unread)
-    return sorted([first, *others], key=lambda one: _WORSE.index(one.health.status))
+    return sorted([first, *others], key=lambda one: (_WORSE.index(one.health.status), not one.is_broken))
 
 
 def told_together(asked: list[Answer], run: str) -> dict[str, Any]:
@@ -137,6 +137,12 @@ class Answer:
             problems.append("there is nothing to tell of: no guard was on, and no rows were recorded")
         self.health: Health = health_of(tables, self.verdicts, self.life, problems=list(dict.fromkeys(problems)))
         self._tell(findings)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether its series hold NaN or Inf, which needs no proof."""
+        watched = self.watched
+        return watched is not None and (watched.nonfinite is not None or watched.broken is not None)
 
     @property
     def _monitors(self) -> bool:
