@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from bitwitness import Note
+from bitwitness import Finding, Note, Site
+from bitwitness.finding import Severity
 from bitwitness.store.monitored import SCHEMA
+from bitwitness.store.seal import Seal
+from bitwitness.store.tablefile import TableFiles
 from bitwitness.store.writer import RunWriter
 
 SPIKE, STEP, RANK = "layers.3.mlp", 137, 1
@@ -44,8 +46,31 @@ def write_monitored(
             )
         writer.ended("finished", "the end of the training", steps)
         writer.close()
-        pq.write_table(_series(steps, names, rank, random), folder / f"rank{rank:05d}" / "monitor-000001.parquet")
+        write_series(folder, rank, _series(steps, names, rank, random))
     return folder
+
+
+def watched_run(folder: Path, *, alerts: bool = False) -> Path:
+    """Write a run that rules watched; with ``alerts`` it has NaN and one more."""
+    writer = RunWriter(folder, 0, 1)
+    writer.describe(monitor={"watch": True, "rules": ["nonfinite", "exploding"]})
+    names = modules(20) if alerts else [name for name in modules(20) if name != "head"]
+    write_series(folder, 0, _series(60, names, 0, np.random.default_rng(0)))
+    for rule, step, name in (("nonfinite", 57, "head"), ("exploding", 58, "tokens")) if alerts else ():
+        site = Site(name, "module", 0, "forward", "out0").at(rank=0, step=step)
+        evidence = {"series": f"activation/{name}/out0", "also": ["activation/layers.0.mlp/out0"], "also_count": 1}
+        message = f"activation of {name} (out0) is not what it was, and that takes some words to say"
+        writer.event(Finding(f"monitor.{rule}", site, Severity.WARNING, message, evidence, step, 0))
+    writer.ended("finished", "the end of the training", 60)
+    writer.close()
+    return folder
+
+
+def write_series(folder: Path, rank: int, table: pa.Table) -> Path:
+    """Write the next file of a rank's series, with its seal, and return it."""
+    place = folder / f"rank{rank:05d}"
+    TableFiles(place, Seal(place)).write("monitor", table)
+    return max(place.glob("monitor-*.parquet"))
 
 
 COVERAGE = {

@@ -20,7 +20,7 @@ from extent import chosen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from monitored_run import COVERAGE, RANK, SPIKE, STEP, modules, write_monitored
+from monitored_run import COVERAGE, RANK, SPIKE, STEP, modules, watched_run, write_monitored
 from torch import nn
 
 import bitwitness as bw
@@ -33,6 +33,7 @@ from bitwitness.report.heatmap import BAD
 from bitwitness.report.markdown import to_markdown
 from bitwitness.report.page import embedded, to_html
 from bitwitness.report.series import buckets
+from bitwitness.report.unusual import unusual
 from bitwitness.store.answer import answers
 from bitwitness.store.writer import RunWriter
 from bitwitness.testing import contained
@@ -182,7 +183,9 @@ def test_a_pair_is_compared_and_its_conclusion_comes_first(runs: Path, capsys: p
     assert report.story.kind == "pair"
     assert report.story.conclusion == told["conclusion"]
     assert report.comparison == told
-    assert "they part in step 2 on rank 0, in 2/addmm#0:forward.out0" in report.story.headline
+    why = told["first"]["text"]
+    assert f"they part in step 2 on rank 0, in 2/addmm#0:forward.out0: {why}." in report.story.headline
+    assert why in told["conclusion"]  # compare says it in its first sentence, too
     assert "test_report.py" in report.story.to_do[0]
     states = {node["op"]: node["state"] for node in report.charts["graph"]["nodes"]}
     assert (states["addmm"], states["tanh"]) in (("first", "equal"), ("equal", "equal"))
@@ -193,14 +196,18 @@ def test_a_pair_is_compared_and_its_conclusion_comes_first(runs: Path, capsys: p
     assert "they part" in to_markdown(report).splitlines()[0]
     same = build_report([runs / "a", runs / "a"])
     assert (same.story.status, same.story.headline) == ("fine", "The two runs are equal in all that was compared.")
+    assert (same.story.attention, same.story.word) == (False, "no operator computed wrongly")
     assert "graph" not in same.charts
 
 
 def test_series_are_drawn_and_nan_in_them_is_told(tmp_path: Path) -> None:
     report = build_report([write_monitored(tmp_path / "run")])
-    assert report.story.status == "fine"  # as status says: nobody judged the series
-    assert report.story.headline.endswith("But its series hold NaN or Inf, which nobody judged: see below.")
-    assert "Look at head, step 197, rank 0" in report.story.to_do[0]
+    assert report.story.status == "findings"
+    assert report.story.headline == (
+        "The series hold NaN or Inf, first in activation/head/out0 at step 197 on rank 0, and no rule was on to say so."
+    )
+    assert "'bitwitness trace', which names the operator" in report.story.to_do[0]
+    assert "the guard: healthy: 12 of 12 parameters" in report.story.conclusion
     lines = {(line["metric"], line["rank"]): line for line in report.charts["timeline"]["lines"]}
     assert set(lines) == {(metric, rank) for metric in ("loss", "grad_norm") for rank in (0, 1)}
     values = np.frombuffer(base64.b64decode(lines["grad_norm", RANK]["values"]), "<f8")
@@ -337,13 +344,13 @@ def test_series_that_cannot_be_read_are_told_and_of_several_runs_the_worst(runs:
     file.write_bytes(file.read_bytes()[:2000])
     story = build_report([run]).story
     assert story.status == "unread"
-    assert sum("monitor-000001.parquet was left out" in doubt for doubt in story.runs[0].doubts) == 1
+    assert sum("monitor-000001.parquet is damaged" in doubt for doubt in story.runs[0].doubts) == 1
     assert not any("checksums" in line for line in story.runs[0].believed)
     only = answers(os.fspath(write_monitored(tmp_path / "only", steps=10, names=["a"], ranks=1, guarded=False)))[
         0
     ].health
     assert (only.status, only.sentence) == (
-        "fine", "monitored: 10 steps (0 to 9) of 1 ranks, whole as far as it goes; its numbers were not judged",
+        "fine", "monitored: 4 series over 10 steps (0 to 9) of 1 rank, which no rules watched; they hold no NaN or Inf",
     )  # fmt: skip
     several = build_report([runs / "good", runs / "nan", runs / "persistent"]).story
     assert (several.kind, several.status, len(several.runs)) == ("runs", "findings", 3)
@@ -386,3 +393,50 @@ def test_the_report_of_one_run_needs_no_torch() -> None:
 
     code = "import sys, bitwitness.report.build, bitwitness.report.page; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def branch_of(report: Report, path: str) -> dict:
+    branch = report.charts["tree"]["root"]
+    for part in path.split("."):
+        branch = next(one for one in branch["inside"] if one["name"] == part)
+    return branch
+
+
+def test_the_tree_says_what_the_rules_said_and_the_worst_run_is_first(tmp_path: Path) -> None:
+    quiet, broken = watched_run(tmp_path / "quiet"), watched_run(tmp_path / "broken", alerts=True)
+    assert build_report([quiet]).charts["tree"]["root"]["worst"] == 0
+    report = build_report([broken])
+    assert [branch_of(report, name)["level"] for name in ("head", "tokens", "layers.0.mlp")] == [4, 2, 1]
+    assert branch_of(report, "layers")["worst"] == 1
+    report = build_report([quiet, broken])
+    assert [run.path for run in report.story.runs] == [str(broken), str(quiet)]
+    assert report.story.headline.startswith(f"{broken}: NaN or Inf came up at step 57")
+    for part in ("heat", "tree"):
+        assert report.charts[part]["run"] == "broken"
+        assert [one["run"] for one in report.charts[f"more_{part}"]] == ["quiet"]
+    table = report.charts["table"]
+    assert [row[table["columns"].index("run")] for row in table["rows"]] == ["broken", "broken"]
+
+
+def test_what_learns_is_not_unusual_and_what_breaks_is() -> None:
+    random = np.random.default_rng(0)
+    when = np.arange(300)
+    # All fall by a factor of 20; moments fill from nothing, and each row learns at a pace of its own.
+    rows = -3.0 * when / 300 + np.log1p(-np.exp(-0.1 * (when + 1))) + np.linspace(0, 0.5, 40)[:, None] * when / 300
+    rows = (rows + random.normal(0, 0.1, (40, 300))).astype(np.float32)
+    assert np.median(np.abs(unusual(rows)).max(axis=1)) < 4.5
+    rows[7, 150] += np.log(50)
+    rows[9, 200:] += np.log(50)
+    z = unusual(rows)
+    assert z[7].argmax() == 150
+    assert z[7, 150] > 20
+    assert z[9, 200:210].min() > 15
+    assert np.abs(np.delete(z, [7, 9], axis=0)).max() < 9
+
+
+def test_a_very_long_name_holds_what_is_in_it(tmp_path: Path) -> None:
+    long = "x" * 3000
+    run = write_monitored(tmp_path / "run", names=[long, f"{long}.weight", f"{long}.bias"], steps=20, ranks=1)
+    (module,) = build_report([run]).charts["tree"]["root"]["inside"]
+    assert [one["name"] for one in module["inside"]] == ["weight", "bias"]
+    assert len(module["name"]) < 300

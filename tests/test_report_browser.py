@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from monitored_run import RANK, SPIKE, STEP, write_monitored
+from monitored_run import RANK, SPIKE, STEP, watched_run, write_monitored
 from test_report import hostile, runs  # noqa: F401 - fixtures
 
 from bitwitness.report import build_report
@@ -41,6 +41,7 @@ def pages(runs: Path, hostile: Path, tmp_path_factory: pytest.TempPathFactory) -
         "pair": [runs / "a", runs / "b"],
         "monitored": [write_monitored(root / "run")],
         "hostile": [hostile],
+        "several": [watched_run(root / "quiet"), watched_run(root / "broken", alerts=True)],
     }
     for name, named in asked.items():
         (root / f"{name}.html").write_text(to_html(build_report(named)))
@@ -74,7 +75,7 @@ class Opened:
         assert not self.wrong
 
 
-NAMES = ("good", "persistent", "nan", "pair", "monitored", "hostile")
+NAMES = ("good", "persistent", "nan", "pair", "monitored", "hostile", "several")
 LOOKS = [{"viewport": DESKTOP}, {"viewport": PHONE, "color_scheme": "dark"}]
 
 
@@ -136,6 +137,41 @@ def test_the_tree_opens_by_keys(pages: dict[str, Path], browser: Any) -> None:
         assert page.locator("#tree [role=treeitem]").first.get_attribute("aria-label").startswith("layers: ")
         page.keyboard.press("Escape")
         assert page.locator("#tree [role=treeitem]").first.get_attribute("aria-label").startswith(".: ")
+
+
+def test_of_several_runs_each_can_be_drawn(pages: dict[str, Path], browser: Any) -> None:
+    with Opened(browser, pages["several"], viewport={"width": 1280, "height": 900}) as page:
+        assert page.locator("section.run h2").first.inner_text().endswith("broken")
+        worst = page.locator("#tree [role=treeitem]").first
+        assert "worst inside: NaN or Inf" in worst.get_attribute("aria-label")
+        for part in ("tree", "heat"):
+            page.locator(f"#{part}-controls").get_by_role("combobox", name="run").select_option(label="quiet")
+        assert "worst inside: no alert" in worst.get_attribute("aria-label")
+        page.wait_for_selector("#heat canvas")
+        assert page.locator("#heat canvas").count() == 1
+        scroll, seen = page.evaluate(
+            "[document.querySelector('#table').scrollWidth, document.querySelector('#table').clientWidth]"
+        )
+        assert scroll <= seen  # the message is not cut
+        assert page.locator("#table td.message").first.bounding_box()["width"] >= 250
+
+
+def test_on_a_phone_rows_have_names_and_events_their_message(pages: dict[str, Path], browser: Any) -> None:
+    with Opened(browser, pages["several"], viewport=PHONE, color_scheme="dark") as page:
+        names = page.locator("#heat .labels span")
+        assert names.count() > 5
+        assert names.first.is_visible()
+        box = page.locator("#table td.message").first.bounding_box()
+        assert 0 <= box["x"] < box["x"] + box["width"] <= PHONE["width"]
+        assert "activation of head" in page.locator("#table td.message").first.inner_text()
+
+
+def test_the_chosen_cell_is_framed_as_no_cell_is(pages: dict[str, Path], browser: Any) -> None:
+    with Opened(browser, pages["monitored"], viewport=DESKTOP) as page:
+        look = "(name) => getComputedStyle(document.querySelector('#heat .cursor'))[name]"
+        assert page.evaluate(look, "borderTopColor") == "rgb(0, 0, 0)"
+        assert page.evaluate(look, "outlineColor") == "rgb(255, 255, 255)"
+        assert page.locator("#heat .labels .chosen").inner_text() == "head"
 
 
 def test_the_graph_and_the_table_of_a_pair(pages: dict[str, Path], browser: Any) -> None:

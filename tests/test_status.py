@@ -81,6 +81,8 @@ def test_a_healthy_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     said = capsys.readouterr().out
     assert said.startswith("healthy: 4 of 4 parameters, 4 steps")
     assert "recorded: 4 steps (0 to 3) of 1 ranks" in said
+    assert main(["status", "--json", str(healthy)]) == 0  # a folder is no file to write into
+    assert json.loads(capsys.readouterr().out) == told
     assert main(["status", str(healthy), "--quiet"]) == 0
     assert capsys.readouterr().out == ""
 
@@ -129,7 +131,7 @@ def test_the_end_of_a_run_is_told(
     number: int, state: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
-    for verb in ("run", "record"):
+    for verb in ("run", "record", "monitor"):
         job = Started(["-m", "bitwitness", verb, "--out", verb, "train.py", "100000", "0.005"], tmp_path)
         until = time.monotonic() + 120
         while "\n20\n" not in job.stdout:
@@ -145,7 +147,8 @@ def test_the_end_of_a_run_is_told(
         got, told = status(tmp_path / verb, capsys)
         assert (got, told["state"]) == (code, state), told
         if state != "killed":
-            assert f"until it was {state}" in told["sentence"] or "recorded: " in told["sentence"]
+            assert f"it was {state}" in told["sentence"], told
+            assert verb == "run" or f"bitwitness: {verb}ed in " in said, said  # the closing line, by SIGTERM, too
             assert ("healthy until" in said) == (verb == "run")
             assert "cli/run.py" not in said  # an interrupt's traceback begins at the script, as python's
             # How long python's traceback is says where the signal struck, anywhere in a step.

@@ -13,6 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 import torch
+from monitored_run import write_series
 from torch import nn
 
 import bitwitness as bw
@@ -26,7 +27,7 @@ from bitwitness.store.rows import Measured, Row, to_table
 from bitwitness.store.writer import RunWriter
 from bitwitness.view.colours import LOOKS, State, worst
 from bitwitness.view.graph import graph_of
-from bitwitness.view.live import Live
+from bitwitness.view.live import Live, _thinned
 from bitwitness.view.nodedata import changes_json, graph_json, states_json
 from bitwitness.view.page import pages_of
 from bitwitness.view.scene import Scene, one_run, two_runs
@@ -285,9 +286,7 @@ def test_a_port_that_is_taken_is_said(server: Server) -> None:
 # -- live -------------------------------------------------------------------------------------------------------------
 
 
-def series(run: Path, number: int, steps: range) -> None:
-    import pyarrow.parquet as pq
-
+def series(run: Path, steps: range) -> None:
     empty = dict.fromkeys(SERIES.names)
     told = {"micro": -1, "kind": "training", "name": "."}
     rows = [
@@ -296,7 +295,7 @@ def series(run: Path, number: int, steps: range) -> None:
         for metric in ("loss", "grad_norm")
     ]
     rows[0]["value"] = float("nan")
-    pq.write_table(pa.Table.from_pylist(rows, schema=SERIES), run / "rank00000" / f"monitor-{number:06d}.parquet")
+    write_series(run, 0, pa.Table.from_pylist(rows, schema=SERIES))
 
 
 def test_a_run_that_goes_on_grows_and_its_status_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -308,15 +307,28 @@ def test_a_run_that_goes_on_grows_and_its_status_answers(tmp_path: Path, capsys:
     assert first["runs"][0]["state"] == "running"
     assert first["runs"][0]["series"] == {}
     writer.event(bw.Note(EVIL, severity=Severity.WARNING, step=3))
-    series(run, 1, range(3))
+    series(run, range(3))
     second = live.news(first["next"])
     assert [event["message"] for event in second["events"]] == [EVIL]
     assert second["runs"][0]["series"]["loss"][0] == [0, None]
-    series(run, 2, range(3, 5))
+    series(run, range(3, 5))
     third = live.news(second["next"])
     assert third["events"] == []
     assert [step for step, _ in third["runs"][0]["series"]["grad_norm"]] == [0, 1, 2, 3, 4]
     capsys.readouterr()
-    assert main(["status", str(run), "--json"]) in (0, 3)
-    assert json.loads(capsys.readouterr().out)["state"] == "running"
+    assert main(["status", str(run), "--json"]) == 1  # the first loss is NaN
+    told = json.loads(capsys.readouterr().out)
+    assert told["state"] == "running"
+    assert told["sentence"].startswith(
+        "NOT healthy: the series hold NaN or Inf, first at step 0, rank 0 in training/./loss"
+    )
     writer.close()
+
+
+def test_a_spike_is_not_lost_where_a_long_line_is_thinned() -> None:
+    points: list[list[float | None]] = [[step, 1.0 + 1e-3 * (step % 7)] for step in range(30_000)]
+    points[12_345][1], points[23_456][1], points[777][1] = 900.0, -900.0, None
+    kept = _thinned(points)
+    assert len(kept) < 2_100
+    assert all(points[place] in kept for place in (777, 12_345, 23_456, 29_999))
+    assert [step for step, _ in kept] == sorted(step for step, _ in kept)

@@ -93,7 +93,7 @@ def test_a_pair_opens_at_the_faulty_operator(
         assert page.locator("#which").inner_text() == "suspect 1 of 2"
         assert "approximate none against tanh" in page.locator("#told").inner_text()
         assert "test_view.py" in page.locator("#told").inner_text()
-        assert "pip install --no-deps ai-edge-model-explorer" in page.locator("#hint").inner_text()
+        assert page.locator("#hint").inner_text().startswith("Shown as a tree, as --no-explorer asks")
         wide, seen = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
         assert wide <= seen
         page.click("#close")
@@ -107,6 +107,16 @@ def test_a_pair_opens_at_the_faulty_operator(
         page.wait_for_selector("[data-id='op parts.second/addmm#0:forward'][aria-current=true]")
         page.select_option("#step", "1")
         page.wait_for_selector("text=A, rank 0, step 1")
+
+
+def test_where_model_explorer_is_missing_it_is_told_how_to_get_it(
+    browser, runs: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bitwitness.view.page.installed", lambda _prefix: None)
+    scene = two_runs(*runs)
+    with served(lambda: scene, [], explorer=True) as server, opened(browser, server, (1280, 800)) as page:
+        page.wait_for_selector(".node[aria-current=true]")
+        assert "pip install --no-deps ai-edge-model-explorer" in page.locator("#hint").inner_text()
 
 
 def test_a_single_run_is_walked_by_hand(browser, tmp_path: Path) -> None:
@@ -140,11 +150,13 @@ def test_a_run_that_goes_on_grows_without_a_reload(browser, tmp_path: Path) -> N
         page.wait_for_selector("#jobs :text('running')")
         assert page.locator("#events li").count() == 0
         writer.event(bw.Note(EVIL, severity=Severity.WARNING, step=3))
-        series(run, 1, range(5))
+        series(run, range(5))
         page.wait_for_selector("#events li")
         page.wait_for_selector("svg.line >> nth=1")
         assert EVIL in page.locator("#events").inner_text()
         assert "total gradient norm" in page.locator("#jobs").inner_text()
+        writer.ended("failed", "ValueError: own", 5)
+        page.wait_for_selector("#jobs :text('(failed)')")
         assert page.locator("img").count() == 0
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from bitwitness.cli import (
     ascend,
@@ -32,10 +34,21 @@ _SCRIPTS = frozenset({"run", "trace", "record", "monitor"})
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the arguments; what a verb does not know is that verb's error, with its usage."""
     top, verbs = parsers()
-    args, unknown = top.parse_known_args(argv)
+    args, unknown = top.parse_known_args(_json_alone(sys.argv[1:] if argv is None else argv))
     if unknown:
         verbs[args.verb].error(f"unrecognized arguments: {' '.join(unknown)}")
     return args
+
+
+def _json_alone(argv: Sequence[str]) -> list[str]:
+    """Return the arguments with ``--json RUN`` read as it is meant: a folder is no file that JSON could be written into."""
+    found = list(argv)
+    if found[:1] and found[0] in _SCRIPTS:  # what follows may be the script's own
+        return found
+    for place in reversed(range(len(found) - 1)):
+        if found[place] == "--json" and "--" not in found[:place] and Path(found[place + 1]).is_dir():
+            found.insert(place + 1, "-")
+    return found
 
 
 def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:

@@ -61,6 +61,7 @@ def run_written(script: Script, args: argparse.Namespace, watch: Callable[[], Ev
     """
     faults = declared_faults()
     watching, code = watch(), 0
+    watching.quiet = args.quiet
     try:
         with faults, watching:
             script.run()

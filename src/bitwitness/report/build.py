@@ -9,15 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from bitwitness.errors import UnreadError, UsageError
 from bitwitness.finding import Finding, Note, Verdict
+from bitwitness.report.alerts import LEVELS as ALERT_LEVELS
+from bitwitness.report.alerts import levels_of_alerts
 from bitwitness.report.clean import name, text
 from bitwitness.report.heatmap import HeatMap, HeatMapMaker
 from bitwitness.report.numbers import Numbers
 from bitwitness.report.series import MOST_BUCKETS, Line, lines_of
-from bitwitness.report.story import RunStory, Story, story_of, story_of_run, tell_broken
+from bitwitness.report.story import RunStory, Story, badness, story_of, story_of_run, tell_broken
 from bitwitness.report.tree import LEVELS, PAIR_LEVELS, levels_of_run, tree_of
 from bitwitness.store.answer import Answer, answers
 from bitwitness.store.folder import Run
 from bitwitness.store.opening import open_source
+from bitwitness.store.watched import Watched
 
 if TYPE_CHECKING:
     from bitwitness.report.pair import Compared
@@ -78,6 +81,7 @@ class _Read:
     events: list[Event]
     lines: list[Line]
     heat: HeatMap
+    watched: Watched | None
 
 
 def build_report(
@@ -101,7 +105,10 @@ def build_report(
     if not 1 <= len(runs) <= _MOST_RUNS:
         raise UsageError(f"report: {len(runs)} runs were named; expected 1 to {_MOST_RUNS}")
     pair = len(runs) == 2 and all(_recorded(run) for run in runs)
-    read = [one for run in runs for one in _read(run, foreign=pair)]
+    asked = [one for run in runs for one in _answers(run, foreign=pair)]
+    read = [_read(answer, told, len(asked)) for answer, told in asked]
+    if not pair:
+        read.sort(key=lambda one: badness(one.story))
     found = _compared(runs[0], runs[1], progress) if pair else None
     report = Report(story_of([one.story for one in read], None if found is None else found.report))
     report.comparison = None if found is None else found.report.to_dict()
@@ -122,15 +129,16 @@ def _recorded(run: str | os.PathLike[str]) -> bool:
         return False
 
 
-def _read(path: str | os.PathLike[str], *, foreign: bool) -> list[_Read]:
-    """Read a run folder, and those of other models of its process beside it."""
+def _answers(path: str | os.PathLike[str], *, foreign: bool) -> list[tuple[Answer, str]]:
+    """Ask a run folder, and those of other models of its process beside it; return the answers, and how it was named."""
     told = os.fspath(path)
     if foreign and open_source(path).kind != "bitwitness":
         return []  # another tool's dump has rows and nothing else; the comparison tells of it
-    return [_one(answer, told) for answer in answers(told)]
+    return [(answer, told) for answer in answers(told)]
 
 
-def _one(answer: Answer, told: str) -> _Read:
+def _read(answer: Answer, told: str, count: int) -> _Read:
+    """Read one run of so many that share a page."""
     run = Run(answer.path)
     findings = run.findings()
     path = told if os.fspath(answer.path) == os.fspath(os.path.normpath(told)) else os.fspath(answer.path)
@@ -138,46 +146,61 @@ def _one(answer: Answer, told: str) -> _Read:
     events += [note for note in run.notes() if note.message != "coverage"]
     ranks = [rank for verdict in answer.verdicts for rank in verdict.ranks]
     numbers = Numbers(run, [*ranks, *(finding.rank for finding in findings)])
-    lines, heat = _numbers_of(numbers)
+    lines, heat = _numbers_of(numbers, count)
     story = story_of_run(answer, findings, path)
-    if heat.broken and not answer.verdicts and not findings:
+    if heat.broken and answer.watched is None and not answer.verdicts and not findings:
         tell_broken(story, *heat.broken)
     problems = [text(one) for one in (*numbers.problems, *numbers.thinned)]
     story.doubts += [one for one in dict.fromkeys(problems) if one not in story.doubts][:20]
-    return _Read(run, story, events, lines, heat)
+    return _Read(run, story, events, lines, heat, answer.watched)
 
 
 def _charts(read: list[_Read], found: Compared | None) -> dict[str, Any]:
     """Gather what the page draws."""
     charts: dict[str, Any] = {}
-    several = len(read) > 1
-    lines: list[dict[str, Any]] = []
-    heat = HeatMap()
-    for number, one in enumerate(read):
-        lines += [{**line.to_dict(), "run": name(one.story.path) if several else ""} for line in one.lines]
-        heat = heat if number and heat.layers else one.heat
-    marks = [_mark(event, one, several=several) for one in read for event in one.events if _weighty(event)]
+    names = _called(read)
+    lines = [{**line.to_dict(), "run": called} for called, one in zip(names, read, strict=True) for line in one.lines]
+    events = [(called, event) for called, one in zip(names, read, strict=True) for event in one.events]
+    marks = [_mark(event, called) for called, event in events if not isinstance(event, Note)]
     if lines or marks:
         charts["timeline"] = {"lines": lines, "marks": marks[:_MARKS]}
-    heat = heat if found is None else found.heat
-    if heat.layers:
-        charts["heat"] = heat.to_dict()
     if found is not None:
-        charts |= _of_pair(found)
+        charts |= {"heat": found.heat.to_dict()} if found.heat.layers else {}
+        return charts | _of_pair(found)
+    heats = [one.heat.to_dict() | {"run": called} for called, one in zip(names, read, strict=True) if one.heat.layers]
+    trees = [_tree(one) | {"run": called} for called, one in zip(names, read, strict=True) if one.heat.worst]
+    for part, drawings in (("heat", heats), ("tree", trees)):  # the worst run's, and those that the page can switch to
+        charts |= {part: drawings[0], f"more_{part}": drawings[1:]} if drawings else {}
+    return charts | _events_table(events, several=len(read) > 1)
+
+
+def _called(read: list[_Read]) -> list[str]:
+    """Return how each run is called in the charts: by its folder, where that tells them apart; one alone by nothing."""
+    folders = [one.run.path.name for one in read]
+    if len(read) == 1:
+        return [""]
+    return [
+        name(folder if folders.count(folder) == 1 else one.story.path)
+        for folder, one in zip(folders, read, strict=True)
+    ]
+
+
+def _tree(one: _Read) -> dict[str, Any]:
+    """Return the tree of a run's modules: as bad as the rules said or, where none were on, as unusual as its numbers were."""
+    watched = one.watched
+    if watched is not None and watched.rules:
+        levels, words = levels_of_alerts(watched, one.heat.worst), ALERT_LEVELS
     else:
-        if heat.worst:
-            levels = levels_of_run(heat.worst)
-            charts["tree"] = {"root": tree_of(levels).to_dict(), "levels": list(LEVELS)}
-        charts |= _events_table(read, several=several)
-    return charts
+        levels, words = levels_of_run(one.heat.worst), LEVELS
+    return {"root": tree_of(levels).to_dict(), "levels": list(words)}
 
 
-def _numbers_of(numbers: Numbers) -> tuple[list[Line], HeatMap]:
+def _numbers_of(numbers: Numbers, count: int) -> tuple[list[Line], HeatMap]:
     extent = numbers.extent()
     if not len(extent.steps):
         return [], HeatMap()
-    maker = HeatMapMaker(extent.steps, len(numbers.ranks()), extent.names, extent.kinds)
-    most = max(_LEAST_BUCKETS, min(MOST_BUCKETS, _POINTS // len(numbers.ranks())))
+    maker = HeatMapMaker(extent.steps, len(numbers.ranks()), extent.names, extent.kinds, count)
+    most = max(_LEAST_BUCKETS, min(MOST_BUCKETS, _POINTS // (len(numbers.ranks()) * count)))
     lines = []
     for rank, table in numbers.tables():
         lines += lines_of(rank, table, most)
@@ -200,30 +223,26 @@ def _of_pair(found: Compared) -> dict[str, Any]:
     return charts
 
 
-def _events_table(read: list[_Read], *, several: bool) -> dict[str, Any]:
-    events = [(one, event) for one in read for event in one.events]
-    events.sort(key=lambda pair: (not isinstance(pair[1], Verdict), _SEVERITY.get(pair[1].to_event()["severity"], 3)))
+def _events_table(events: list[tuple[str, Event]], *, several: bool) -> dict[str, Any]:
     if not events:
         return {}
-    rows = [_row(event, one, several=several) for one, event in events[:_EVENTS]]
+    first = sorted(
+        events, key=lambda pair: (not isinstance(pair[1], Verdict), _SEVERITY.get(pair[1].to_event()["severity"], 3))
+    )
+    rows = [[*([called] if several else []), *_row(event)] for called, event in first[:_EVENTS]]
     said = f"{len(events)} events" + ("" if len(events) == len(rows) else f"; {len(rows)} shown, the gravest")
-    columns = ["step", "rank", "type", "severity", "sensor", "site", "message"]
-    return {"table": {"said": said, "columns": [*(["run"] if several else []), *columns], "rows": rows}}
+    columns = [*(["run"] if several else []), "step", "rank", "type", "severity", "sensor", "message", "site"]
+    return {"table": {"said": said, "columns": columns, "rows": rows}}
 
 
-def _row(event: Event, one: _Read, *, several: bool) -> list[str]:
+def _row(event: Event) -> list[str]:
     told = event.to_event()
     rank = "" if told["rank"] is None else str(told["rank"])
-    cells = [str(event.step), rank, told["type"], told["severity"], name(event.sensor), name(told["site"] or "")]
-    return [*([name(one.story.path)] if several else []), *cells, text(event.message, 500)]
+    cells = [str(event.step), rank, told["type"], told["severity"], name(event.sensor)]
+    return [*cells, text(event.message, 500), name(told["site"] or "")]
 
 
-def _weighty(event: Event) -> bool:
-    return not isinstance(event, Note)
-
-
-def _mark(event: Event, one: _Read, *, several: bool) -> dict[str, Any]:
-    verdict = isinstance(event, Verdict)
+def _mark(event: Event, called: str) -> dict[str, Any]:
     said = f"{event.cause.replace('_', ' ')}; {event.action}" if isinstance(event, Verdict) else name(event.sensor)
-    whose = f"{name(one.story.path)}: " if several else ""
-    return {"step": event.step, "verdict": verdict, "said": f"{whose}step {event.step}: {said}"}
+    whose = f"{called}: " if called else ""
+    return {"step": event.step, "verdict": isinstance(event, Verdict), "said": f"{whose}step {event.step}: {said}"}

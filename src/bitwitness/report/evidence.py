@@ -10,11 +10,12 @@ from bitwitness.finding import Finding, Verdict, to_jsonable
 from bitwitness.report.clean import clean, mapping, name, number, text
 
 _SUSPICIONS = 5  # of one rank: the strongest come first
+_COLUMNS = 12  # of a table of steps
 _RANKS = 64  # rows of a table of ranks
 _KNOWN = frozenset({
     "whose", "parameter", "l2_by_execution", "hash_by_execution", "ranks", "operator", "checksum", "suspicions", "alert",
     "residual", "threshold", "invariant", "inputs", "outputs", "reaches", "line", "tensors", "suspected_by",
-    "wrong_executions", "reason", "injected", "last_modules",
+    "wrong_executions", "reason", "injected", "last_modules", "steps", "series", "also", "also_count",
 })  # fmt: skip
 """Fields that have a table of their own, or say the same as one that has."""
 
@@ -48,7 +49,7 @@ class Block:
 def blocks_of(event: Verdict | Finding) -> list[Block]:
     """Return what an event's evidence holds, the strongest proof first."""
     evidence = mapping(clean(to_jsonable(event.evidence)))
-    makers = (_executions, _ranks, _operator, _checksum, _values, _suspicions, _rest)
+    makers = (_executions, _ranks, _operator, _checksum, _values, _suspicions, _steps, _rest)
     blocks = [block for maker in makers for block in maker(evidence)]
     if isinstance(event, Verdict) and event.devices:
         rows = [[f"{name(d.kind)}:{d.index}", name(d.uuid), name(d.host)] for d in event.devices[:_RANKS]]
@@ -176,6 +177,26 @@ def _suspicions(evidence: Mapping[str, Any]) -> Iterator[Block]:
             rows.append([name(rank), name(found.get("sensor")), text(found.get("message", ""), 400)])
     if rows:
         yield Block("What was sensed first", "Suspicions, which are no proof.", ["rank", "sensor", "it said"], rows)
+
+
+def _steps(evidence: Mapping[str, Any]) -> Iterator[Block]:
+    """What a monitor saw of the last steps, and of what else moved."""
+    steps = evidence.get("steps")
+    told = [mapping(step) for step in steps[-_SUSPICIONS:]] if isinstance(steps, list) else []
+    if told:
+        columns = list(dict.fromkeys(key for step in told for key in step))[:_COLUMNS]
+        rows = [[_told_in(step.get(key)) for key in columns] for step in told]
+        yield Block("The last steps", "The numbers of each, and what was beyond its usual.", columns, rows)
+    also = evidence.get("also")
+    if isinstance(also, list) and also:
+        note = f"{name(evidence.get('also_count'))} series moved with {name(evidence.get('series'))}, in the order of the step."
+        yield Block("What moved with it", text(note, 400), ["series"], [[name(one)] for one in also[:20]])
+
+
+def _told_in(value: object) -> str:
+    if isinstance(value, list):
+        return ", ".join(name(one) for one in value[:_SUSPICIONS])
+    return "" if value is None else number(value)
 
 
 def _rest(evidence: Mapping[str, Any]) -> Iterator[Block]:

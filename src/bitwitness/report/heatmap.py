@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from bitwitness.report.clean import name as shown_name
+from bitwitness.report.unusual import unusual
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
@@ -29,7 +30,7 @@ KINDS = {
 }
 MEASURES = {
     "change": "relative change",
-    "z": "unusual for this row (z)",
+    "z": "unusual for this row and time (z)",
     "l2": "L2 norm",
     "absmax": "largest magnitude",
 }
@@ -42,8 +43,6 @@ _LEAST_COLUMNS = 50
 _MEASURES = 3  # of one kind
 _ROWS = 600
 _WHOLE = 64_000_000  # numbers of one matrix in memory
-_SPREAD = 0.05
-"""Least spread (in ln) that is usual: weights hardly move, and a z-score of their rounding says nothing."""
 
 
 @dataclass(slots=True)
@@ -111,13 +110,15 @@ class HeatMapMaker:
         The steps of all ranks, ascending.
     ranks, rows, kinds
         How many ranks there will be, names (of the kind that has most) and kinds: what a column stands for depends on it.
+    maps
+        How many share the page.
 
     """
 
-    def __init__(self, steps: npt.NDArray[np.int64], ranks: int, rows: int, kinds: int) -> None:
+    def __init__(self, steps: npt.NDArray[np.int64], ranks: int, rows: int, kinds: int, maps: int = 1) -> None:
         most = _WHOLE // max(min(rows, _ROWS), 1)
         self._steps = steps if len(steps) <= most else steps[:: -(-len(steps) // most)]
-        cells = max(min(rows, _ROWS), 1) * max(ranks, 1) * max(kinds, 1) * _MEASURES
+        cells = max(min(rows, _ROWS), 1) * max(ranks, 1) * max(kinds, 1) * _MEASURES * maps
         columns = min(_COLUMNS, max(_LEAST_COLUMNS, _CELLS // cells))
         self._width = -(-len(self._steps) // columns)  # steps that a column stands for
         self._found: dict[str, dict[int, _Matrix]] = {}
@@ -167,7 +168,9 @@ class HeatMapMaker:
 
     def _note_broken(self, matrix: _Matrix, rank: int) -> None:
         rows = np.flatnonzero(matrix.bad.any(axis=1)).tolist()
-        self._broken += [(int(self._steps[matrix.bad[row].argmax()]), rank, matrix.names[row]) for row in rows]
+        self._broken += [
+            (int(self._steps[matrix.bad[row].argmax()]), rank, shown_name(matrix.names[row])) for row in rows
+        ]
 
     def _spans(self) -> list[tuple[int, int]]:
         starts = range(0, len(self._steps), self._width)
@@ -190,7 +193,7 @@ def _matrix(rows: pa.Table, steps: npt.NDArray[np.int64]) -> _Matrix:
     """Return rows as matrices; of a name that a step has several of (slots, micro-batches) the largest counts."""
     encoded = pc.dictionary_encode(pc.fill_null(rows.column("name").cast(pa.string()), "?")).combine_chunks()
     encoded = encoded.chunk(0) if isinstance(encoded, pa.ChunkedArray) else encoded
-    names = [shown_name(one) for one in encoded.dictionary.to_pylist()]
+    names = encoded.dictionary.to_pylist()
     row = np.asarray(encoded.indices, dtype=np.int64)
     column = np.searchsorted(steps, _column(rows, "step").astype(np.int64)).clip(0, max(len(steps) - 1, 0))
     place = row * len(steps) + column
@@ -207,7 +210,7 @@ def _matrix(rows: pa.Table, steps: npt.NDArray[np.int64]) -> _Matrix:
         numbers["absmax"] = _filled(shape, place, np.where(bad, np.nan, np.fmax(np.abs(least), np.abs(largest))))
     broken = np.zeros(shape[0] * shape[1], dtype=bool)
     broken[place[bad]] = True
-    numbers["z"] = _unusual(numbers["l2"])
+    numbers["z"] = unusual(numbers["l2"])
     return _Matrix(names, numbers, broken.reshape(shape))
 
 
@@ -218,18 +221,6 @@ def _filled(shape: tuple[int, int], place: npt.NDArray[np.int64], values: npt.ND
     found = np.full(shape[0] * shape[1], np.nan, dtype=np.float32)
     np.fmax.at(found, place, logs)
     return found.reshape(shape)
-
-
-def _unusual(logs: Floats) -> Floats:
-    """Return how many of its own usual deviations each number is from its row's median."""
-    known = ~np.isnan(logs).all(axis=1)
-    z = np.full_like(logs, np.nan)
-    if known.any():
-        rows = logs[known]
-        middle = np.nanmedian(rows, axis=1, keepdims=True)
-        spread = 1.4826 * np.nanmedian(np.abs(rows - middle), axis=1, keepdims=True)
-        z[known] = (rows - middle) / np.maximum(spread, _SPREAD)
-    return z
 
 
 def _layer(
@@ -245,7 +236,7 @@ def _layer(
         least = -largest
     largest = max(largest, least + 1e-6)
     matrices = [_bytes(names, found.get(rank), measure, columns, (least, largest)) for rank in ranks]
-    return Layer(kind, measure, least, largest, names, matrices)
+    return Layer(kind, measure, least, largest, [shown_name(one) for one in names], matrices)
 
 
 def _bytes(names: list[str], matrix: _Matrix | None, measure: str, columns: int, limits: tuple[float, float]) -> Bytes:
@@ -275,7 +266,7 @@ def map_of_changes(changes: Mapping[int, Mapping[tuple[str, int], float]]) -> He
         values = np.full((len(names), len(steps)), np.nan)
         for (module, step), change in found.items():
             values[row[module], column[step]] = change
-        maker.add_changes(rank, [shown_name(name) for name in names], values)
+        maker.add_changes(rank, names, values)
     return maker.made()
 
 

@@ -19,7 +19,6 @@ from bitwitness.report.clean import number, text
 from bitwitness.version import __version__
 
 _SIGN = {"fine": "✔", "findings": "✘", "unread": "?"}
-_WORD = {"fine": "healthy", "findings": "something was found", "unread": "not known"}
 _ESCAPES = {ord(letter): f"\\u{ord(letter):04x}" for letter in "<>&'\u2028\u2029"}
 _OWN = ("common.js", "timeline.js", "heatmap.js", "tree.js", "graph.js", "table.js", "main.js")
 
@@ -51,7 +50,7 @@ def to_html(report: Report) -> str:
         comparison=report.comparison,
         look="unread" if report.story.attention else report.story.status,
         sign="!" if report.story.attention else _SIGN[report.story.status],
-        word="healthy as far as it was judged; look below" if report.story.attention else _WORD[report.story.status],
+        word=report.story.word,
         version=__version__,
         policy=_policy(scripts, style),
         style=_marked(style),

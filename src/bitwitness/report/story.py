@@ -7,9 +7,20 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from bitwitness.finding import Finding, Verdict
-from bitwitness.report.clean import mapping, name, text
+from bitwitness.report.alerts import alerts_of
+from bitwitness.report.believed import believed
+from bitwitness.report.clean import clean, mapping, name, text
 from bitwitness.report.evidence import Block, blocks_of
-from bitwitness.report.words import headline_of, headline_of_pair, to_do_of_pair
+from bitwitness.report.words import (
+    NOT_JUDGED,
+    NOTHING,
+    headline_of,
+    headline_of_pair,
+    nothing_found,
+    to_do_of_pair,
+    word_of,
+)
+from bitwitness.store.alerted import watched_of
 from bitwitness.store.answer import Answer
 from bitwitness.store.health import worst_of
 from bitwitness.store.told import told_of
@@ -19,8 +30,6 @@ if TYPE_CHECKING:
 
 _EVENTS = 50  # that are told with all their evidence; the table has the rest
 _LINES = 100  # of one list
-NOTHING = "Nothing has to be done."
-WHOLE = "The run folder is whole: all its checksums were verified for this report."
 
 
 @dataclass(slots=True)
@@ -60,8 +69,10 @@ class RunStory:
         What the run was: (name, value).
     verdicts
         How many there are.
-    attention
-        Something was seen that status does not judge.
+    attention, word
+        Something is to be seen that status does not judge; how the run is called then.
+    watched
+        What a monitor's rules said, in short; None where there was no monitor.
 
     """
 
@@ -78,6 +89,8 @@ class RunStory:
     facts: list[tuple[str, str]]
     verdicts: int = 0
     attention: bool = False
+    word: str = ""
+    watched: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return it ready for JSON."""
@@ -93,6 +106,7 @@ class RunStory:
             "events": [event.to_dict() for event in self.events],
             "coverage_and_price": self.price,
             "facts": dict(self.facts),
+            "watched": self.watched,
         }
 
 
@@ -110,8 +124,24 @@ class Story:
 
     @property
     def attention(self) -> bool:
-        """Whether a run's story has something to look at though its status is fine."""
-        return self.status == "fine" and any(run.attention for run in self.runs)
+        """Whether a run's story has something to look at though its status is fine; a pair is judged by being compared."""
+        seen = [run for run in self.runs if run.attention and not (self.kind == "pair" and run.word == NOT_JUDGED)]
+        return self.status == "fine" and bool(seen)
+
+    @property
+    def word(self) -> str:
+        """What it comes to, in a word or two."""
+        if self.status == "findings":
+            return "something was found"
+        if self.status == "unread":
+            found = any(run.verdicts or (run.watched or {}).get("alerts") for run in self.runs)
+            return "something was found, and not all is known" if found else "not known"
+        words = dict.fromkeys(run.word for run in self.runs if run.attention and run.word)
+        if self.attention:
+            return "; ".join(words) or "healthy as far as it was judged; look below"
+        if self.kind == "pair":
+            return "no operator computed wrongly"
+        return "healthy" if all(run.watched is None or run.price for run in self.runs) else "nothing unusual"
 
 
 def story_of_run(answer: Answer, findings: Sequence[Finding], path: str) -> RunStory:
@@ -119,8 +149,12 @@ def story_of_run(answer: Answer, findings: Sequence[Finding], path: str) -> RunS
     health = answer.health
     verdicts = sorted(answer.verdicts, key=lambda one: one is not health.worst)  # what the headline tells comes first
     told = [told_verdict(verdict) for verdict in verdicts[:_EVENTS]]
+    word = word_of(answer)
     heavy = [one for one in findings if one.severity == "error" and (one.sensor == "nonfinite" or not answer.verdicts)]
-    told += [told_finding(one) for one in heavy[: _EVENTS - len(told)]]
+    told += [
+        told_finding(one)
+        for one in [*heavy, *(one for one in alerts_of(answer.watched) if one not in heavy)][: _EVENTS - len(told)]
+    ]
     advices = [text(one.evidence["advice"]) for one in heavy if isinstance(one.evidence.get("advice"), str)]
     to_do = [_sentence(text(health.advice))] if health.advice else []
     to_do += [_sentence(advice) for advice in dict.fromkeys(advices) if advice][:5]
@@ -131,14 +165,17 @@ def story_of_run(answer: Answer, findings: Sequence[Finding], path: str) -> RunS
         status=health.status,
         sentence=text(health.sentence),
         headline=headline_of(answer),
-        to_do=to_do or ([NOTHING] if health.status == "fine" else ["Read why not everything is known, below."]),
-        believed=_believed(answer),
+        to_do=to_do or [nothing_found(answer)],
+        believed=believed(answer),
         doubts=[text(doubt) for doubt in health.doubts[:_LINES]],
         gaps=[text(gap) for gap in gaps[:_LINES]],
         events=told,
         price=[text(line) for line in price[:_LINES]],
         facts=_facts(answer),
         verdicts=len(answer.verdicts),
+        attention=health.status == "fine" and bool(word),
+        word=word,
+        watched=None if answer.watched is None else clean(answer.watched.to_dict()),
     )
 
 
@@ -147,7 +184,7 @@ def tell_broken(run: RunStory, step: int, rank: int, where: str) -> None:
     run.doubts.append(
         f"its series hold NaN or Inf, first in {where} at step {step} on rank {rank}, which nobody judged"
     )
-    run.attention = True
+    run.attention, run.word = True, ""
     run.headline += " But its series hold NaN or Inf, which nobody judged: see below."
     run.to_do = [
         f"Look at {where}, step {step}, rank {rank}: 'bitwitness trace' names the operator that makes NaN or Inf.",
@@ -162,10 +199,18 @@ def story_of(runs: list[RunStory], report: Report | None) -> Story:
         doubts = [text(one) for one in (*report.unaligned, *report.problems)[:_LINES]]
         headline, to_do = headline_of_pair(report), to_do_of_pair(report)
         return Story("pair", status, headline, text(report.conclusion), to_do, runs, doubts)
-    order = ("findings", "unread", "fine")
-    worst = min(runs, key=lambda run: (order.index(run.status), not run.verdicts, not run.attention))
+    worst = min(runs, key=badness)
     headline = worst.headline if len(runs) == 1 else f"{name(worst.path)}: {worst.headline}"
     return Story("run" if len(runs) == 1 else "runs", status, headline, worst.sentence, worst.to_do, runs)
+
+
+def badness(run: RunStory) -> tuple[object, ...]:
+    """Return what runs are sorted by, the worst first: verdicts, NaN or Inf, alerts, what is not known, how it ended."""
+    watched = run.watched or {}
+    nonfinite = watched.get("nonfinite") or watched.get("unwatched_nonfinite")
+    alerts = watched.get("alerts") or 0
+    status = ("findings", "unread", "fine").index(run.status)
+    return not run.verdicts, not nonfinite, status, -alerts, not run.attention
 
 
 def told_verdict(verdict: Verdict) -> Told:
@@ -188,50 +233,6 @@ def _sentence(words: str) -> str:
     return words[:1].upper() + words[1:] + ("" if words.endswith(".") else ".")
 
 
-def _believed(answer: Answer) -> list[str]:
-    """Say what was looked at and how: nobody believes a tool that only says that all is well."""
-    guards = [table for table in answer.tables if "parameters" in table]
-    if not guards:
-        return []
-    first = guards[0]
-    steps, parameters = mapping(first.get("steps")), mapping(first.get("parameters"))
-    size = f" on each of {len(guards)} ranks" if len(guards) > 1 else ""
-    gradients = f"the gradients of {parameters.get('watched')} of {parameters.get('of')} parameters"
-    lines = [
-        f"In each of {steps.get('held', 0)} steps {gradients} were looked at{size}, before the optimizer used them."
-    ]
-    lines += _looked_deep(first, steps)
-    replay = mapping(first.get("replay"))
-    if replay.get("calibrations"):
-        same = "with equal bits" if replay.get("same_bits") else f"within a spread of {replay.get('spread')}"
-        lines.append(f"{replay['calibrations']} healthy steps were run again as a trial, {same}: a replay can tell.")
-    suspicions, dismissed = (sum(int(table.get(key, 0)) for table in guards) for key in ("suspicions", "dismissed"))
-    if suspicions:
-        lines.append(f"Of {suspicions} suspicions {dismissed} were dismissed by running the step again.")
-    else:
-        lines.append("Nothing looked suspicious.")
-    if mapping(answer.description.get("config")).get("self_test") and not any(
-        table.get("failures") for table in guards
-    ):
-        lines.append("At the start each sensor proved on a planted fault that it sees (self-test).")
-    if not answer.health.doubts:
-        lines.append(WHOLE)
-    return [text(line) for line in lines]
-
-
-def _looked_deep(table: Mapping[str, Any], steps: Mapping[str, Any]) -> list[str]:
-    operators = mapping(table.get("operators"))
-    if not steps.get("deep"):
-        return []
-    share = operators.get("share_checked")
-    told = (
-        f", {share:.1%} of their floating-point work"
-        if isinstance(share, float) and operators.get("flops_seen")
-        else ""
-    )
-    return [f"In {steps['deep']} of them every matrix product and attention kernel was checked as well{told}."]
-
-
 def _unchecked(tables: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return which operators were not checked, as `told_of` does."""
     lines = [line for table in tables[:1] for line in told_of(table)]
@@ -248,6 +249,7 @@ def _facts(answer: Answer) -> list[tuple[str, str]]:
     facts = [
         ("state", answer.life.state + (f", by {answer.life.by}" if answer.life.by else "")),
         ("recorded", answer.recorded),
+        ("monitored", "" if answer.watched is None else watched_of(answer.watched)),
         ("command", text(" ".join(map(str, command)), 400) if isinstance(command, list) else ""),
         ("started", name(found.get("started") or "")),
         ("ranks", name(found.get("world_size") or "")),

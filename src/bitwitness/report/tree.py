@@ -75,6 +75,6 @@ def levels_of_run(worst: Mapping[str, tuple[float, int, int]]) -> dict[str, tupl
     """Return levels from how unusual each module or parameter ever was."""
     found = {}
     for path, (z, step, rank) in worst.items():
-        said = "NaN or Inf" if math.isinf(z) else f"{z:.3g} deviations from its median"
+        said = "NaN or Inf" if math.isinf(z) else f"{z:.3g} deviations from its usual"
         found[path] = level_of_z(z), f"{said}, step {step}, rank {rank}"
     return found

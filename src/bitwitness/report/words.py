@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bitwitness.finding import Action, Cause, Verdict
+from bitwitness.report.alerts import headline_of_watched
 from bitwitness.report.clean import text
 from bitwitness.store.answer import Answer
 
 if TYPE_CHECKING:  # a comparison needs torch, and a report of one run does not
     from bitwitness.comparison.report import Report
 
+NOT_JUDGED = "not judged"
+NOTHING = "Nothing has to be done."
 _DONE = {
     Action.HEALED: "it was noticed before the wrong numbers were used, and put right",
     Action.SKIPPED: "the step was left out, so that the wrong numbers were not used",
@@ -21,25 +24,43 @@ _DONE = {
 
 def headline_of(answer: Answer) -> str:
     """Return what is concluded of a run: the same status as `bitwitness status` gives, in words that need no other."""
-    health = answer.health
+    said, ended = _concluded(answer), ended_of(answer)
+    if not ended:
+        return said
+    return (
+        f"{said} {ended}" if answer.health.status == "findings" else f"{ended} Until then: {said[:1].lower()}{said[1:]}"
+    )
+
+
+def ended_of(answer: Answer) -> str:
+    """Say how a run ended that came neither to its end nor to a verdict's; empty for any other."""
+    by = f" ({text(answer.life.by, 300)})" if answer.life.by else ""
+    match answer.life.state:
+        case "failed":
+            return f"The script failed{by}."
+        case "interrupted" | "terminated":
+            return f"The run was {answer.life.state}{by}."
+    return ""
+
+
+def _concluded(answer: Answer) -> str:
+    health, watched = answer.health, answer.watched
     if health.worst is not None:
         return _of_verdict(health.worst, len(answer.verdicts) - 1)
-    if (
-        health.sentence.startswith("NOT healthy")
-        or "origin of NaN" in health.sentence
-        or "origins of NaN" in health.sentence
-    ):
-        bad = [table for table in answer.tables if table.get("nonfinite") and table["nonfinite"].get("bad")]
-        if bad:
-            return "The training made numbers that are none (NaN or Inf); where they come from is named below."
+    if any(table.get("nonfinite") and table["nonfinite"].get("bad") for table in answer.tables):
+        return "The training made numbers that are none (NaN or Inf); where they come from is named below."
+    if any(table.get("stopped_at") for table in answer.tables):
         return "A number looked wrong and the run was stopped; what was wrong is not proven."
+    if watched is not None and watched.found:
+        return headline_of_watched(watched)
     if health.status == "unread":
         return "It is not known whether this run's numbers are true: not everything was looked at, settled or readable."
-    if not answer.tables:
-        return "Nobody judged this run's numbers while it ran: it was recorded, and what was recorded is whole."
-    return "Nothing is wrong with this run's numbers, as far as they were looked at." + (
-        " It is still running." if answer.life.state == "running" else ""
-    )
+    still = " It is still running." if answer.life.state == "running" else ""
+    if answer.tables:
+        return f"Nothing is wrong with this run's numbers, as far as they were looked at.{still}"
+    if watched is not None and not answer.recorded:
+        return f"{headline_of_watched(watched)}{still}"
+    return f"Nobody judged this run's numbers while it ran: it was recorded, and what was recorded is whole.{still}"
 
 
 def _of_verdict(verdict: Verdict, more: int) -> str:
@@ -72,7 +93,9 @@ def headline_of_pair(report: Report) -> str:
         first = report.first
         side = {"a": " only run A has", "b": " only run B has"}.get(first.side, "")
         where = f"in step {first.step} on rank {first.rank}, in {text(first.site, 120)}"
-        return f"The two runs are not equal: they part {where}{f', which{side}' if side else ''}."
+        return (
+            f"The two runs are not equal: they part {where}{f', which{side}' if side else ''}: {text(first.text, 400)}."
+        )
     if report.exceeding:
         return "The two runs differ by more than rounding explains; what made the difference was not recorded."
     if not report.differing:
@@ -99,4 +122,24 @@ def to_do_of_pair(report: Report) -> list[str]:
         return [
             "Record more of what lies before the first difference (--content tensors, all operators), and compare again."
         ]
-    return ["Nothing has to be done."]
+    return [NOTHING]
+
+
+def word_of(answer: Answer) -> str:
+    """Return how a run is called that is fine and yet not healthy without more words; empty for any other."""
+    if ended := ended_of(answer):
+        return ended.partition(" (")[0].rstrip(".").lower()
+    if answer.tables or answer.life.state == "running":
+        return ""
+    if answer.watched is not None and answer.watched.rules:
+        return ""
+    return NOT_JUDGED
+
+
+def nothing_found(answer: Answer) -> str:
+    """Say what to do where nothing that was found asks for anything."""
+    if answer.health.status != "fine":
+        return "Read why not everything is known, below."
+    if answer.life.state == "failed":
+        return "See why the script failed; its numbers gave no sign of it."
+    return NOTHING

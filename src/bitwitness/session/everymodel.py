@@ -15,6 +15,7 @@ from bitwitness.session.reporter import Reporter
 from bitwitness.session.roots import root_of, trains_past_wrapper
 from bitwitness.session.search import ModelSearch
 from bitwitness.session.session import sessions
+from bitwitness.session.signals import TERMINATION
 from bitwitness.session.writing import Writing
 from bitwitness.tap.modules import in_backward, keywords_of_call, unwrap
 
@@ -34,6 +35,9 @@ class EveryModel(ModelSearch[W]):
         self._reporter = Reporter(None, int(os.environ.get("RANK", "0")))
         self.taken: list[W] = []
         """All that were entered, but for those that turned out to be parts."""
+        self._speaks_last = False
+        self.quiet = False
+        """Whether `say` is to be quiet where SIGTERM ends the process."""
 
     def _made_for(self, module: nn.Module) -> W:
         """Return what is to be entered for a model."""
@@ -87,6 +91,10 @@ class EveryModel(ModelSearch[W]):
             self._take(module, args)
 
     def _take(self, module: nn.Module, args: Any) -> None:
+        if not self.taken and not self._speaks_last:
+            # Before the first of them, so that it comes after theirs; and no earlier: until then the signal is the script's.
+            self._stack.enter_context(TERMINATION.told(self._last_words))
+            self._speaks_last = True
         one = self._made_for(module)
         try:
             one.start()
@@ -96,6 +104,10 @@ class EveryModel(ModelSearch[W]):
         self.entered.append(one)
         self.taken.append(one)
         one.join(module, args, keywords_of_call() or {})
+
+    def _last_words(self) -> None:
+        """Say where everything is, where SIGTERM ends the process: no script comes back to have it said."""
+        self.say(quiet=self.quiet)
 
     def _left(self, one: W) -> None:
         if not one.let_go():

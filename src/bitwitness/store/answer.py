@@ -8,18 +8,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pyarrow.compute as pc
-
 from bitwitness.errors import UnreadError, UsageError
 from bitwitness.files.shown import shown
+from bitwitness.finding import Finding
+from bitwitness.store.alerted import answer_watched, ended_early, place_of, rule_of
 from bitwitness.store.beside import runs_beside
 from bitwitness.store.folder import Run
 from bitwitness.store.health import Health, health_of, worst_of
 from bitwitness.store.life import Life, life_of
-from bitwitness.store.monitored import monitored_ranks, read_series
 from bitwitness.store.reader import absent_ranks, ranks_there
 from bitwitness.store.told import told_of
 from bitwitness.store.verdicts import tell_verdicts
+from bitwitness.store.watched import Watched, watched_in
 from bitwitness.version import __version__
 
 _TOLD = 8  # ranks that are named: a job has thousands
@@ -44,7 +44,7 @@ def answers(path: str) -> list[Answer]:
     if missing > 0:
         unread.append(f"{missing} of the run folders beside it, of other models of this process, are missing")
     first.doubt(unread)
-    return sorted([first, *others], key=lambda one: _WORSE.index(one.health.status))
+    return sorted([first, *others], key=lambda one: (_WORSE.index(one.health.status), not one.is_broken))
 
 
 def told_together(asked: list[Answer], run: str) -> dict[str, Any]:
@@ -106,23 +106,26 @@ class Answer:
         What was concluded; what each instrument on each rank covered.
     recorded
         What was recorded, in words; empty where nothing was.
+    watched
+        What a monitor's rules said, and of what; None where there was no monitor.
 
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._notes = [note for note in run.notes() if note.message == "coverage"]
+        notes = run.notes()
+        self._notes = [note for note in notes if note.message == "coverage"]
         self.verdicts = run.verdicts()
-        series, unread = _monitored(run)
-        self.recorded = "; ".join(filter(None, (_recorded(run), series)))
         self.path = Path(run.path)
         self.description = description = _description(run)
+        findings = run.findings()
+        self.watched: Watched | None
+        self.watched, unread = watched_in(run, description, findings, notes)
+        self.recorded = _recorded(run)
         self.life: Life = life_of(description)
-        tables = _latest(self._notes)
+        self.tables = tables = _latest(self._notes)
         missing = _missing(self._notes, self.verdicts, description, self.life, run.ranks())
-        nothing = not (
-            tables or self.verdicts or self.recorded or self.life.state == "running" or "config" in description
-        )
+        nothing = not (tables or self.verdicts or self.recorded or self._monitors or self.life.state == "running")
         problems = [
             *run.problems,
             *unread,
@@ -130,19 +133,40 @@ class Answer:
             *missing,
             *_not_written(run, description),
         ]
-        problems += ["there is nothing to tell of: no guard was on, and no rows were recorded"] if nothing else []
+        if nothing and "config" not in description:
+            problems.append("there is nothing to tell of: no guard was on, and no rows were recorded")
         self.health: Health = health_of(tables, self.verdicts, self.life, problems=list(dict.fromkeys(problems)))
-        if self.recorded and not tables and not self.verdicts:
-            _tell_recording(self.health, self.recorded)
-        elif "config" in description and not tables:
+        self._tell(findings)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether its series hold NaN or Inf, which needs no proof."""
+        watched = self.watched
+        return watched is not None and (watched.nonfinite is not None or watched.broken is not None)
+
+    @property
+    def _monitors(self) -> bool:
+        """Whether there are series, or a monitor that goes on will write some."""
+        return self.watched is not None and (bool(self.watched.steps) or self.watched.found)
+
+    def _tell(self, findings: list[Finding]) -> None:
+        """Make the answer that of what the run was: guarded, recorded, monitored, or several of these."""
+        health, description = self.health, self.description
+        judged = bool(self.tables or self.verdicts)
+        if self.recorded and not judged:
+            _tell_recording(health, self.recorded, self.life)
+        elif "config" in description and not self.tables:
             steps = description.get("steps", "some")
-            self.health.sentence = self.health.sentence.replace("no guard was on", f"no verdict in {steps} steps")
-        self.tables = tables
-        origin = next(
-            (one.message for one in run.findings() if one.evidence.get("kind") and one.severity == "error"), ""
-        )
+            health.sentence = health.sentence.replace("no guard was on", f"no verdict in {steps} steps")
+        origin = next((one.message for one in findings if one.evidence.get("kind") and one.severity == "error"), "")
         if origin:
-            self.health.sentence = self.health.sentence.replace(", named above", f" ({shown(origin, None)})")
+            health.sentence = health.sentence.replace(", named above", f" ({shown(origin, None)})")
+        if self.watched is not None and (self._monitors or self.life.state == "running"):
+            settings = description.get("monitor")
+            settings = settings if isinstance(settings, dict) else {}
+            guarded = any("parameters" in table for table in self.tables) or "config" in description
+            beside = "the guard: " if guarded else "the tracer: " if judged else "" if self.recorded else None
+            answer_watched(health, self.watched, self.life, settings, beside=beside)
 
     def doubt(self, problems: list[str]) -> None:
         """Add what could not be read beside this run."""
@@ -157,6 +181,9 @@ class Answer:
         lines = [health.sentence, *([f"to do: {health.advice}"] if health.advice else [])]
         lines.append(f"run: {self.life.state}{f', by {self.life.by}' * bool(self.life.by)}")
         lines += [self.recorded] if self.recorded else []
+        alerts = [] if self.watched is None else self.watched.alerts
+        lines += [_alert(one) for one in alerts[:_TOLD]]
+        lines += [f"… and {len(alerts) - _TOLD} more alerts, in rank*/events.jsonl"] if len(alerts) > _TOLD else []
         lines += health.details
         for table in self.tables[:1]:  # of the first rank: what it costs and what it cannot check are alike
             lines += told_of(table)
@@ -177,6 +204,7 @@ class Answer:
             "not_covered": health.gaps,
             "verdicts": [verdict.to_event() for verdict in self.verdicts],
             "coverage": self.tables,
+            "watched": None if self.watched is None else self.watched.to_dict(),
         }
 
 
@@ -230,22 +258,14 @@ def _recorded(run: Run) -> str:
     return f"recorded: {len(steps)} steps ({steps[0]} to {steps[-1]}) of {len(ranks)} ranks"
 
 
-def _monitored(run: Run) -> tuple[str, list[str]]:
-    """Return what is told of a run's series, and what of them cannot be read."""
-    ranks, problems = monitored_ranks(run.path), []
-    steps: set[int] = set()
-    for rank in ranks:
-        table, unread = read_series(run.path, rank, columns=("step",))
-        steps.update(pc.unique(table.column("step")).drop_null().to_pylist())
-        problems += unread
-    told = f"monitored: {len(steps)} steps ({min(steps)} to {max(steps)}) of {len(ranks)} ranks" if steps else ""
-    return told, problems
-
-
-def _tell_recording(health: Health, recorded: str) -> None:
+def _tell_recording(health: Health, recorded: str, life: Life) -> None:
     """Make the answer that of a recording: nothing was judged, and it is whole or not."""
-    compares = " (compare does)" if recorded.startswith("recorded") else ""
     if health.status == "unread":
         health.sentence = f"{health.sentence}; {recorded}"
     else:
-        health.sentence = f"{recorded}, whole as far as it goes; its numbers were not judged{compares}"
+        whole = "whole as far as it goes; its numbers were not judged (compare does)"
+        health.sentence = f"{ended_early(life)}{recorded}, {whole}"
+
+
+def _alert(finding: Finding) -> str:
+    return f"alert: {place_of(finding)}: {rule_of(finding)}: {shown(finding.message, None)}"

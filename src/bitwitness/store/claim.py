@@ -19,15 +19,16 @@ SCHEMA = 2
 """The run folder's format; it goes up where an older reader would misunderstand a newer folder. 2: checksums."""
 _OURS = 0o700  # only the user may read it: values, command lines and paths are the user's
 _WRITTEN = (
-    "events.jsonl",
-    SEAL,
     "stats-*.parquet",
     "stacks-*.parquet",
+    "monitor-*.parquet",
     "tensors/*.safetensors",
     "*.part",
     "tensors/*.part",
+    "events.jsonl",
+    SEAL,
 )
-"""What a rank writes into its folder."""
+"""What a rank writes into its folder. The seal goes last: what a kill in between leaves is known to lack something."""
 
 
 def holds_run(path: str | os.PathLike[str]) -> bool:

@@ -15,7 +15,7 @@ from bitwitness.store.life import Life
 
 Table = Mapping[str, Any]
 _NAMED = "look at what is named: an operator and its line, the data, or a parameter"
-_TRACE = "run it with 'bitwitness trace', which names the operator and the line"
+TRACE = "run it with 'bitwitness trace', which names the operator and the line"
 _ADVICE = {
     Cause.TRANSIENT_HARDWARE: "note the device; if it strikes again it is a defect",
     Cause.PERSISTENT_HARDWARE: "take the device out of use, and resume elsewhere from the last checkpoint",
@@ -110,7 +110,7 @@ def health_of(
     elif nonfinite:
         sentence = f"NOT healthy: {nonfinite} origin{'s' * (nonfinite > 1)} of NaN or Inf, named above; {seen}"
         untraced = sum(int(_of(table, "nonfinite").get("untraced", 0)) for table in tables)
-        advice = _TRACE if untraced == nonfinite else _NAMED
+        advice = TRACE if untraced == nonfinite else _NAMED
     elif doubts:
         sentence = f"not known: {doubts[0]}; {seen}"
     else:

@@ -32,6 +32,7 @@ import pyarrow.parquet as pq
 
 from bitwitness.errors import UsageError
 from bitwitness.files.shown import shown
+from bitwitness.store.seal import SealedFolder
 
 _TEXT = pa.dictionary(pa.int32(), pa.string())
 
@@ -72,7 +73,7 @@ def monitored_ranks(run: str | os.PathLike[str]) -> list[int]:
 def read_series(
     run: str | os.PathLike[str], rank: int, *, kinds: Sequence[str] | None = None, columns: Sequence[str] | None = None
 ) -> tuple[pa.Table, list[str]]:
-    """Read one rank's series, file by file in the order in which they were written.
+    """Read one rank's series, file by file in the order in which they were written; none that the seal does not know.
 
     Parameters
     ----------
@@ -86,13 +87,23 @@ def read_series(
 
     """
     wanted = SCHEMA if columns is None else pa.schema([SCHEMA.field(name) for name in columns])
-    tables, problems = [], []
-    for file in sorted(Path(run).glob(f"rank{rank:05d}/{_FILES}")):
+    folder = Path(run) / f"rank{rank:05d}"
+    seal = SealedFolder(folder)
+    tables, problems = [], [problem for problem in seal.problems if not _being_written(folder, problem)]
+    for file in sorted(folder.glob(_FILES)):
+        if damage := seal.damage(file):  # another run's, say, whose folder was not wholly deleted
+            problems = [*(problem for problem in problems if problem != damage), f"{damage}; it was left out"]
+            continue
         try:
             tables.append(_read(file, wanted, kinds))
         except (UsageError, OSError, pa.ArrowException) as error:
             problems.append(f"{shown(file)} was left out: {(str(error).splitlines() or [type(error).__name__])[0]}")
     return (pa.concat_tables(tables).unify_dictionaries() if tables else wanted.empty_table()), problems
+
+
+def _being_written(folder: Path, problem: str) -> bool:
+    """Tell whether a file is only missing because a run that goes on has sealed it, and is about to give it its name."""
+    return any(str(part).removesuffix(".part") in problem for part in folder.glob(f"{_FILES}.part"))
 
 
 def _read(file: Path, wanted: pa.Schema, kinds: Sequence[str] | None) -> pa.Table:

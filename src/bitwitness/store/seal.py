@@ -12,9 +12,11 @@ from __future__ import annotations
 import json
 import os
 import stat
+import time
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ FIELD = "crc"
 NUMBER = "number"
 """Where an event keeps its place among those that its writer has written to the file, from 1: a line that is gone is missed."""
 _CHUNK = 1 << 20
+_SETTLED_S = 5.0
 _MOST = 256 << 20  # bytes of a seal: a line for each of a million files
 
 
@@ -54,6 +57,22 @@ def crc_of_file(path: Path, length: int | None = None) -> int:
             crc = zlib.crc32(chunk, crc)
             left = None if left is None else left - len(chunk)
     return crc
+
+
+def _crc_of_sealed(path: Path, covered: int) -> int:
+    """Return the CRC-32 as `crc_of_file` does; of a file that has not changed for a while, it is computed once.
+
+    Whoever looks at a run as it grows asks again and again, and its files are many.
+    """
+    found = path.stat()
+    if time.time() - found.st_ctime < _SETTLED_S:  # clocks of file systems are coarse
+        return crc_of_file(path, covered)
+    return _crc_once(path, covered, found.st_size, found.st_ino, found.st_ctime_ns)
+
+
+@lru_cache(maxsize=4096)
+def _crc_once(path: Path, covered: int, _size: int, _inode: int, _changed: int) -> int:
+    return crc_of_file(path, covered)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +182,7 @@ class SealedFolder:
         if unlike := self._unlike(path, known):
             return unlike
         try:
-            if crc_of_file(path, known.covered) != known.crc:
+            if _crc_of_sealed(path, known.covered) != known.crc:
                 return f"{shown(path)} is damaged: its bytes are not those that were written (CRC-32 differs)"
         except (OSError, UsageError) as error:
             return str(error)

@@ -8,9 +8,12 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import numpy as np
+
 from bitwitness.errors import UsageError
 from bitwitness.files.shown import shown
 from bitwitness.finding import to_jsonable
+from bitwitness.report.series import buckets
 from bitwitness.store.monitored import monitored_ranks, read_series
 from bitwitness.store.reader import ranks_there, read_events
 
@@ -114,10 +117,11 @@ def _series(run: Path) -> dict[str, list[list[float | None]]]:
 
 
 def _thinned(points: list[list[float | None]]) -> list[list[float | None]]:
-    """Return at most so many points as fit a page, the last among them, and every gap."""
-    every = max(1, math.ceil(len(points) / _POINTS))
-    last = len(points) - 1
-    return [point for number, point in enumerate(points) if number % every == 0 or number == last or point[1] is None]
+    """Return as many points as fit a page, the least and the largest of each stretch among them, every gap and the last."""
+    values = np.array([np.nan if value is None else value for _, value in points], dtype=np.float64)
+    kept, _ = buckets(np.arange(len(points)), values, _POINTS // 2)
+    gaps = np.flatnonzero(np.isnan(values))
+    return [points[place] for place in sorted({*kept.tolist(), *gaps.tolist(), len(points) - 1})]
 
 
 def _event(run: int, rank: int, event: dict[str, Any]) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def pages_of(
         if found is not None:
             sent |= {f"explorer/{name}": file for name, file in found.files.items()}
             sent["explorer/"] = found.files["index.html"]
-        asked = _Asked(scene, live, found, f"{prefix}explorer/", most)
+        asked = _Asked(scene, live, found, f"{prefix}explorer/", most, off=not explorer)
         return Pages(sent, asked.answers())
 
     return made
@@ -58,9 +58,17 @@ class _Asked:
     """The answers, each from a request's query."""
 
     def __init__(
-        self, scene: Callable[[], Scene | None], live: Live, explorer: Explorer | None, prefix: str, most: int
+        self,
+        scene: Callable[[], Scene | None],
+        live: Live,
+        explorer: Explorer | None,
+        prefix: str,
+        most: int,
+        *,
+        off: bool,
     ) -> None:
         self._scene, self._live, self._explorer, self._prefix, self._most = scene, live, explorer, prefix, most
+        self._off = off
 
     def answers(self) -> dict[str, Answer]:
         """Return them by path; below ``explorer/`` those that Model Explorer's page asks for."""
@@ -88,7 +96,7 @@ class _Asked:
             look.name: {"symbol": look.symbol, "words": look.words, "rank": int(state)} for state, look in LOOKS.items()
         }
         known = {"runs": [], "conclusion": "", "places": [], "first": 0} if scene is None else to_json(scene)
-        explorer = {"installed": self._explorer is not None, "install": INSTALL}
+        explorer = {"installed": self._explorer is not None, "off": self._off, "install": INSTALL}
         return known | {"looks": looks, "explorer": explorer, "live": [run.name for run in self._live.runs]}
 
     def place(self, query: Query) -> Any:

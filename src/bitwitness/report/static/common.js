@@ -24,10 +24,29 @@ bw.colour = (name) => getComputedStyle(document.documentElement).getPropertyValu
 bw.cut = (text, most) => (text.length > most ? text.slice(0, Math.max(most - 1, 1)) + "…" : text);
 bw.figure = (value) => (value === 0 ? "0" : Math.abs(value) >= 1e5 || Math.abs(value) < 1e-3 ? value.toExponential(3) : String(+value.toPrecision(5)));
 
+/** Return a text without its beginning where it is too long: the end of a module's path tells it from its neighbours. */
+bw.end = (text, most) => (text.length > most ? "…" + text.slice(text.length - Math.max(most - 1, 1)) : text);
+
+/** Draw one part, of the run that is chosen where there are several; `draw` is given its data. */
+bw.switched = (name, draw) => {
+  const all = [bw.data[name], ...(bw.data[`more_${name}`] || [])];
+  const show = (number) => {
+    bw.at(name).replaceChildren();
+    const controls = bw.at(`${name}-controls`);
+    controls.replaceChildren();
+    if (all.length > 1) {
+      const list = bw.choice("run", all.map((one, i) => [i, one.run]), (value) => { show(Number(value)); bw.at(`${name}-controls`).querySelector("select").focus(); }, number);
+      controls.append(list);
+    }
+    return draw(all[number]);
+  };
+  return show(0);
+};
+
 /** Return a labelled list to choose from; `choices`: [value, words]; `chosen` is told of the value. */
-bw.choice = (label, choices, chosen) => {
+bw.choice = (label, choices, chosen, now = choices[0][0]) => {
   const list = bw.make("select");
-  for (const [value, words] of choices) list.append(bw.make("option", { value, textContent: words }));
+  for (const [value, words] of choices) list.append(bw.make("option", { value, textContent: words, selected: value === now }));
   list.addEventListener("change", () => chosen(list.value));
   return bw.make("label", {}, label, list);
 };

@@ -1,6 +1,5 @@
 /* The heat map: a byte is a pixel. 0: nothing; 255: NaN or Inf; 1 to 254: between the least and the largest of the layer. */
-bw.heatmap = () => {
-  const heat = bw.data.heat;
+bw.heatmap = (heat) => {
   const canvas = bw.make("canvas", { tabIndex: 0 });
   const cursor = bw.make("div", { className: "cursor", hidden: true });
   const labels = bw.make("div", { className: "labels" });
@@ -18,8 +17,8 @@ bw.heatmap = () => {
     if (byte === 255) return [209, 0, 209];
     if (measure !== "z") { const t = (byte - 1) / 253; return [247 - 239 * t, 251 - 203 * t, 255 - 148 * t]; }
     const z = (layer.largest * (byte - 127.5)) / 126.5, size = Math.abs(z);
-    /* what is within two deviations is nearly white; beyond that a step of colour is a factor */
-    const t = size < 2 ? 0.06 * size : 0.12 + (0.88 * Math.log(size / 2)) / Math.log(Math.max(layer.largest, 4) / 2);
+    /* what is within two deviations is nearly white; beyond that a step of colour is a factor, and only 30 and more are dark */
+    const t = size < 2 ? 0.06 * size : 0.12 + (0.88 * Math.log(size / 2)) / Math.log(Math.max(layer.largest, 30) / 2);
     return z > 0 ? [255 - 130 * t * t, 255 - 255 * t, 255 - 255 * t] : [255 - 255 * t, 255 - 200 * t, 255 - 110 * t * t];
   }
 
@@ -30,7 +29,7 @@ bw.heatmap = () => {
     if (byte === 0) return "nothing recorded";
     if (byte === 255) return "NaN or Inf";
     const value = layer.least + ((byte - 1) / 253) * (layer.largest - layer.least);
-    return measure === "z" ? `${bw.figure(+value.toPrecision(3))} deviations from its median` : measure === "change" ? `differs by ${bw.figure(+Math.exp(value).toPrecision(3))} of its size` : `about ${bw.figure(+Math.exp(value).toPrecision(3))}`;
+    return measure === "z" ? `${bw.figure(+value.toPrecision(3))} deviations from its usual` : measure === "change" ? `differs by ${bw.figure(+Math.exp(value).toPrecision(3))} of its size` : `about ${bw.figure(+Math.exp(value).toPrecision(3))}`;
   }
 
   async function load() {
@@ -71,16 +70,22 @@ bw.heatmap = () => {
     canvas.getContext("2d").putImageData(image, 0, 0);
     canvas.setAttribute("role", "img");
     canvas.setAttribute("aria-label", `${heat.kinds[kind]}, ${heat.measures[measure]}, ${whose()}: ${rows} rows, steps ${heat.spans[0][0]} to ${heat.spans[columns - 1][1]}. Arrow keys move.`);
-    const every = Math.max(1, Math.ceil(14 / cellHeight));
+    steps.replaceChildren(bw.make("span", { textContent: `step ${heat.spans[0][0]}` }), bw.make("span", { textContent: `step ${heat.spans[columns - 1][1]}` }));
+    legend();
+    if (cursor.hidden) names();
+    else point();
+  }
+
+  /* names of as many rows as there is room for, and of the chosen one, which takes its neighbours' room */
+  function names() {
+    const every = Math.max(1, Math.ceil(14 / cellHeight)), chosen = cursor.hidden ? -every : row;
+    const letters = Math.max(8, Math.floor(labels.clientWidth / 6));
     labels.replaceChildren(...layer.rows.flatMap((name, i) => {
-      if (i % every) return [];
-      const label = bw.make("span", { textContent: bw.cut(name, 30), title: name });
+      if (i !== chosen && (i % every || Math.abs(i - chosen) < every)) return [];
+      const label = bw.make("span", { textContent: bw.end(name, letters), title: name, className: i === chosen ? "chosen" : "" });
       label.style.top = `${(i + 0.5) * cellHeight}px`;
       return [label];
     }));
-    steps.replaceChildren(bw.make("span", { textContent: `step ${heat.spans[0][0]}` }), bw.make("span", { textContent: `step ${heat.spans[columns - 1][1]}` }));
-    legend();
-    if (!cursor.hidden) point();
   }
 
   function legend() {
@@ -97,6 +102,7 @@ bw.heatmap = () => {
   function point() {
     const box = canvas.getBoundingClientRect(), wide = box.width / columns;
     cursor.hidden = false;
+    names();
     cursor.style.left = `${column * wide}px`;
     cursor.style.top = `${row * cellHeight}px`;
     cursor.style.width = `${wide}px`;
@@ -131,6 +137,6 @@ bw.heatmap = () => {
     bw.choice("rank", [...(rank < 0 ? [[-1, "all: the worst"]] : []), ...heat.ranks.map((one, i) => [i, String(one)])], (value) => { rank = Number(value); load(); }),
     bw.button("the worst", "go to the worst place", toWorst),
   );
-  bw.resize.push(() => { if (!cursor.hidden) point(); });
+  bw.resize.heat = () => { draw(); };
   return load();
 };

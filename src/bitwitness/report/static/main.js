@@ -1,9 +1,9 @@
 /* Draws what there is; a part that cannot be drawn says so in its place, and the others are drawn. */
 bw.redraw = []; /* when the colours change */
-bw.resize = []; /* when the window does */
+bw.resize = {}; /* when the window does, by part */
 
 (async () => {
-  const parts = { timeline: bw.timeline, heat: bw.heatmap, tree: bw.tree, graph: bw.graph, table: bw.table };
+  const parts = { timeline: bw.timeline, heat: () => bw.switched("heat", bw.heatmap), tree: () => bw.switched("tree", bw.tree), graph: bw.graph, table: bw.table };
   for (const [name, draw] of Object.entries(parts)) {
     if (!bw.data[name]) continue;
     try {
@@ -20,6 +20,6 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => bw.r
 let waiting = 0;
 addEventListener("resize", () => {
   clearTimeout(waiting);
-  waiting = setTimeout(() => bw.resize.forEach((draw) => draw()), 120);
+  waiting = setTimeout(() => Object.values(bw.resize).forEach((draw) => draw()), 120);
 });
 addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((one) => { one.open = true; }));

@@ -19,7 +19,11 @@ bw.table = () => {
 
   function draw() {
     const kept = found();
-    body.replaceChildren(...kept.slice(0, most).map((row) => bw.make("tr", {}, ...row.map((cell) => bw.make("td", { textContent: cell, className: cell.length > 50 ? "long" : "" })))));
+    body.replaceChildren(...kept.slice(0, most).map((row) => bw.make("tr", {}, ...row.map((cell, column) => {
+      const made = bw.make("td", { textContent: cell, className: columns[column] === "message" ? "message" : columns[column] === "site" ? "where" : cell.length > 50 ? "long" : "" });
+      made.dataset.column = columns[column]; /* on a phone a row is a block, and each cell says what it is */
+      return made;
+    }))));
     bw.at("table-said").textContent = `${said}. ${kept.length} match; ${Math.min(most, kept.length)} on the page.`;
     more.hidden = kept.length <= most;
   }

@@ -108,7 +108,7 @@ bw.timeline = () => {
   bw.at("timeline-said").textContent = "✘ a verdict, ? a suspicion. Ctrl and the wheel, or the buttons, zoom." + (thinned ? " Thinned: the least and the largest of each span of steps are kept, so that no spike is lost." : "");
   draw();
   bw.redraw.push(draw);
-  bw.resize.push(() => chart.resize());
+  bw.resize.timeline = () => chart.resize();
 };
 
 /* Where no numbers were kept: events alone, on a line. */
@@ -133,5 +133,5 @@ bw.strip = (marks) => {
   bw.at("timeline-said").textContent = "✘ a verdict; a short line is a suspicion. No loss or gradient norms were kept of this run: bitwitness monitor keeps them.";
   draw();
   bw.redraw.push(draw);
-  bw.resize.push(draw);
+  bw.resize.timeline = draw;
 };

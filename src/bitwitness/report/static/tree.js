@@ -1,6 +1,5 @@
 /* The icicle: modules from left to right, what is in a module to its right; darker is worse, and a sign says so, too. */
-bw.tree = () => {
-  const { root, levels } = bw.data.tree;
+bw.tree = ({ root, levels }) => {
   const signs = ["", "·", "▲", "▲▲", "✖"];
   const place = bw.at("tree");
   let top = root, focused = null;
@@ -69,5 +68,5 @@ bw.tree = () => {
   }));
   bw.at("tree-controls").append(bw.button("whole model", "show the whole model", () => go(root)), bw.make("span", { textContent: "Press a module to see what is in it; arrow keys move, Enter opens, Escape goes back." }));
   draw();
-  bw.resize.push(draw);
+  bw.resize.tree = draw;
 };

@@ -27,8 +27,10 @@ function row(event, runs) {
 }
 
 function job(run) {
-  const mark = { fine: "equal", findings: "made", unread: "passed" }[run.status] ?? "seen";
-  const sign = { fine: "✓", findings: "✗", unread: "?" }[run.status] ?? "·";
+  // Nothing wrong in its numbers is no all-clear for a run that did not come to its end.
+  const short = run.status === "fine" && ["failed", "interrupted", "terminated"].includes(run.state);
+  const mark = short ? "passed" : { fine: "equal", findings: "made", unread: "passed" }[run.status] ?? "seen";
+  const sign = short ? "!" : { fine: "✓", findings: "✗", unread: "?" }[run.status] ?? "·";
   const box = element("div", { class: "job" },
     element("h3", {}, element("span", { class: `state ${mark}` }, sign), ` ${run.name} (${run.state})`), element("p", {}, run.sentence));
   if (run.to_do) box.append(element("p", {}, `to do: ${run.to_do}`));

@@ -89,7 +89,8 @@ async function open(number, keep = true) {
 function hint(found) {
   const text = $("hint");
   text.replaceChildren();
-  if (!scene.explorer.installed) text.append("Shown as a tree. For the graph: ", element("code", {}, scene.explorer.install));
+  if (scene.explorer.off) text.append("Shown as a tree, as --no-explorer asks; without it Model Explorer, where it is installed, shows the graph.");
+  else if (!scene.explorer.installed) text.append("Shown as a tree. For the graph: ", element("code", {}, scene.explorer.install));
   else if (!found.explorer) text.append(`${found.nodes} nodes: too many for Model Explorer (${found.most}); shown as a tree. --step and --rank show less.`);
   text.hidden = !text.childNodes.length;
 }
