@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from bitwitness.stats import bit_hash
 from bitwitness.tap.compat import storage_of
+from bitwitness.tap.storages import StorageRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Memory:
     """
 
     digest: torch.Tensor
-    _storage: StorageWeakRef
+    _storage: StorageRef
     _dtype: torch.dtype
     _shape: torch.Size
     _stride: tuple[int, ...]
@@ -32,7 +32,7 @@ class Memory:
         plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_meta
         if not plain or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             return None
-        storage = StorageWeakRef(tensor.untyped_storage())
+        storage = StorageRef(tensor.untyped_storage())
         return cls(digest, storage, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def tensor(self) -> torch.Tensor | None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
 from bitwitness.capture.autocast import Autocast
@@ -31,6 +30,7 @@ from bitwitness.capture.randomness import RandomState
 from bitwitness.capture.structure import map_tensors, tensors_of
 from bitwitness.tap.frames import Line, current_line
 from bitwitness.tap.modes import scripts_modes_off
+from bitwitness.tap.storages import StorageRef
 
 _UPDATES = ("batch_norm", "instance_norm")  # they change running statistics without a word to the version counter
 _DRAWS = re.compile(
@@ -60,8 +60,8 @@ class Tape:
     calls: list[TapedCall] = field(default_factory=list)
     sources: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
     chains: dict[int, Chain] = field(default_factory=dict)
-    places: dict[TensorSource, frozenset[StorageWeakRef]] = field(default_factory=dict)
-    written: frozenset[StorageWeakRef] = frozenset()
+    places: dict[TensorSource, frozenset[StorageRef]] = field(default_factory=dict)
+    written: frozenset[StorageRef] = frozenset()
     """Where tensors from elsewhere lie to which the script has written what it had computed from an output."""
     problem: str | None = None
     last_scalar: torch.Tensor | None = None
@@ -228,7 +228,7 @@ class Tape:
         needed: dict[int, TapedCall] = {}
         through: set[int] = set()
         waiting: list[TensorSource] = list(starts)
-        places: set[StorageWeakRef] = set()
+        places: set[StorageRef] = set()
         changing = [n for n, call in enumerate(self.calls) if call.mutates and not call.changes_outside]
         while waiting:
             source = waiting.pop()
@@ -247,10 +247,10 @@ class Tape:
         return needed, through
 
 
-def _storages(tensors: Sequence[torch.Tensor]) -> frozenset[StorageWeakRef]:
+def _storages(tensors: Sequence[torch.Tensor]) -> frozenset[StorageRef]:
     """Return where tensors lie, in names that no later storage at the same address takes over."""
     plain = (t for t in tensors if t.layout is torch.strided and not t.is_meta and type(t) is torch.Tensor)
-    return frozenset(StorageWeakRef(tensor.untyped_storage()) for tensor in plain)
+    return frozenset(StorageRef(tensor.untyped_storage()) for tensor in plain)
 
 
 def _with_held(call: TapedCall, find: FindHeld) -> TapedCall:

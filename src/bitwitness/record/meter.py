@@ -144,7 +144,7 @@ class Meter:
         if self._waits_for_nothing(values):
             self._later.append(_Later(rows.numbers, count, self._figures(values)))
             return
-        low, high = values.aminmax(dim=1)
+        low, high = values.amin(1), values.amax(1)  # on a CPU several times faster than both by aminmax
         sums = [values.sum(1), values.square().sum(1), sketch_rows(values)]
         zeros = [(values == 0).sum(1).to(values.dtype)] if self._zeros else []
         for index, (number, figures) in enumerate(
@@ -210,7 +210,8 @@ class Meter:
             for (number, count), numbers in zip(places, figures(), strict=True):
                 done[number] = self._read_later(count, numbers)
             for number, (digest,) in zip(numbers_hashed, digests(), strict=True):
-                done[number] = done[number]._replace(hash=int(digest))
+                if number in done:  # else Ctrl-C came between the two, and no row has it
+                    done[number] = done[number]._replace(hash=int(digest))
             return done
 
         return read

@@ -108,7 +108,8 @@ def watched_in(
     told = Watched(_rules(settings if isinstance(settings, Mapping) else {}))
     said = [one for one in findings if one.sensor.startswith(PREFIX)]
     said.sort(key=lambda one: (one.step, one.rank))  # of one step and rank in the order in which they were written
-    told.alerts = [one for one in said if one.sensor != _POST_MORTEM]
+    # what follows from an alert is there for whoever looks, and no alert of its own
+    told.alerts = [one for one in said if one.sensor != _POST_MORTEM and one.severity != Severity.INFO]
     told.post_mortems = [one for one in said if one.sensor == _POST_MORTEM]
     told.remarks = [one.message for one in notes if one.sensor == "monitor" and one.severity == Severity.INFO]
     told.failures = [note.message for note in notes if _is_failure(note)]

@@ -266,6 +266,7 @@ _LATER = (
     "torch._foreach_max",
     "torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype",
     "torch.autograd._engine_run_backward",
+    "torch.utils.data.dataloader._BaseDataLoaderIter._next_index",
     "torch._dynamo.config",
     "torch._dynamo.utils.counters",
     "torch._dynamo.eval_frame._stance",
@@ -279,11 +280,10 @@ _LATER = (
 
 
 def lacking(wanted: Iterable[str] = _LATER) -> list[str]:
-    """Return the private names and attributes that bitwitness needs and this torch does not have."""
-    found = [name for name in wanted if not _there(name)]
-    for kind, (make, names) in ATTRIBUTES.items():
-        found += [f"{kind}.{name}" for name in names if not hasattr(make(), name)]
-    return found
+    """Return the private names and attributes that bitwitness needs and this torch lacks."""
+    read = ((kind, make, name) for kind, (make, names) in ATTRIBUTES.items() for name in names)
+    absent = [f"{kind}.{name}" for kind, make, name in read if not hasattr(make(), name)]
+    return [name for name in wanted if not _there(name)] + absent
 
 
 def _there(name: str) -> bool:

@@ -11,10 +11,10 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from bitwitness.stats.local import local_values
 from bitwitness.tap.compat import enable_grad, is_traceable_wrapper_subclass, uncast, undispatched
+from bitwitness.tap.storages import StorageRef
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -33,14 +33,14 @@ class Identities:
     """Tells contents apart; a view with its elements in another order (a transpose) is the same content."""
 
     def __init__(self) -> None:
-        self._storages: dict[int, StorageWeakRef] = {}
+        self._storages: dict[int, StorageRef] = {}
 
     def storage(self, tensor: torch.Tensor) -> int:
         """Return the identity of the memory that a plain tensor lies in."""
         storage = tensor.untyped_storage()
         number = int(storage._cdata)
         if number not in self._storages:
-            self._storages[number] = StorageWeakRef(storage)
+            self._storages[number] = StorageRef(storage)
         return number
 
     def key(self, tensor: torch.Tensor, ahead: int = 0) -> tuple[int, Hashable]:
