@@ -8,6 +8,8 @@ from operator import attrgetter
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from bitwitness.tap.compat import free_storage_ref
+
 
 class StorageRef(StorageWeakRef):
     """torch's weak reference to a storage, which is let go of without a line of Python being run.
@@ -20,6 +22,6 @@ class StorageRef(StorageWeakRef):
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         super().__init__(storage)  # type: ignore[no-untyped-call]
-        self._let_go = partial(torch.UntypedStorage._free_weak_ref, self.cdata)
+        self._let_go = partial(free_storage_ref, self.cdata)
 
     __del__ = property(attrgetter("_let_go"))  # found on the class, bound to the object, called
