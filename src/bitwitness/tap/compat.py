@@ -65,8 +65,9 @@ dispatch_depth: Callable[[], int] = torch._C._len_torch_dispatch_stack
 unheard: Callable[[], Context] = torch._C.DisableTorchFunction
 """Functions that are called inside reach no function mode and no tensor's own ``__torch_function__``."""
 plain_tensors: Callable[[], Context] = torch._C.DisableTorchFunctionSubclass  # the same for tensors alone
-heard: Callable[[], Context] = torch._C._EnableTorchFunction
-"""Undoes `unheard` inside; torch wraps it only for its own compiler."""
+heard: Callable[[], Context] = (
+    torch._C._EnableTorchFunction
+)  # undoes `unheard`; torch wraps it for its own compiler alone
 undispatched: Callable[[], Context] = torch._C._DisableTorchDispatch
 """No dispatch mode sees what runs inside; unlike `without_dispatch_modes`, at the price of a flag."""
 uncast: Callable[[], Context] = torch._C._DisableAutocast
