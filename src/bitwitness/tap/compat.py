@@ -65,17 +65,13 @@ dispatch_depth: Callable[[], int] = torch._C._len_torch_dispatch_stack
 unheard: Callable[[], Context] = torch._C.DisableTorchFunction
 """Functions that are called inside reach no function mode and no tensor's own ``__torch_function__``."""
 plain_tensors: Callable[[], Context] = torch._C.DisableTorchFunctionSubclass  # the same for tensors alone
-heard: Callable[[], Context] = (
-    torch._C._EnableTorchFunction
-)  # undoes `unheard`; torch wraps it for its own compiler alone
+heard: Callable[[], Context] = torch._C._EnableTorchFunction  # undoes `unheard`; torch has it for its compiler
 undispatched: Callable[[], Context] = torch._C._DisableTorchDispatch
 """No dispatch mode sees what runs inside; unlike `without_dispatch_modes`, at the price of a flag."""
 uncast: Callable[[], Context] = torch._C._DisableAutocast
 """No autocast changes a dtype inside, of any device; ``torch.autocast(enabled=False)`` wants to know which."""
 enable_grad: Callable[[bool], None] = torch._C._set_grad_enabled  # what torch.no_grad calls, at a fifth of its price
-free_storage_ref: Callable[[int], None] = (
-    torch.UntypedStorage._free_weak_ref
-)  # torch's own, but for the Python around it
+free_storage_ref: Callable[[int], None] = torch.UntypedStorage._free_weak_ref  # without the Python around it
 
 # -- autograd: what nodes were made in which order tells a forward's from those before and after --------------------------
 
