@@ -7,6 +7,7 @@ from types import FrameType
 
 import torch
 
+from bitwitness.capture.weakmap import WeakTensorMap
 from bitwitness.tap.storages import StorageRef
 
 
@@ -27,3 +28,14 @@ def test_an_interrupt_is_not_lost_where_references_to_memory_are_let_go() -> Non
     sys.setprofile(None)
     assert called == []
     assert kept.add_(1).item() == 1
+
+
+def test_what_is_known_of_tensors_ends_with_them() -> None:
+    known: WeakTensorMap[str] = WeakTensorMap()
+    kept, other = torch.zeros(1), torch.zeros(1)
+    known[kept], known[other] = "kept", "other"
+    assert (known.get(kept), known.get(torch.zeros(1))) == ("kept", None)
+    del other
+    for _ in range(100):  # whoever gets a dead one's number is not taken for it
+        assert known.get(torch.zeros(1)) is None
+    assert [value for _, value in known.items()] == ["kept"]

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from bitwitness.capture.autocast import Autocast
 from bitwitness.capture.lossgraph import (
@@ -28,6 +27,7 @@ from bitwitness.capture.lossgraph import (
 )
 from bitwitness.capture.randomness import RandomState
 from bitwitness.capture.structure import map_tensors, tensors_of
+from bitwitness.capture.weakmap import WeakTensorMap
 from bitwitness.tap.frames import Line, current_line
 from bitwitness.tap.modes import scripts_modes_off
 from bitwitness.tap.storages import StorageRef
@@ -58,7 +58,7 @@ class Tape:
     device: torch.device
     is_inside: Callable[[torch.Tensor], bool]
     calls: list[TapedCall] = field(default_factory=list)
-    sources: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+    sources: WeakTensorMap[TensorSource] = field(default_factory=WeakTensorMap)
     chains: dict[int, Chain] = field(default_factory=dict)
     places: dict[TensorSource, frozenset[StorageRef]] = field(default_factory=dict)
     written: frozenset[StorageRef] = frozenset()
@@ -75,7 +75,7 @@ class Tape:
 
     def source(self, tensor: torch.Tensor) -> TensorSource:
         """Return where a tensor comes from."""
-        known: TensorSource | None = self.sources.get(tensor)
+        known = self.sources.get(tensor)
         return Outside(tensor, version_of(tensor)) if known is None else known
 
     def add_output(self, tensor: torch.Tensor, output: Output) -> None:
@@ -195,9 +195,9 @@ class Tape:
 
     def last_outputs(self) -> list[tuple[torch.Tensor, Output]]:
         """Return what is left of what the root's last forward returned."""
-        found = [(ref(), source) for ref, source in self.sources.data.copy().items() if isinstance(source, Output)]
+        found = [(tensor, source) for tensor, source in self.sources.items() if isinstance(source, Output)]
         last = max((source.forward for _, source in found), default=0)
-        return [(tensor, source) for tensor, source in found if tensor is not None and source.forward == last]
+        return [(tensor, source) for tensor, source in found if source.forward == last]
 
     def behind(self, starts: list[TensorSource], given: Sequence[Any], find: FindHeld) -> LossGraph:
         """Return all that some values depend on."""
@@ -209,13 +209,11 @@ class Tape:
         if any(call.changes_outside for call in calls.values()):
             problem = problem or "the loss code changes a tensor in place that it did not make"
         chains = {number: self.chains[number] for number in sorted(through) if number in self.chains}
-        # Of a copy: tensors that another thread's garbage collection frees leave the dictionary meanwhile.
-        results = [
-            (ref(), source)
-            for ref, source in self.sources.data.copy().items()
+        made = [
+            (weakref.ref(tensor), version_of(tensor), source)
+            for tensor, source in self.sources.items()
             if isinstance(source, Result) and source.call in calls
         ]
-        made = [(weakref.ref(tensor), version_of(tensor), source) for tensor, source in results if tensor is not None]
         starts = [_held(source, find) for source in starts]
         return LossGraph(calls, starts, kept, problem, chains, made, self.read)
 

@@ -265,6 +265,7 @@ _LATER = (
     "torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype",
     "torch.autograd._engine_run_backward",
     "torch.utils.data.dataloader._BaseDataLoaderIter._next_index",
+    "torch.utils.data.dataloader._BaseDataLoaderIter._reset",
     "torch._dynamo.config",
     "torch._dynamo.utils.counters",
     "torch._dynamo.eval_frame._stance",
