@@ -226,3 +226,16 @@ def test_a_loader_that_is_left_early_and_read_ahead(tmp_path: Path) -> None:
             assert loaded.indices(["0" * 16, name]) == (2 * number, 2 * number + 1)
     loaded.detach()
     assert torch.utils.data.dataloader._BaseDataLoaderIter.__next__ is before
+
+
+def test_an_alert_says_which_of_several_models_it_is_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nets = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    monitors = [bw.Monitor(net, out=tmp_path / name) for net, name in zip(nets, ("one", "two"), strict=True)]
+    with monitors[0], monitors[1]:
+        nets[1](torch.full((2, 4), float("nan"))).sum().backward()
+        torch.optim.SGD(nets[1].parameters(), lr=0.1).step()
+    said = capsys.readouterr().err
+    assert "bitwitness [rank 0, two] step 0: nonfinite: " in said
+    with bw.Monitor(nets[0], out=tmp_path / "three"):
+        nets[0](torch.full((2, 4), float("nan"))).sum().backward()
+    assert "bitwitness [rank 0] step 0: nonfinite: " in capsys.readouterr().err

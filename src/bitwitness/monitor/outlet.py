@@ -19,6 +19,7 @@ from bitwitness.monitor.rules.rule import Peers
 from bitwitness.monitor.series import SeriesKey, StepNumbers, Universe
 from bitwitness.monitor.sheet import StepRows
 from bitwitness.monitor.watch import Watch
+from bitwitness.session.session import sessions
 from bitwitness.store import RunWriter
 from bitwitness.store.series import SeriesWriter
 from bitwitness.tap.loaded import LoadedBatches
@@ -144,7 +145,8 @@ class Outlet:
             rule = finding.sensor.removeprefix("monitor.")
             more = " (no more are printed; all are in events.jsonl)" if self._spoken == _SPEAKS else ""
             with suppress(Exception):
-                line = f"bitwitness [rank {finding.rank}] step {finding.step}: {rule}: {finding.message}{more}"
+                model = f", {self._run.path.name}" if len(sessions()) > 1 else ""  # which of several
+                line = f"bitwitness [rank {finding.rank}{model}] step {finding.step}: {rule}: {finding.message}{more}"
                 sys.stderr.write(f"{shown_lines(line)}\n")
 
     def _ended(self, problem: str) -> None:
