@@ -27,6 +27,8 @@ from bitwitness.cli.script import torch_lacks, unusable
 from bitwitness.errors import UsageError
 from bitwitness.version import __version__
 
+_RUNS = {"compare": 2}
+"""How many runs a verb wants, where that is not one."""
 _SCRIPTS = frozenset({"run", "trace", "record", "monitor"})
 """Verbs in whose process a script runs: its signals, streams and errors are its own."""
 
@@ -44,6 +46,11 @@ def _json_alone(argv: Sequence[str]) -> list[str]:
     """Return the arguments with ``--json RUN`` read as it is meant: a folder is no file that JSON could be written into."""
     found = list(argv)
     if found[:1] and found[0] in _SCRIPTS:  # what follows may be the script's own
+        return found
+    named = [one for one in found[1:] if not one.startswith("-")]
+    if len(named) > _RUNS.get(
+        found[0] if found else "", 1
+    ):  # the runs are there without it, and it is asked for as a file
         return found
     for place in reversed(range(len(found) - 1)):
         if found[place] == "--json" and "--" not in found[:place] and Path(found[place + 1]).is_dir():

@@ -47,10 +47,10 @@ class AutoMonitor(EveryModel[Monitor]):
         for one in self.taken:
             if not one.is_first_rank:
                 continue
-            found = len(one.findings)
+            found = sum(finding.sensor != "monitor.post_mortem" for finding in one.findings)
             if one.is_empty:
                 sys.stderr.write(f"bitwitness: {one.folder} holds no series: no step that was asked for ended\n")
             elif not quiet or found or one.problem:
                 how = f", NOT ALL of it: {one.problem}" if one.problem else ""
-                told = f"{found} alerts" if found else "no alerts"
+                told = f"{found} alert{'s' * (found > 1)}" if found else "no alerts"
                 sys.stderr.write(f"bitwitness: monitored in {one.folder}: {told} on this rank{how}\n")

@@ -16,7 +16,7 @@ _LEAST = (0.1, 1.1)
 """Jumps of asinh of the loss, and of ln of the norm, below which nothing is a spike: 10 % of a loss, three times a norm."""
 _USUAL = 9  # steps whose median is the usual: few, so that it does not lag behind a loss that falls
 _SPAN = 128  # steps whose jumps are remembered
-_TIMES = 2.0  # the largest of them that a spike is
+_TIMES = (2.0, 3.0)  # the largest of them that a spike is: a norm moves more by itself, towards the end above all
 _SHARE = 2.0 / 3.0  # of ``z`` that it is beyond the deviation from step to step
 _YOUNG = 64  # steps of a training that has shown few jumps as yet: more is asked for, by as much as it is younger
 _TO_SIGMA = 1.4826 / 2.0**0.5  # of a median absolute difference of two normal values
@@ -27,8 +27,8 @@ _MOST = 4.0
 class _Jumps:
     """Follows one number: how far it jumps above the median of the last steps, and how far it did before."""
 
-    def __init__(self, least: float, z: float) -> None:
-        self._least, self._z = least, z
+    def __init__(self, least: float, times: float, z: float) -> None:
+        self._least, self._times, self._z = least, times, z
         self._values: deque[float] = deque(maxlen=_SPAN)
         self._jumps: deque[float] = deque(maxlen=_SPAN)
         self.seen = 0
@@ -47,7 +47,7 @@ class _Jumps:
         """Return the jump from which on it is a spike."""
         steps = np.abs(np.diff(self._values)) if len(self._values) > 1 else np.zeros(1)
         sigma = float(np.median(steps)) * _TO_SIGMA
-        limit = max(self._least, _SHARE * self._z * sigma, _TIMES * max(self._jumps, default=0.0))
+        limit = max(self._least, _SHARE * self._z * sigma, self._times * max(self._jumps, default=0.0))
         return limit * max(1.0, _YOUNG / max(self.seen, 1))
 
     def learn(self, value: float, limit: float) -> None:
@@ -61,7 +61,7 @@ class _Jumps:
 class Spike(Rule):
     """Alerts at a step whose loss or gradient norm jumps above the last ones; what led to it is another's question.
 
-    The jump has to be twice as large as any in the last 128 steps, which normal noise does not do and heavy tails seldom, and
+    The jump has to be twice as large as any in the last 128 steps (of the norm three times), which normal noise does not do and heavy tails seldom, and
     two thirds of ``z`` deviations of what changes from step to step. Each alarm raises what is asked for by 1.4: one in some
     1,700 steps of the two series at the most.
     """
@@ -71,7 +71,7 @@ class Spike(Rule):
 
     def __init__(self, config: MonitorConfig) -> None:
         super().__init__(config)
-        self._jumps = [_Jumps(least, config.z) for least in _LEAST]
+        self._jumps = [_Jumps(least, times, config.z) for least, times in zip(_LEAST, _TIMES, strict=True)]
         self._caution = 1.0
 
     def look(self, view: View) -> list[Alert]:
