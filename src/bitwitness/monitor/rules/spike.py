@@ -61,9 +61,9 @@ class _Jumps:
 class Spike(Rule):
     """Alerts at a step whose loss or gradient norm jumps above the last ones; what led to it is another's question.
 
-    The jump has to be twice as large as any in the last 128 steps (of the norm three times), which normal noise does not do and heavy tails seldom, and
-    two thirds of ``z`` deviations of what changes from step to step. Each alarm raises what is asked for by 1.4: one in some
-    1,700 steps of the two series at the most.
+    The jump has to be twice as large as any in the last 128 steps (of the norm three times), which normal noise does not do
+    and heavy tails seldom, and two thirds of ``z`` deviations of what changes from step to step. Each alarm raises what is
+    asked for by 1.4: one in some 1,700 steps of the two series at the most.
     """
 
     name = "spike"
