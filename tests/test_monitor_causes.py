@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,20 @@ def test_gradients_that_all_vanish_while_the_loss_stays() -> None:
     findings = told(change)
     assert findings[0].sensor == "monitor.vanished"
     assert "(and 11 more series)" in findings[0].message
+
+
+def test_what_overflows_under_a_gradient_scaler_is_ordinary() -> None:
+    def overflows(step: int, rows: Rows) -> None:
+        if step in (0, AT):
+            number(rows, "loss")[0], number(rows, "grad_norm")[0] = np.inf, np.nan
+
+    def breaks(step: int, rows: Rows) -> None:
+        if step == AT:
+            number(rows, "loss")[0] = np.nan
+
+    assert watched([replace(one, scaled=True) for one in steps(140, overflows)])[0] == []
+    broken, _ = watched([replace(one, scaled=True) for one in steps(140, breaks)])
+    assert [finding.sensor for finding in broken] == ["monitor.nonfinite"]
 
 
 JOB = """

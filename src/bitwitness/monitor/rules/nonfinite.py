@@ -36,7 +36,9 @@ class Nonfinite(Rule):
         for place in np.flatnonzero(bad):
             key = numbers.keys[place]
             masked = place in self._masked and not numbers.nan[place] > 0
-            overflowed = key.kind in _ORDINARY or (key.kind == "training" and np.isinf(numbers.value[place]))
+            # the norm of gradients that overflowed is NaN; the loss itself is not NaN for that
+            of_step = key.kind == "training" and (key.metric == "grad_norm" or np.isinf(numbers.value[place]))
+            overflowed = key.kind in _ORDINARY or of_step
             if masked or (numbers.scaled and overflowed):
                 bad[place] = False
         spreading, self._spreading = self._spreading, bool(bad.any())
