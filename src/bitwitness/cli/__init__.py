@@ -48,9 +48,8 @@ def _json_alone(argv: Sequence[str]) -> list[str]:
     if found[:1] and found[0] in _SCRIPTS:  # what follows may be the script's own
         return found
     named = [one for one in found[1:] if not one.startswith("-")]
-    if len(named) > _RUNS.get(
-        found[0] if found else "", 1
-    ):  # the runs are there without it, and it is asked for as a file
+    wanted = _RUNS.get(found[0], 1) if found else 1
+    if len(named) > wanted:  # the runs are there without it, and it is asked for as a file
         return found
     for place in reversed(range(len(found) - 1)):
         if found[place] == "--json" and "--" not in found[:place] and Path(found[place + 1]).is_dir():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from bitwitness.comparison.align import Pair
-from bitwitness.comparison.describe import in_chain
+from bitwitness.comparison.describe import by_each, in_chain
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.relation import in_words
 from bitwitness.comparison.suspect import Suspect, is_regrouped
@@ -63,10 +63,8 @@ def _suspect(
         group = group or (differences.makers.group(node, first=first) if node is not None else None)
     made = "" if dtypes[0] == dtypes[1] else f" and are {dtypes[0]} in run A and {dtypes[1]} in run B"
     if group is not None:
-        made = " and are computed " + " and ".join(
-            f"by {in_chain(nodes)}{where} in run {run}"
-            for nodes, where, run in ((group.a, in_dtype[0], "A"), (group.b, in_dtype[1], "B"))
-        )
+        ways = [in_chain(nodes) + where for nodes, where in zip((group.a, group.b), in_dtype, strict=True)]
+        made = f" and are computed {by_each(*ways)}"
     text = (
         f"it chooses otherwise ({in_words(a, b, *chosen)}), by values that differ little "
         f"({differences.change_of[values[0]]:.2g}){made}; what follows works on other elements"

@@ -44,6 +44,11 @@ def in_chain(nodes: Sequence[Node]) -> str:
     return ", ".join(names if len(names) <= _NAMED else [*names[:2], "…", names[-1]])
 
 
+def by_each(first: str, second: str) -> str:
+    """Say by what each run computes something."""
+    return f"by {first} in run A and by {second} in run B"
+
+
 def argument_differences(
     a: dict[str, Any], b: dict[str, Any], precisions: tuple[str, str] | None = None, *, rank: int = 0
 ) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from bitwitness.comparison.align import Pair
+from bitwitness.comparison.describe import by_each
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.frame import Node
 from bitwitness.comparison.relation import in_words
@@ -87,7 +88,7 @@ def _given_another(suspect: Suspect, differences: Differences) -> Suspect | None
             first, second = differences.makers.lone(row_a, row_b)
             if first is not None and second is not None and differences.is_real(pair.a, row_a):
                 site = f"{pair.a.site}.{differences.a.text('slot', row_a)}"
-                makers = f"by {_named(first)} in run A and by {_named(second)} in run B"
+                makers = by_each(_named(first), _named(second))
                 words = in_words(differences.a, differences.b, row_a, row_b)
                 return replace(suspect, site=site, text=f"it is computed {makers}, with other results ({words})")
     return None

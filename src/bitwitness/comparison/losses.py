@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from bitwitness.comparison.describe import by_each
 from bitwitness.comparison.frame import StepFrame
 from bitwitness.comparison.otherwise import MOVES
 from bitwitness.oracle.names import canonical
@@ -72,8 +73,7 @@ def computed_otherwise(a: StepFrame, b: StepFrame) -> Apart | None:
     if not first or not second or counts[0] == counts[1]:
         return None
     side, one = _only(second, counts[1] - counts[0], "b") or _only(first, counts[0] - counts[1], "a") or ("", second[0])
-    ways = " and ".join(f"by {_in_chain(found)} in run {run}" for found, run in ((first, "A"), (second, "B")))
-    return Apart(f"the loss is made {ways}", side, one.stack)
+    return Apart(f"the loss is made {by_each(_in_chain(first), _in_chain(second))}", side, one.stack)
 
 
 def _only(found: list[LossOperator], more: Counter[str], side: str) -> tuple[str, LossOperator] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
-from bitwitness.comparison.describe import in_chain
+from bitwitness.comparison.describe import by_each, in_chain
 from bitwitness.comparison.differences import FINE, Differences
 from bitwitness.comparison.frame import Node
 from bitwitness.comparison.tokens import CASTS
@@ -72,7 +72,7 @@ def in_words(found: Collection[Otherwise]) -> str:
     first = next(iter(found))
     more = f" (and so in {len(found) - 1} other places)" if len(found) > 1 else ""
     return (
-        f"{first.module} is computed by {first.a} in run A and by {first.b} in run B{more}, and whether these are one formula "
+        f"{first.module} is computed {by_each(first.a, first.b)}{more}, and whether these are one formula "
         "cannot be told in that precision"
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from bitwitness.comparison.align import Pair
 from bitwitness.comparison.allowance import roundoff
 from bitwitness.comparison.changes import moved
-from bitwitness.comparison.describe import in_chain, made_by_nothing
+from bitwitness.comparison.describe import by_each, in_chain, made_by_nothing
 from bitwitness.comparison.differences import FOLLOWED, NEGLIGIBLE, Differences
 from bitwitness.comparison.operands import Operands
 from bitwitness.comparison.reason import Reason
@@ -162,7 +162,7 @@ class Reasons:
         group = differences.makers.group(lone, first=lone_a is not None)
         text = f"only run {side.upper()} has it, and its result matters to {reader} ({words})"
         if group is not None:
-            ways = " and ".join(f"by {in_chain(nodes)} in run {run}" for nodes, run in ((group.a, "A"), (group.b, "B")))
+            ways = by_each(in_chain(group.a), in_chain(group.b))
             text = f"what {reader} reads is computed {ways}, with other results ({words})"
         else:
             lone, count = differences.makers.beginning(lone, first=lone_a is not None)

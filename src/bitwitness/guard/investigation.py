@@ -33,6 +33,7 @@ from bitwitness.respond.reference_log import alert_fields
 from bitwitness.respond.watchdog import Watchdog
 from bitwitness.session.reporter import Reporter
 from bitwitness.site import Site
+from bitwitness.stats import in_hex
 from bitwitness.tap.compiled import distributed, is_compiled
 
 # Healthy steps that are replayed to learn how far executions spread: soon, since kernels are chosen and caches filled in the
@@ -192,7 +193,7 @@ class Investigation:
             return []
         site = Site.of_parameter(desync.name, "param").at(rank=light.rank, step=light.step)
         message = f"{desync.name} and {desync.count - 1} more tensors differ between the ranks"
-        evidence = {"hash": f"{desync.hashes[light.rank] & (1 << 64) - 1:016x}"}
+        evidence = {"hash": in_hex(desync.hashes[light.rank])}
         return [Finding("replicas", site, Severity.ERROR, message, evidence, light.step, light.rank)]
 
     def calibration_due(self, record: StepRecord) -> bool:

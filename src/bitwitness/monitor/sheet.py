@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bitwitness.stats import figures_of
+from bitwitness.stats import figures_of, in_hex
 from bitwitness.stats.figures import COLUMNS
 from bitwitness.stats.host import to_host
 from bitwitness.stats.local import local_values
@@ -181,7 +181,7 @@ class Sheet:
                 rows = [i for i, key in enumerate(keys) if key.kind in _SCALED]
                 table[rows, 3:] /= scale
                 column[[i for i, key in enumerate(keys) if key.metric == "loss"]] /= scale
-            batch = tuple(f"{int(number) & (1 << 64) - 1:016x}" for number in hashes())
+            batch = tuple(in_hex(int(number)) for number in hashes())
             return StepRows(step, keys, np.asarray(counts, dtype=np.float64), table, column, scaled, batch, norm_of)
 
         return read

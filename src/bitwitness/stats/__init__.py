@@ -1,6 +1,6 @@
 """What a tensor's numbers look like: full statistics, cheap features of all gradients, a hash of the bits."""
 
-from bitwitness.stats.digest import HashBatch, bit_hash, same_bits
+from bitwitness.stats.digest import HashBatch, bit_hash, in_hex, same_bits
 from bitwitness.stats.features import Features, features_of
 from bitwitness.stats.figures import figures_of
 from bitwitness.stats.moving import Moving
@@ -20,6 +20,7 @@ __all__ = [
     "exact_sketch",
     "features_of",
     "figures_of",
+    "in_hex",
     "marks_of",
     "norms_of",
     "quick_l2",

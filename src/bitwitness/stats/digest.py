@@ -95,6 +95,11 @@ def bit_hashes(tensors: Sequence[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
+def in_hex(digest: int | Tensor) -> str:
+    """Return a hash's bits as 16 hexadecimal digits."""
+    return f"{int(digest) & (1 << 64) - 1:016x}"
+
+
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors of one layout hold the same bits in the same logical order; the host waits."""
     parts = zip(local_parts(a), local_parts(b), strict=True)

@@ -59,6 +59,11 @@ _TOGETHER = 8  # entries whose median may stand for what all of them do: it take
 _SAVED = ("_seen", "_missed", "_absences", "_mean", "_deviation", "_rest", "_rests", "_first", "_past", "_up", "_down")
 
 
+def next_caution(caution: float, *, alarmed: bool) -> float:
+    """Return by how much more than its threshold is asked of the next step, from what was asked of this one."""
+    return min(_MOST, caution * _ALARM) if alarmed else max(1.0, caution * _CALM)
+
+
 class History:
     """The usual movement of F numbers.
 
@@ -190,7 +195,7 @@ class History:
 
     def learn(self, values: Vector, *, false_alarm: bool = False) -> None:
         """Take a step's values in (NaN where there is none), of which is known whether they alarmed in vain."""
-        self.caution = min(_MOST, self.caution * _ALARM) if false_alarm else max(1.0, self.caution * _CALM)
+        self.caution = next_caution(self.caution, alarmed=false_alarm)
         self._up, self._down = self._sums(self.scores(values))
         if false_alarm:  # the new place is as good as the old
             self._up, self._down = np.zeros_like(self._up), np.zeros_like(self._down)

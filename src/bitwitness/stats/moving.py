@@ -41,12 +41,7 @@ class Moving:
         }
         for name, values in stale.items():
             old = self._kept.get(name)
-            fits = old is not None and (old.values.shape, old.values.dtype, old.values.device) == (
-                values.shape,
-                values.dtype,
-                values.device,
-            )
-            memory = old.values if old is not None and fits else torch.empty_like(values)
+            memory = old.values if old is not None and _fits(old.values, values) else torch.empty_like(values)
             self._kept[name] = _Kept(memory, values.data_ptr(), named[name]._version, None)
         copy_all([self._kept[name].values for name in stale], list(stale.values()))
 
@@ -94,7 +89,7 @@ class Moving:
         return (
             kept is not None
             and (kept.address, kept.version) == (values.data_ptr(), tensor._version)
-            and (kept.values.shape, kept.values.dtype) == (values.shape, values.dtype)
+            and _fits(kept.values, values)
         )
 
     @staticmethod
@@ -113,3 +108,8 @@ class Moving:
         row = alone(values, beside=compare)
         kept.square = row[COLUMNS.index("l2")] ** 2 if row[0] + row[1] == 0 else None
         return ((changed / before) ** 0.5 if before else float(changed > 0)), row
+
+
+def _fits(memory: Tensor, values: Tensor) -> bool:
+    """Tell whether values can be kept in some memory."""
+    return (memory.shape, memory.dtype, memory.device) == (values.shape, values.dtype, values.device)

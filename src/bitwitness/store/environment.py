@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from bitwitness.stats import bit_hash
+from bitwitness.stats import bit_hash, in_hex
 from bitwitness.store.redact import HIDDEN, says_secret
 
 _PREFIXES = (
@@ -108,7 +108,7 @@ def weights(model: nn.Module) -> dict[str, str]:
     with torch.no_grad():
         named = [*model.named_parameters(), *model.named_buffers()]
         hashes = [bit_hash(value.detach()).cpu() for _, value in named]
-    return {name: f"{int(value) & (1 << 64) - 1:016x}" for (name, _), value in zip(named, hashes, strict=True)}
+    return {name: in_hex(value) for (name, _), value in zip(named, hashes, strict=True)}
 
 
 def hyperparameters(optimizers: Iterable[Optimizer]) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils.data import dataloader
 
-from bitwitness.stats import bit_hash
+from bitwitness.stats import bit_hash, in_hex
 from bitwitness.tap.ownwork import own_work
 from bitwitness.tap.patching import replaced
 from bitwitness.tap.slots import named_tensors
@@ -87,6 +87,6 @@ class LoadedBatches:
         with own_work(), torch.no_grad():
             for _, tensor in named_tensors(data, "batch"):
                 if tensor.device.type == "cpu" and 0 < tensor.numel() <= _HASHED:
-                    self._known[f"{int(bit_hash(tensor)) & (1 << 64) - 1:016x}"] = tuple(indices)
+                    self._known[in_hex(bit_hash(tensor))] = tuple(indices)
         while len(self._known) > _KEPT:
             self._known.popitem(last=False)

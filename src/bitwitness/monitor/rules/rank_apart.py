@@ -51,8 +51,7 @@ class RankApart(Rule):
         key = peers.keys[index]
         how = "is" if apart[index] >= drifting[index] else "slowly went"
         factor = float(np.exp(peers.distance[index] - usual))
-        others = "the other rank's" if peers.ranks == 2 else f"the other {peers.ranks - 1} ranks'"
-        text = f"{named(key)} {how} apart from {others}: {factor:.3g} times its usual size against them"
+        text = f"{named(key)} {how} apart from {peers.others}: {factor:.3g} times its usual size against them"
         beyond = [peers.keys[int(i)] for i in np.flatnonzero(share > 1)]
         return [
             self.alert(

@@ -30,11 +30,11 @@ class Replicas(Rule):
 
     def compare(self, peers: Peers) -> list[Alert]:
         """Return the parameter that is farthest from the other ranks', of those that were equal."""
+        peers = peers.of(lambda key: key.kind == "param")
         if self._equal.size != peers.distance.size:
             self._equal, self._told = np.zeros(peers.distance.size), np.zeros(peers.distance.size, dtype=bool)
-        weights = np.array([key.kind == "param" for key in peers.keys], dtype=bool)
         with np.errstate(invalid="ignore"):
-            distance = np.where(weights, np.abs(peers.distance), np.nan)
+            distance = np.abs(peers.distance)
             alone = (peers.ranks <= 2) | (peers.spread <= _ALONE * distance)
             left = (distance > _APART) & alone & (self._equal >= _LEARNED) & ~self._told
             self._equal = np.where(distance <= _EQUAL, self._equal + 1, np.where(left | self._told, self._equal, 0))
@@ -42,8 +42,7 @@ class Replicas(Rule):
             return []
         self._told |= left
         index = int(np.nanargmax(np.where(left, distance, np.nan)))
-        others = "the other rank's" if peers.ranks == 2 else f"the other {peers.ranks - 1} ranks'"
         factor = float(np.exp(peers.distance[index]))
-        text = f"{named(peers.keys[index])} are {factor:.9g} times {others}, and were equal to theirs until now"
+        text = f"{named(peers.keys[index])} are {factor:.9g} times {peers.others}, and were equal to theirs until now"
         beyond = [peers.keys[int(i)] for i in np.flatnonzero(left)]
         return [self.alert(peers.keys[index], text + peers.which, beyond, factor=factor)]

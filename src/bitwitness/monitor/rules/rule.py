@@ -58,6 +58,11 @@ class Peers:
         return replace(self, keys=keys, distance=self.distance[kept], spread=self.spread[kept])
 
     @property
+    def others(self) -> str:
+        """Return how a message calls what the other ranks have."""
+        return "the other rank's" if self.ranks == 2 else f"the other {self.ranks - 1} ranks'"
+
+    @property
     def which(self) -> str:
         """Say where there are only two that either may be the one that left."""
         return " (of two ranks either may be the one that went astray)" if self.ranks == 2 else ""

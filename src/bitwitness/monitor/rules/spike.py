@@ -10,6 +10,7 @@ import numpy as np
 from bitwitness.config.monitoring import MonitorConfig
 from bitwitness.monitor.rules.rule import Alert, Rule, View, named
 from bitwitness.monitor.series import SeriesKey
+from bitwitness.stats.history import next_caution
 
 _METRICS = ("loss", "grad_norm")
 _LEAST = (0.1, 1.1)
@@ -20,8 +21,6 @@ _TIMES = (2.0, 3.0)  # the largest of them that a spike is: a norm moves more by
 _SHARE = 2.0 / 3.0  # of ``z`` that it is beyond the deviation from step to step
 _YOUNG = 64  # steps of a training that has shown few jumps as yet: more is asked for, by as much as it is younger
 _TO_SIGMA = 1.4826 / 2.0**0.5  # of a median absolute difference of two normal values
-_ALARM, _CALM = 1.4, 0.9998  # how an alarm raises what a spike must be, and a quiet step lowers it: as in `History`
-_MOST = 4.0
 
 
 class _Jumps:
@@ -89,7 +88,7 @@ class Spike(Rule):
         alarmed = shares[index] > 1
         for one, value, limit in zip(self._jumps, values, limits, strict=True):
             one.learn(value, limit)
-        self._caution = min(_MOST, self._caution * _ALARM) if alarmed else max(1.0, self._caution * _CALM)
+        self._caution = next_caution(self._caution, alarmed=alarmed)
         if not alarmed:
             return []
         key = SeriesKey("training", ".", None, _METRICS[index])
