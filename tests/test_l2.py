@@ -2,29 +2,60 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import bitwitness as bw
-from bitwitness.stats import quick_l2
+from bitwitness.stats import read, sketch, sketch_of
+from bitwitness.stats.parts import PART
 
 
-@pytest.mark.parametrize("count", [0, 1, 4095, 1 << 18, (1 << 18) + 1, (1 << 20) + 77, (1 << 24) + 5])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_long_tensors_norm_is_right(count: int, dtype: torch.dtype) -> None:
-    values = torch.rand(count, dtype=dtype) + 0.5
-    assert quick_l2(values) == pytest.approx(float(values.double().norm()), rel=1e-4 if count <= 1 << 18 else 1e-6)
+@pytest.mark.parametrize("count", [1, 4095, PART, PART + 1, (1 << 20) + 77, (1 << 24) + 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_long_tensors_figures_are_right(count: int, dtype: torch.dtype) -> None:
+    values = (torch.rand(count, dtype=dtype) + 0.5).to(dtype)
+    values[count // 2] = -7.0
+    found, exact = read(values, signed=True, zeros=True), values.double()
+    assert (found.low, found.high, found.there) == (exact.min(), exact.max(), count)
+    rel = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-5}[dtype]  # few bits: sums all round one way
+    rel = max(rel, 1e-4) if count <= PART and dtype != torch.float64 else rel
+    assert math.sqrt(found.squares) == pytest.approx(float(exact.norm()), rel=rel)
+    assert found.total == pytest.approx(float(exact.sum()), rel=rel)
+    assert found.signed == pytest.approx(float(sketch(exact)), abs=1e-5 * float(exact.norm()))
+
+
+@given(
+    st.integers(1, 3 * PART), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.integers(0, 1 << 30)
+)
+@settings(max_examples=30, deadline=None)
+def test_a_sketch_that_is_taken_alone_is_the_one_that_was_read(count: int, dtype: torch.dtype, seed: int) -> None:
+    values = torch.randn(count, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    assert sketch_of(values) == read(values, signed=True).signed
+
+
+def test_parts_are_handed_on_as_they_are() -> None:
+    values = torch.randn(2 * PART + 5, dtype=torch.float64)
+    seen = torch.empty_like(values)
+    read(values, beside=lambda part, start: seen[start : start + part.numel()].copy_(part))
+    assert torch.equal(seen, values)
 
 
 def test_what_is_not_finite_is_not_finite() -> None:
     values = torch.ones(1 << 19)
     values[-1] = torch.inf
-    assert quick_l2(values) == torch.inf
+    found = read(values, signed=True)
+    assert found.squares == found.total == torch.inf
+    assert found.signed is not None
+    assert not math.isfinite(found.signed)
     values[3] = torch.nan
-    assert quick_l2(values) != quick_l2(values)
+    assert math.isnan(read(values).squares)
+    assert math.isnan(read(values).total)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

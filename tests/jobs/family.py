@@ -17,6 +17,7 @@ from bitwitness.respond import process_exit
 
 BAD = 3
 childstops.PATIENCE_S, process_exit.GRACE_S = 1.0, 4.0
+_AT_LEISURE_S = 120.0  # for who notices by itself, and on a busy machine takes its time
 
 
 def train(bad: int = BAD) -> None:
@@ -59,6 +60,7 @@ def waits_for_an_executor(context) -> None:
 
 
 def notices(context) -> None:
+    childstops.PATIENCE_S = process_exit.GRACE_S = _AT_LEISURE_S
     process = context.Process(target=train)
     process.start()
     process.join()

@@ -4,8 +4,9 @@ from bitwitness.stats.digest import HashBatch, bit_hash, in_hex, same_bits
 from bitwitness.stats.features import Features, features_of
 from bitwitness.stats.figures import figures_of
 from bitwitness.stats.moving import Moving
+from bitwitness.stats.parts import read, sketch_of
 from bitwitness.stats.sketch import exact_sketch, sketch, sketch_rows
-from bitwitness.stats.summary import Stats, exact_l2, quick_l2, stats_of
+from bitwitness.stats.summary import Stats, exact_l2, stats_of
 from bitwitness.stats.total import change_sizes, copy_all, marks_of, norms_of, total_of
 
 __all__ = [
@@ -23,9 +24,10 @@ __all__ = [
     "in_hex",
     "marks_of",
     "norms_of",
-    "quick_l2",
+    "read",
     "same_bits",
     "sketch",
+    "sketch_of",
     "sketch_rows",
     "stats_of",
     "total_of",

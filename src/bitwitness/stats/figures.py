@@ -11,13 +11,13 @@ from torch import Tensor
 
 from bitwitness.errors import UsageError
 from bitwitness.stats.local import local_values
+from bitwitness.stats.parts import read
 from bitwitness.stats.summary import stats_of
 
 COLUMNS = ("nan", "inf", "zeros", "min", "max", "sum", "l2")
 """What `figures_of` tells of each tensor."""
 
 _SMALL = 4096  # elements; below it tensors of one length are measured as rows of a matrix
-_PART = 1 << 18  # elements: a megabyte of float32, which stays in the cache while it is read three times
 _LEAST, _MOST = 1e-15, 1e18  # largest magnitudes whose squares float32 can add up
 _UNCOUNTED = -1.0
 _HALVES = (torch.float16, torch.bfloat16)
@@ -109,21 +109,13 @@ def alone(values: Tensor, *, zeros: bool = False, beside: Callable[[Tensor, int]
     """Return one tensor's figures on the CPU, part by part; ``beside`` is called with each part and where it begins."""
     if values.dtype not in _PLAIN or not values.numel():
         return _exactly(values, zeros=zeros)
-    low, high, total, squares, there = math.inf, -math.inf, 0.0, 0.0, 0
-    start = 0
-    for part in values.reshape(-1).split(_PART):
-        numbers = part.float() if part.dtype in _HALVES else part
-        low, high = min(low, numbers.amin().item()), max(high, numbers.amax().item())
-        if beside is not None:
-            beside(part, start)
-            start += part.numel()
-        total += numbers.sum().item()
-        squares += torch.dot(numbers, numbers).item()
-        there += int(numbers.count_nonzero()) if zeros else 0
-    largest = max(-low, high)
-    if not math.isfinite(squares) or not math.isfinite(total) or not (_LEAST < largest < _MOST or largest == 0.0):
+    found = read(values, zeros=zeros, beside=beside)
+    largest = max(-found.low, found.high)
+    finite = math.isfinite(found.squares) and math.isfinite(found.total)
+    if not finite or not (_LEAST < largest < _MOST or largest == 0.0):
         return _exactly(values, zeros=zeros)
-    return [0.0, 0.0, values.numel() - there if zeros else _UNCOUNTED, low, high, total, math.sqrt(squares)]
+    none = _UNCOUNTED if found.there is None else values.numel() - found.there
+    return [0.0, 0.0, none, found.low, found.high, found.total, math.sqrt(found.squares)]
 
 
 def _exactly(values: Tensor, *, zeros: bool) -> list[float]:

@@ -10,6 +10,7 @@ are no mere signs: a few equal numbers, as in labels, masks and one-hot gradient
 from __future__ import annotations
 
 import math
+import operator
 from functools import lru_cache
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 _Words = npt.NDArray[np.uint64]
-_BLOCK = 1 << 15  # elements that share their weights' pattern; 128 KiB of float32 stay in a core's cache
+BLOCK = 1 << 15  # elements that share their weights' pattern; 128 KiB of float32 stay in a core's cache
 _STEP, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 """Of splitmix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014)."""
 _SMALLEST, _LARGEST = 0.5, (45**0.5 - 1) / 4
@@ -46,14 +47,14 @@ def sketch(values: Tensor) -> Tensor:
     """
     flat = values.reshape(-1)
     count = flat.numel()
-    if count <= _BLOCK:
+    if count <= BLOCK:
         return torch.dot(flat, _first_weights(count, flat.dtype, flat.device))
-    whole = count // _BLOCK
-    sums = torch.mv(flat[: whole * _BLOCK].view(whole, _BLOCK), _first_weights(_BLOCK, flat.dtype, flat.device))
+    whole = count // BLOCK
+    sums = torch.mv(flat[: whole * BLOCK].view(whole, BLOCK), _first_weights(BLOCK, flat.dtype, flat.device))
     # Blocks are known by powers of two, so that few lists of signs are made.
     blocks = _signs_of_blocks(1 << whole.bit_length(), flat.dtype, flat.device)
     total = torch.dot(sums, blocks[:whole])
-    rest = count - whole * _BLOCK
+    rest = count - whole * BLOCK
     if not rest:
         return total
     return total + blocks[whole] * torch.dot(flat[-rest:], _first_weights(rest, flat.dtype, flat.device))
@@ -76,6 +77,30 @@ def exact_sketch(values: Tensor) -> float | None:
     return found if math.isfinite(found) else None
 
 
+def block_sums(part: Tensor) -> list[float]:
+    """Return the weighted sum of each block of 32,768 elements of a flat CPU tensor; the last may be shorter."""
+    count = part.numel()
+    whole, rest = divmod(count, BLOCK)
+    sums: list[float] = []
+    if whole:
+        blocks = (part[: whole * BLOCK] if rest else part).view(whole, BLOCK)
+        sums = torch.mv(blocks, _first_weights(BLOCK, part.dtype, part.device)).tolist()
+    if rest:
+        last = part[whole * BLOCK :] if whole else part
+        sums.append(torch.dot(last, _first_weights(rest, part.dtype, part.device)).item())
+    return sums
+
+
+def of_blocks(sums: list[float]) -> float:
+    """Return the sketch of a tensor of which these are the blocks' sums, NaN where one is not finite."""
+    if len(sums) == 1:
+        return sums[0]
+    if not all(map(math.isfinite, sums)):
+        return math.nan
+    # Blocks are known by powers of two, so that few lists of signs are made.
+    return math.fsum(map(operator.mul, sums, _listed_signs(1 << (len(sums) - 1).bit_length())))
+
+
 @lru_cache(maxsize=4096)
 def _first_weights(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return _weights(dtype, device)[:count]  # a view: the sizes of a model's tensors come again and again
@@ -83,7 +108,7 @@ def _first_weights(count: int, dtype: torch.dtype, device: torch.device) -> Tens
 
 @lru_cache(maxsize=16)
 def _weights(dtype: torch.dtype, device: torch.device) -> Tensor:
-    x = _random(0, _BLOCK)
+    x = _random(0, BLOCK)
     least, count = math.ceil(_SMALLEST * _STEPS), math.floor((_LARGEST - _SMALLEST) * _STEPS)
     sizes = (least + ((x >> np.uint64(8)) % np.uint64(count)).astype(np.float64)) / _STEPS
     return torch.from_numpy(_signs(x) * sizes).to(device=device, dtype=dtype)
@@ -92,6 +117,12 @@ def _weights(dtype: torch.dtype, device: torch.device) -> Tensor:
 @lru_cache(maxsize=64)
 def _signs_of_blocks(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.from_numpy(_signs(_random(_OF_BLOCKS, count))).to(device=device, dtype=dtype)
+
+
+@lru_cache(maxsize=64)
+def _listed_signs(count: int) -> list[float]:
+    signs: list[float] = _signs(_random(_OF_BLOCKS, count)).tolist()
+    return signs
 
 
 def _signs(x: _Words) -> npt.NDArray[np.float64]:

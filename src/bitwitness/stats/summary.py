@@ -15,8 +15,6 @@ from bitwitness.stats.local import local_values
 
 _CPU_BLOCK = 1 << 17  # elements: a megabyte of float64, which stays in the cache
 _DEVICE_BLOCK = 1 << 25  # the same on an accelerator: 256 MiB of float64, and few launches even for large tensors
-_ONE_SUM = 1 << 18
-"""Values whose squares float32 sums at once: off by 3e-6 of the norm of normally distributed ones, by 1e-4 of equal ones."""
 _INTEGERS = (
     torch.bool,
     torch.uint8,
@@ -127,20 +125,6 @@ def exact_l2(tensor: Tensor) -> Tensor:
     norms = [torch.linalg.vector_norm(block.to(torch.float64).div(scale)) for block in _blocks(values)]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm.mul_(scale)
-
-
-def quick_l2(values: Tensor) -> float:
-    """Return the L2 norm of contiguous float32 or float64 values that are finite, to five digits or better; the host waits.
-
-    Squares and their sum must not leave the dtype's range. A sum of squares in float32 drifts with its length: that of
-    `torch.linalg.vector_norm` on a CPU is off by 6e-4 at 17 million values and by 5e-3 at 67 million (torch 2.13, one thread;
-    with more threads otherwise). So long ones are summed in parts.
-    """
-    flat = values.detach().reshape(-1)
-    if flat.numel() <= _ONE_SUM:
-        return math.sqrt(torch.dot(flat, flat).item())
-    parts = flat.split(_ONE_SUM)
-    return math.sqrt(math.fsum(torch.dot(part, part).item() for part in parts))
 
 
 def _flat_reals(tensor: Tensor) -> Tensor:
