@@ -29,7 +29,7 @@ from bitwitness import ConfigError, UsageError
 from bitwitness.config.recording import read_msprobe
 from bitwitness.record.meter import Meter
 from bitwitness.stats import bit_hash, stats_of
-from bitwitness.stats.parts import Read, read
+from bitwitness.stats.sketch import block_sums
 from bitwitness.store.run import RunSource
 from bitwitness.store.tensorfile import TensorReader
 
@@ -433,11 +433,11 @@ def test_gradients_per_sample_are_recorded_around(tmp_path: Path, capsys: pytest
 def test_what_is_measured_under_autocast_is_not_narrowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: set[torch.dtype] = set()
 
-    def listened(values: torch.Tensor, **asked: bool) -> Read:
-        seen.add((values.view(1, -1) @ values.view(-1, 1)).dtype)
-        return read(values, **asked)
+    def listened(part: torch.Tensor) -> list[float]:
+        seen.add((part.view(1, -1) @ part.view(-1, 1)).dtype)
+        return block_sums(part)
 
-    monkeypatch.setattr("bitwitness.record.meter.read", listened)
+    monkeypatch.setattr("bitwitness.stats.parts.block_sums", listened)
     model = torch.nn.Linear(64, 64)
     with bw.Recorder(model, out=tmp_path / "run"), torch.autocast("cpu", dtype=torch.bfloat16):
         model(torch.randn(4, 64)).sum().backward()
