@@ -1,107 +1,132 @@
-"""What a monitor costs: interleaved A/B in one process, process-CPU time a step, one thread.
+"""What a monitor costs, beside msprobe's and trainscope: process-CPU time a step, by turns, one thread.
 
-    python bench/monitor.py [--rounds 20] [--only NAME …]
+    python bench/monitor.py [--rounds 20] [--only NAME …] [--quick] [--peer-python PYTHON]
 
-Each way to monitor has a model of its own, watched for its own steps only. A round runs four steps of each in random order,
-and of an unmonitored one; the figure is the median over rounds of monitored over unmonitored in the same round, with a 95 %
+Each way to monitor trains in a process of its own, and one trains unmonitored. A round has four steps of each, one process at a
+time, in random order; the figure is the median over rounds of monitored over unmonitored in the same round, with a 95 %
 interval from the order statistics. What the monitor's thread spends (tables, rules, the disk) is in it: it is waited for,
-and written to the disk, at the end of the four. GPT of 11.2 million parameters, 4 x 128 tokens, float32, AdamW as a for-
-loop, as on the reference's page.
+and written to the disk, at the end of the four. The peers run where ``mindstudio-probe`` and ``trainscope`` are installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import platform
 import random
 import statistics
+import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-import torch
-from gpt import GPT
+from monitor_own import WAYS
+from monitor_turns import SEEN
 from overhead import ratio
+from record import VARIABLE
 
-import bitwitness as bw
-
-GRADIENTS = ("training", "grad", "grad_reduced")
-CASES: dict[str, tuple[dict[str, Any], float | None]] = {
-    "gradients": ({"kinds": GRADIENTS}, 1.03),
-    "gradients, no rules": ({"kinds": GRADIENTS, "watch": False}, None),
-    "activations": ({"kinds": ("training", "activation", "activation_grad")}, None),
-    "weights and optimizer": ({"kinds": ("training", "param", "moment1", "moment2", "update")}, None),
-    "everything": ({}, 1.3),
-    "everything, zeros": ({"zeros": True}, None),
-}
-VOCABULARY, SHAPE, STEPS = 4096, (4, 129), 4
+HERE = Path(__file__).parent
+NOTHING = "nothing"
+TARGETS = {"gradients": 1.03, "everything": 1.3}
+PEERS = ("msprobe: gradients", "msprobe: everything", "trainscope: default", "trainscope: every step")
+STEPS, WARM_UP = 4, 2
+NO_PEER = (
+    "The peers were not measured. To measure them beside, give them an environment of their own: `python -m venv peer && "
+    "peer/bin/pip install torch==2.13.0 mindstudio-probe==26.2.0 trainscope==1.8.0`, then `--peer-python peer/bin/python` "
+    f"(or {VARIABLE})."
+)
 
 
-class Variant:
-    """One way to train: plain, or monitored."""
+class Worker:
+    """A training in a process of its own; see `monitor_turns`."""
 
-    def __init__(self, name: str, settings: dict[str, Any] | None, folder: Path) -> None:
-        torch.manual_seed(0)
-        self.name = name
-        self.model = GPT()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=False)
+    def __init__(self, way: str, python: str) -> None:
+        self.way = way
         self.seconds: list[float] = []
-        self.monitor = None
-        if settings is not None:
-            self.monitor = bw.Monitor(self.model, out=folder / name.replace(" ", "_"), **settings).start()
-            self.monitor.pause()
+        script = "monitor_peer.py" if way in PEERS else "monitor_own.py"
+        self._process = subprocess.Popen(
+            [python, str(HERE / script), "--way", way],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        self._answer()
 
-    def steps(self, batches: list[torch.Tensor], *, count: bool) -> None:
-        """Train some steps and note the process-CPU seconds of one."""
-        if self.monitor is not None:
-            self.monitor.resume()
-        started = time.process_time()
-        for tokens in batches:
-            self.model(tokens[:, :-1], tokens[:, 1:]).backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        if self.monitor is not None:
-            self.monitor.pause()  # closes the last step, and waits for what its thread makes of them
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(SEEN):
+                found: dict[str, Any] = json.loads(line.removeprefix(SEEN))
+                return found
+        raise SystemExit(f"{self.way}: the training ended with exit code {self._process.wait()}")
+
+    def turn(self, *, count: bool) -> None:
+        """Have some steps trained."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{STEPS}\n")
+        self._process.stdin.flush()
+        spent = self._answer()["seconds"]
         if count:
-            self.seconds.append((time.process_time() - started) / len(batches))
+            self.seconds.append(spent)
+
+    def end(self) -> None:
+        """Have it end, and wait for it."""
+        self._process.communicate()
+
+
+def by_turns(ways: list[str], rounds: int, peer_python: str | None) -> dict[str, list[float]]:
+    """Return what a step takes in each way, for each round."""
+    workers = [Worker(way, (peer_python or "") if way in PEERS else sys.executable) for way in (NOTHING, *ways)]
+    shuffle = random.Random(2)
+    for number in range(rounds + WARM_UP):
+        for worker in shuffle.sample(workers, len(workers)):
+            worker.turn(count=number >= WARM_UP)
+    for worker in workers:
+        worker.end()
+    return {worker.way: worker.seconds for worker in workers}
+
+
+def table(found: dict[str, list[float]]) -> list[str]:
+    """Return the lines of a table."""
+    plain = found[NOTHING]
+    lines = ["| monitored | CPU ms/step | ratio | 95 % interval | target |", "|---|---|---|---|---|"]
+    lines += [f"| {NOTHING} | {1e3 * statistics.median(plain):.0f} | 1 | | |"]
+    for way, seconds in found.items():
+        if way != NOTHING:
+            middle, low, high = ratio(seconds, plain)
+            target = TARGETS.get(way)
+            told = "" if target is None else f"≤ {target:g}: {'kept' if middle <= target else 'missed'}"
+            spent = f"{1e3 * statistics.median(seconds):.0f}"
+            lines.append(f"| {way} | {spent} | {middle:.3f} | {low:.3f} – {high:.3f} | {told} |")
+    return lines
 
 
 def main() -> None:
     """Measure, print, and write ``bench/results/monitor.md``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--only", nargs="+", choices=CASES, metavar="NAME", help="these alone; nothing is written")
+    parser.add_argument("--only", nargs="+", choices=(*WAYS, *PEERS), metavar="NAME", help="these; nothing is written")
+    parser.add_argument("--quick", action="store_true", help="one round of two ways; nothing is written")
+    parser.add_argument(
+        "--peer-python", default=os.environ.get(VARIABLE), help=f"a Python with the peers (default: ${VARIABLE})"
+    )
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    shuffle, generator = random.Random(2), torch.Generator().manual_seed(1)
-    with tempfile.TemporaryDirectory(prefix="bench-monitor-") as scratch:
-        variants = [Variant("plain", None, Path(scratch))]
-        variants += [Variant(name, CASES[name][0], Path(scratch)) for name in args.only or CASES]
-        for number in range(args.rounds + 2):
-            batches = [torch.randint(0, VOCABULARY, SHAPE, generator=generator) for _ in range(STEPS)]
-            for variant in shuffle.sample(variants, len(variants)):
-                variant.steps(batches, count=number >= 2)
-        for variant in variants:
-            if variant.monitor is not None:
-                variant.monitor.close()
-    lines = ["| monitored | CPU ms/step | ratio | 95 % interval | target |", "|---|---|---|---|---|"]
-    plain = variants[0].seconds
-    lines += [f"| nothing | {1e3 * statistics.median(plain):.0f} | 1 | | |"]
-    for variant in variants[1:]:
-        middle, low, high = ratio(variant.seconds, plain)
-        target = CASES[variant.name][1]
-        told = "" if target is None else f"≤ {target:g}: {'kept' if middle <= target else 'missed'}"
-        spent = f"{1e3 * statistics.median(variant.seconds):.0f}"
-        lines.append(f"| {variant.name} | {spent} | {middle:.3f} | {low:.3f} – {high:.3f} | {told} |")
-    command = " ".join(["python bench/monitor.py", f"--rounds {args.rounds}"])
-    text = f"`{command}`: torch {torch.__version__}, {platform.machine()}, Python {sys.version.split()[0]}, one thread."
+    ways = args.only or (["gradients", "everything"] if args.quick else [*WAYS, *(PEERS if args.peer_python else ())])
+    if not args.peer_python and any(way in PEERS for way in ways):
+        parser.error(NO_PEER)
+    rounds = 1 if args.quick else args.rounds
+    lines = table(by_turns(ways, rounds, args.peer_python))
+    from importlib.metadata import version
+
+    of = f"torch {version('torch')}, {platform.machine()}, Python {sys.version.split()[0]}, one thread"
+    text = f"`python bench/monitor.py --rounds {rounds}`: {of}."
+    text += "" if args.peer_python else "\n\n" + NO_PEER
     print(text, *lines, sep="\n")
-    if not args.only:
-        (Path(__file__).parent / "results" / "monitor.md").write_text(
-            f"# What a monitor costs\n\n{text}\n\n" + "\n".join(lines) + "\n", encoding="utf-8"
-        )
+    if not args.only and not args.quick:
+        where = HERE / "results" / "monitor.md"
+        where.write_text(f"# What a monitor costs\n\n{text}\n\n" + "\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
