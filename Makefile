@@ -5,7 +5,7 @@ export OMP_NUM_THREADS := 1
 # hundreds of fresh processes import the package in the tests: none shall compile it again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test test-torch check demo demo-seed bench bench-record bench-compare detect campaign innocent clean
+.PHONY: test test-torch check demo demo-seed bench bench-record bench-monitor bench-compare detect campaign innocent clean
 
 # three files of tests at a time on two cores: most wait for the processes that they start; types are checked beside them
 test: .stamp-venv
@@ -50,6 +50,11 @@ bench: .stamp-venv
 bench-record: .stamp-venv
 	$(BIN)/python bench/record.py
 	$(BIN)/python bench/side_by_side.py
+
+# the same Python with trainscope, too
+bench-monitor: .stamp-venv
+	$(BIN)/python bench/monitor.py
+	$(BIN)/python bench/monitor_clean.py
 
 bench-compare: .stamp-venv
 	$(BIN)/python bench/compare.py

@@ -41,12 +41,12 @@ NO_PEER = (
 class Worker:
     """A training in a process of its own; see `monitor_turns`."""
 
-    def __init__(self, way: str, python: str) -> None:
+    def __init__(self, way: str, python: str, *, tiny: bool) -> None:
         self.way = way
         self.seconds: list[float] = []
         script = "monitor_peer.py" if way in PEERS else "monitor_own.py"
         self._process = subprocess.Popen(
-            [python, str(HERE / script), "--way", way],
+            [python, str(HERE / script), "--way", way, *(["--tiny"] if tiny else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -76,9 +76,10 @@ class Worker:
         self._process.communicate()
 
 
-def by_turns(ways: list[str], rounds: int, peer_python: str | None) -> dict[str, list[float]]:
+def by_turns(ways: list[str], rounds: int, peer_python: str | None, *, tiny: bool) -> dict[str, list[float]]:
     """Return what a step takes in each way, for each round."""
-    workers = [Worker(way, (peer_python or "") if way in PEERS else sys.executable) for way in (NOTHING, *ways)]
+    pythons = {way: peer_python or "" if way in PEERS else sys.executable for way in (NOTHING, *ways)}
+    workers = [Worker(way, python, tiny=tiny) for way, python in pythons.items()]
     shuffle = random.Random(2)
     for number in range(rounds + WARM_UP):
         for worker in shuffle.sample(workers, len(workers)):
@@ -108,7 +109,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", nargs="+", choices=(*WAYS, *PEERS), metavar="NAME", help="these; nothing is written")
-    parser.add_argument("--quick", action="store_true", help="one round of two ways; nothing is written")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, one round, two ways; nothing is written")
     parser.add_argument(
         "--peer-python", default=os.environ.get(VARIABLE), help=f"a Python with the peers (default: ${VARIABLE})"
     )
@@ -117,7 +118,7 @@ def main() -> None:
     if not args.peer_python and any(way in PEERS for way in ways):
         parser.error(NO_PEER)
     rounds = 1 if args.quick else args.rounds
-    lines = table(by_turns(ways, rounds, args.peer_python))
+    lines = table(by_turns(ways, rounds, args.peer_python, tiny=args.quick))
     from importlib.metadata import version
 
     of = f"torch {version('torch')}, {platform.machine()}, Python {sys.version.split()[0]}, one thread"

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from gpt import GPT
 
-VOCABULARY, SHAPE = 4096, (4, 129)
 SEEN = "turn: "
 """Begins a line that is an answer; tools print lines of their own."""
 
@@ -44,18 +43,19 @@ Opener = Callable[[str, torch.nn.Module, torch.optim.Optimizer, Path], Watching]
 
 
 class Training:
-    """The reference page's: GPT of 11.2 million parameters, 4 x 128 tokens, float32, AdamW as a for-loop."""
+    """GPT of 11.2 million parameters, 4 x 128 tokens, float32, AdamW as a for-loop; ``tiny``: it only runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, tiny: bool = False) -> None:
         torch.manual_seed(0)
-        self.model = GPT()
+        self._vocabulary, self._shape = (64, (4, 17)) if tiny else (4096, (4, 129))
+        self.model = GPT(64, 32, 1, 2, 16) if tiny else GPT()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=False)
         self._generator = torch.Generator().manual_seed(1)
         self._number = 0
 
     def steps(self, count: int, watching: Watching) -> float:
         """Train some steps; return the process-CPU seconds of one."""
-        batches = [torch.randint(0, VOCABULARY, SHAPE, generator=self._generator) for _ in range(count)]
+        batches = [torch.randint(0, self._vocabulary, self._shape, generator=self._generator) for _ in range(count)]
         started = time.process_time()
         watching.begin()
         for tokens in batches:
@@ -73,9 +73,10 @@ def serve(opener: Opener) -> None:
     """Train as many steps as each line of the standard input says, watched in the way that ``--way`` names."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--way", required=True)
+    parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    training = Training()
+    training = Training(tiny=args.tiny)
     with tempfile.TemporaryDirectory(prefix="bench-monitor-") as scratch:
         watching = opener(args.way, training.model, training.optimizer, Path(scratch))
         answer({"torch": torch.__version__})

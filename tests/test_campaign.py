@@ -71,3 +71,9 @@ def test_light_sensors_see_most_harmful_faults_and_the_checksum_all_in_products(
 
 def test_the_origin_is_found_in_drawn_trainings() -> None:
     assert "10 of 10 right" in call("trace_campaign.py", "--trials", "10", "--quick")
+
+
+def test_what_a_monitor_costs_is_measured_in_processes_of_their_own() -> None:
+    told = rows(call("monitor.py", "--quick"))
+    assert [row["monitored"] for row in told] == ["nothing", "gradients", "everything"]
+    assert float(told[2]["ratio"]) > 1.0  # tiny steps: that it is measured at all
