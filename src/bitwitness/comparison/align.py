@@ -17,12 +17,11 @@ import numpy.typing as npt
 import pyarrow.compute as pc
 
 from bitwitness.comparison.frame import Node, StepFrame
-from bitwitness.comparison.tokens import Tokens, renamed
+from bitwitness.comparison.tokens import Tokens, may_be_one, renamed
 
 _KEYS = ("kind", "phase", "module", "op", "call", "slot", "micro", "recomputed")
-# Nodes of one module, beyond which lists are aligned by operators alone: the table that takes shapes and predecessors into
-# account grows with the square of their number.
 _LONGEST = 400
+"""Nodes of one module, beyond which lists are aligned by operators alone: the table of all else grows with their square."""
 
 Place = tuple[str, str, str, int]
 
@@ -155,7 +154,8 @@ def _match_the_rest(found: Alignment, a: StepFrame, b: StepFrame, tokens_a: Toke
     found.only_a, found.only_b = [], []
     for key in {(node.kind, node.phase, node.micro) for node in [*rest_a, *rest_b]}:
         ours, theirs = ([n for n in rest if (n.kind, n.phase, n.micro) == key] for rest in (rest_a, rest_b))
-        _take(found, a, b, ours, theirs, _matches(ours, theirs, tokens_a, tokens_b))
+        fit = [(i, j) for i, j in _matches(ours, theirs, tokens_a, tokens_b) if may_be_one(a, ours[i], b, theirs[j])]
+        _take(found, a, b, ours, theirs, fit)
 
 
 def _by_place(frame: StepFrame, modules: Mapping[str, str]) -> dict[Place, list[Node]]:

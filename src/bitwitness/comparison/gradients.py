@@ -126,11 +126,14 @@ class GradientChains:
         """Return whether a gradient agrees as the backward leaves it and as the optimizer reads it, and not in between."""
         if self._is_reduced or (chain.a[0] == chain.a[1]) == (chain.b[0] == chain.b[1]):
             return False
-        ends = [(chain.a[0], chain.b[0]), (row_at(chain.a, 2), row_at(chain.b, 2))]
-        return all(
-            i is not None and j is not None and self._is_one(factor(self._a, i, self._b, j, self._noise) or 0.0)
-            for i, j in ends
-        )
+        return self.left_alike(chain) and self._alike(row_at(chain.a, 2), row_at(chain.b, 2))
+
+    def left_alike(self, chain: Chain) -> bool:
+        """Return whether a gradient agrees as the backward leaves it."""
+        return self._alike(chain.a[0], chain.b[0])
+
+    def _alike(self, i: int | None, j: int | None) -> bool:
+        return i is not None and j is not None and self._is_one(factor(self._a, i, self._b, j, self._noise) or 0.0)
 
     # -- factors -------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,8 @@ _SAME = 1e-3
 """Relative deviation from an exact factor: what gradients' noise leaves in float32, and far from any factor that is meant."""
 _SAME_NUMBERS = 1e-6
 """The same for statistics of equal numbers in another order, whose sums are rounded otherwise."""
+_ROUNDED = 1e-5
+"""And of numbers that another kernel has computed there."""
 _UNITS = 16.0
 """Unit roundoffs that it may be instead, in dtypes whose unit roundoff is large."""
 
@@ -77,6 +79,19 @@ def is_reordered(a: StepFrame, row_a: int, b: StepFrame, row_b: int) -> bool:
         return False
     same = abs(x.l2 - y.l2) <= _SAME_NUMBERS * y.l2 and abs(x.mean - y.mean) <= _SAME_NUMBERS * y.rms
     return same and abs(x.sketch - y.sketch) > _SAME * y.l2
+
+
+def lies_otherwise(a: StepFrame, row_a: int, b: StepFrame, row_b: int) -> bool:
+    """Tell whether two rows of other shapes hold the same numbers but for rounding, as far as statistics show."""
+    x, y = numbers_of(a, row_a), numbers_of(b, row_b)
+    units = [roundoff(frame.text("dtype", row)) for frame, row in ((a, row_a), (b, row_b))]
+    limit = max(_ROUNDED, *(_UNITS * one for one in units))
+    gaps = [(x.min - y.min, y.top), (x.max - y.max, y.top), (x.mean - y.mean, y.rms), (x.l2 - y.l2, y.l2)]
+    return (
+        a.shapes[row_a] != b.shapes[row_b]
+        and x.count == y.count
+        and all(abs(gap) <= limit * most for gap, most in gaps)
+    )
 
 
 def in_words(a: StepFrame, b: StepFrame, row_a: int, row_b: int) -> str:

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from bitwitness.comparison.frame import StepFrame
+from bitwitness.comparison.relation import numbers_of
 from bitwitness.errors import UnreadError
 from bitwitness.files.reading import read_json
 from bitwitness.files.shown import shown
@@ -15,7 +16,9 @@ from bitwitness.oracle.names import canonical
 from bitwitness.store.source import Source
 
 _ENOUGH = 0.5
-"""Share of A's modules that B must have for their names to be taken as they are."""
+"""Share of A's modules that B must have for their names to be taken as they are; of those with weights, for these to tell."""
+_TELLING = 3
+"""Different weights that both runs must have: ones and zeros alone say nothing."""
 
 
 def read_map(path: Path) -> dict[str, str]:
@@ -48,15 +51,18 @@ class Mapping(dict[str, str]):
 def proposed(a: Source, b: Source) -> dict[str, str]:
     """Return which modules of A are which of B's by another name; empty where most names agree, or nothing fits.
 
-    Modules are matched in the order in which they ran, by what they compute: their operators and their results' shapes.
+    Modules are matched in the order in which they ran: by the values of their parameters where enough of these are in both
+    runs (a port that loaded the weights), else by what they compute, their operators and their results' shapes.
     """
     ranks = [rank for rank in a.ranks() if rank in b.ranks()]
     if not ranks or not a.steps(ranks[0]) or not b.steps(ranks[0]):
         return {}
-    first, second = (_modules(StepFrame(s.table(ranks[0], s.steps(ranks[0])[0]))) for s in (a, b))
+    frames = [StepFrame(s.table(ranks[0], s.steps(ranks[0])[0])) for s in (a, b)]
+    first, second = map(_modules, frames)
     known = set(second)
     if not first or sum(path in known for path in first) >= _ENOUGH * len(first):
         return {}
+    _by_values(first, second, [_weights(frame) for frame in frames])
     paths_a, paths_b = list(first), list(second)
     matcher = difflib.SequenceMatcher(None, [first[p] for p in paths_a], [second[p] for p in paths_b], autojunk=False)
     pairs = {}
@@ -77,3 +83,24 @@ def _modules(frame: StepFrame) -> dict[str, str]:
             name = canonical(node.op) if node.kind == "op" else "module"
             found.setdefault(node.module, []).append(f"{name}{list(shape)}")
     return {path: " ".join(tokens) for path, tokens in found.items()}
+
+
+def _weights(frame: StepFrame) -> dict[str, str]:
+    """Return what the parameters of each module hold, to five digits, whatever their names and shapes."""
+    found: dict[str, list[str]] = {}
+    for node in frame.nodes:
+        if node.kind == "parameter" and node.outputs:
+            n = numbers_of(frame, node.outputs[0])
+            found.setdefault(node.module, []).append(f"{n.count} {n.l2:.4e} {n.min:.4e} {n.max:.4e}")
+    return {path: "; ".join(sorted(values)) for path, values in found.items()}
+
+
+def _by_values(first: dict[str, str], second: dict[str, str], weights: list[dict[str, str]]) -> None:
+    """Have modules known by the values of their parameters, if enough of these are in both runs."""
+    shared = set(weights[0].values()) & set(weights[1].values())
+    fewest = min(sum(values in shared for values in one.values()) / max(1, len(one)) for one in weights)
+    if len(shared) < _TELLING or fewest < _ENOUGH:
+        return
+    for side, (modules, held) in enumerate(zip((first, second), weights, strict=True)):
+        for path in modules.keys() & held.keys():
+            modules[path] = held[path] if held[path] in shared else f"only {side}: {path}"

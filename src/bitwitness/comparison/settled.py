@@ -12,7 +12,7 @@ import numpy.typing as npt
 from bitwitness.comparison.align import Pair
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.frame import Node, StepFrame
-from bitwitness.comparison.relation import is_reordered, numbers_of
+from bitwitness.comparison.relation import is_reordered, lies_otherwise, numbers_of
 
 _AGREE = 200.0
 """Unit roundoffs by which a module's results may differ: what some dozen operators' roundings leave."""
@@ -76,6 +76,13 @@ class SettledModules:
         """Return whether a weight holds the same values in another order, and its module returns the same: it is transposed."""
         told = [self._results.get((pair.a.module, "forward", micro)) for micro in range(self._differences.a.micros)]
         return all(told) and self._differences.a.text("name", pair.outputs[0][0]) in self._turned
+
+    def lies_otherwise(self, pair: Pair) -> bool:
+        """Return whether a module reads and returns the same values in other shapes: as a product what is a convolution."""
+        rows = [*pair.inputs, *pair.outputs]
+        laid = [lies_otherwise(self._differences.a, i, self._differences.b, j) for i, j in rows]
+        same = [self._differences.change_of[i] == 0.0 for i, _ in rows]
+        return pair.a.kind == "module" and any(laid) and all(x or y for x, y in zip(laid, same, strict=True))
 
     @cached_property
     def _results(self) -> dict[Call, bool]:

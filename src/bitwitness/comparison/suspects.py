@@ -121,7 +121,7 @@ class SuspectSearch:
             self._earlier.read[pair.a.module] = max([self._earlier.read.get(pair.a.module, 0.0), *read])
         if any(numbers_of(differences.a, row).top > _FILLING for row, _ in pair.outputs):
             self._hidden[pair.a.number] = max(self._carried(pair), default=0.0)
-        if max(results, default=0.0) == 0.0 or differences.returns_another(pair) or self._computes_another(pair):
+        if not any(results) or self._is_no_counterpart(pair):
             return None
         # By noise that was seen so far, and by what the inputs brought along; rounding alone explains less.
         explained, worst, self._out = self._worst(pair, results)
@@ -144,12 +144,11 @@ class SuspectSearch:
             return self._suspect(pair, reason, worst, rounding, clean=False)
         return self._own(pair, worst, explained, clean=not differing)
 
-    def _computes_another(self, pair: Pair) -> bool:
-        """Return whether two operators are no counterparts; what reads them is not accused then."""
-        another = computes_another(self.differences, pair)
-        if another:
+    def _is_no_counterpart(self, pair: Pair) -> bool:
+        """Return whether two nodes cannot be held against each other; what reads two operators that cannot is not accused."""
+        if another := computes_another(self.differences, pair):
             self.differences.real.add(pair.a.number)
-        return another
+        return another or self.differences.returns_another(pair) or self.settled.lies_otherwise(pair)
 
     def _weigh(self, pair: Pair, worst: float, explained: float, *, differing: bool) -> None:
         """Note whether a node's results differ by more than rounding, or how much rounding there is."""

@@ -96,3 +96,9 @@ def renamed(node: Node, modules: Mapping[str, str]) -> str:
         return modules.get(node.module, node.module)
     path, dot, name = node.module.rpartition(".")
     return f"{modules.get(path, path)}{dot}{name}" if dot else node.module
+
+
+def may_be_one(a: StepFrame, x: Node, b: StepFrame, y: Node) -> bool:
+    """Return whether two nodes in modules of other names may be one: not where a module's class or a size differs."""
+    sizes = [[int(frame.count[row]) for row in node.outputs[:1]] for frame, node in ((a, x), (b, y))]
+    return x.kind == "op" or ((x.kind != "module" or x.op == y.op) and sizes[0] == sizes[1])

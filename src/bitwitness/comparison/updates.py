@@ -7,6 +7,7 @@ from functools import cached_property
 from statistics import median
 
 from bitwitness.comparison.align import Pair
+from bitwitness.comparison.decayed import decayed_by_hand
 from bitwitness.comparison.differences import FINE, FOLLOWED, Differences
 from bitwitness.comparison.gradients import GradientChains
 from bitwitness.comparison.reason import Reason
@@ -74,8 +75,15 @@ class Updates:
 
     def edited_elsewhere(self, pair: Pair) -> bool:
         """Return whether a gradient was only edited at another place (by hand, by a clipping function) to the same end."""
-        chain = self._chain_of.get(pair.a.parameter) if pair.a.kind == "gradient" else None
-        return chain is not None and self._chains.edited_elsewhere(chain)
+        name = pair.a.parameter if pair.a.kind == "gradient" else ""
+        chain = self._chain_of.get(name)
+        return chain is not None and (
+            self._chains.edited_elsewhere(chain) or (name in self._decayed and self._chains.left_alike(chain))
+        )
+
+    @cached_property
+    def _decayed(self) -> set[str]:
+        return decayed_by_hand(self._differences)
 
     def of_value(self, pair: Pair) -> Reason | None:
         """Return why a gradient differs by more than its `limit`; None for other values, and where all gradients do."""
@@ -93,7 +101,7 @@ class Updates:
         if first != second:
             have, lack = ("A", "B") if first else ("B", "A")
             return Reason("missing", f"only run {have} has a gradient of it: it is frozen, or not used, in run {lack}")
-        if self.cause is not None or self._differences.earlier.parted:
+        if self.cause is not None or self._differences.earlier.parted or pair.a.module in self._decayed:
             return None
         rows = [rows[0] for rows in pair.inputs if self._differences.a.text("slot", rows[0]) == "grad"]
         differs = any(self._differences.change_of[row] > _GRADIENT for row in rows)
