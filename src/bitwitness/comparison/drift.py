@@ -28,6 +28,8 @@ and gradients by up to six times that.
 """
 _MOST = 0.9
 """Quantile of the weights that tells how far: a few move by more, as a key's bias does, whose gradient is rounding alone."""
+_ROUNDED = 1e-5
+"""The most that rounding counts for where optimizers were not seen to step in both runs: a script may do anything."""
 COARSE = 1e-3
 """Drift from which on values are compared as a whole, and not element by element: where a gradient is a rounding error, an
 optimizer that looks at signs moves single elements of a weight by all of a step."""
@@ -85,6 +87,8 @@ def drift(frame: StepFrame, weights: Iterable[Pair], change_of: Mapping[int, flo
         if len(frame.shapes[row]) > 1
     }
     trained = [change_of[row] for row, own in moved.items() if own]
+    if trained and not all(frame.texts["kind"].equals("optimizer").any() for frame in earlier.last):
+        return _TIMES * min(_far(trained), _ROUNDED)
     if not trained and any(change_of[row] > 0.0 for row in moved):
         return _TIMES * min(_far([*earlier.beside().values()]), 1.0)
     return _TIMES * min(_far(trained), 1.0)

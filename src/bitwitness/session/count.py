@@ -8,6 +8,7 @@ from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer
 
 from bitwitness.capture.ledger import GradientLedger
+from bitwitness.session.byhand import StepsByHand
 from bitwitness.session.clock import StepClock, TrainingForwards
 from bitwitness.session.instrument import Kind
 from bitwitness.tap.compat import in_transform
@@ -48,6 +49,7 @@ class StepCount:
         self._retained = False  # a graph of the forwards that were told, for more backwards
         self._between = False  # two steps, when the backward began that runs
         self._scalers: list[GradScaler] = []
+        self._by_hand = StepsByHand(root)
         self.follow_parameters()
 
     def follow_parameters(self) -> None:
@@ -91,6 +93,8 @@ class StepCount:
         self._followed |= self._looked_at
         if kind is Kind.INFERENCE and self.clock.begun:
             self.clock.end_step()
+        if self._backpropagated and self.clock.begun and self._by_hand.stepped():
+            self._end()
         if self._backpropagated:
             self._backpropagated = False
             self.clock.micro += 1
@@ -101,6 +105,7 @@ class StepCount:
         first = self.clock.begin_forward()
         if first:
             self._backpropagated = self._looked_at = self._followed = False
+            self._by_hand.step_begins()
         return first
 
     def backward_begins(self, call: BackwardCall) -> None:
@@ -132,6 +137,7 @@ class StepCount:
         It does where an optimizer steps by what seemed to be an evaluation.
         """
         ours = optimizer is None or self.owns(optimizer)
+        self._by_hand.optimized |= optimizer is not None and ours
         begins = optimizer is not None and ours and self._backpropagated_evaluation
         if begins:
             self._training.trained_in_evaluation()
@@ -145,11 +151,13 @@ class StepCount:
     def closure_begins(self, optimizer: Optimizer) -> None:
         """Note that an optimizer runs the forwards and backwards of its step by itself."""
         self._in_closures |= self.owns(optimizer)
+        self._by_hand.optimized |= self._in_closures
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """End the step, if it was the model's."""
         if self.owns(optimizer):
             self._in_closures = False
+            self._by_hand.optimized = True
             self._end()
 
     def scaler_updated(self, scaler: GradScaler) -> None:

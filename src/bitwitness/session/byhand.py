@@ -1,0 +1,57 @@
+"""Steps that no optimizer of torch takes on a model's parameters: written out in the script, or taken on copies of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from bitwitness.stats import marks_of
+from bitwitness.tap.owners import optimizers_of
+
+
+class StepsByHand:
+    """Tells by a model's weights whether its script has stepped.
+
+    Asked only until an optimizer is seen to hold the weights: after that, its steps are those that count.
+
+    Parameters
+    ----------
+    root
+        The user's own module.
+
+    Attributes
+    ----------
+    optimized
+        Whether an optimizer holds the weights; then nothing is looked at any more.
+
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self.optimized = False
+        self._versions: list[int] = []
+        self._marks: torch.Tensor | None = None
+
+    def step_begins(self) -> None:
+        """Note the weights as they are."""
+        if not self.optimized:
+            self._versions, self._marks = self._seen()
+
+    @torch.no_grad()
+    def stepped(self) -> bool:
+        """Return whether the weights have changed since the step began, and no optimizer holds them."""
+        if self.optimized:
+            return False
+        versions, marks = self._seen()
+        same = self._marks is None or marks is None or torch.equal(self._marks, marks)
+        if versions == self._versions and same:
+            return False
+        self.optimized = bool(optimizers_of(self._root))  # seen before it has ever stepped: gradients are accumulated
+        return not self.optimized
+
+    def _seen(self) -> tuple[list[int], torch.Tensor | None]:
+        """Return the weights' versions and, since what is done through ``.data`` counts as none, their norms and maxima."""
+        weights = [weight for weight in self._root.parameters() if weight.requires_grad and not weight.is_meta]
+        if not weights or any(weight.is_inference() for weight in weights):
+            return [], None
+        return [weight._version for weight in weights], marks_of(weights, weights[0].device)
