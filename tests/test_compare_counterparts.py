@@ -243,6 +243,26 @@ def test_another_dtype_that_rounding_hides_is_said(tmp_path: Path) -> None:
     assert "cannot be told in that precision" in report.conclusion
 
 
+def test_a_loss_of_logits_that_were_not_widened_is_named(tmp_path: Path) -> None:
+    def recorded(out: Path, *, wide: bool) -> Path:
+        torch.manual_seed(0)
+        model, draw = LM(nn.Linear(32, 32)).bfloat16(), torch.Generator().manual_seed(1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with bw.Recorder(model, out=out):
+            for _ in range(2):
+                tokens = torch.randint(0, TOKENS, (4, 12), generator=draw)
+                logits = model(tokens[:, :-1]).flatten(0, 1)
+                F.cross_entropy(logits.float() if wide else logits, tokens[:, 1:].flatten()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return out
+
+    report = bw.compare(recorded(tmp_path / "a", wide=True), recorded(tmp_path / "b", wide=False))
+    assert report.suspects
+    assert "log_softmax#0:forward.out0" in report.conclusion
+    assert "computed in float32 against bfloat16" in report.conclusion
+
+
 SHARED_OUT = """
 import sys, torch, torch.distributed as dist
 from torch import nn

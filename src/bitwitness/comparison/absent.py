@@ -54,14 +54,28 @@ def _batches(differences: Differences) -> Iterable[Absence]:
 def _own_parameters(differences: Differences) -> Iterable[Absence]:
     """Yield parameters of one run whose module both have: tied to another one in the other run."""
     shared = len(_matched(differences.alignment, "A", "parameter"))
+    elsewhere = _stored_otherwise(differences)
     for only, side, other in _sides(differences.alignment):
         frame = differences.b if side == "A" else differences.a
-        theirs = {node.module for node in frame.nodes if node.kind in ("module", "op")} - {"."}
+        theirs = {node.module for node in frame.nodes if node.kind in ("module", "op")} - {"."} - elsewhere
         lone = [node for node in only if node.kind == "parameter" and node.module in theirs]
         if lone and len(lone) < shared:
             are = "is a parameter of its own" if len(lone) == 1 else "are parameters of their own"
             why = f"and not in run {other}: tied there to another one, or not registered"
             yield Absence(lone, side, f"{_listed(lone)} {are} in run {side}, {why}", structural=True)
+
+
+def _stored_otherwise(differences: Differences) -> set[str]:
+    """Return the modules that have parameters that only one run has, in themselves or below, of one size in both runs."""
+    frames = {"A": differences.a, "B": differences.b}
+    sizes: tuple[Counter[str], Counter[str]] = Counter(), Counter()
+    for found, (only, side, _) in zip(sizes, _sides(differences.alignment), strict=True):
+        for node in only:
+            if node.kind == "parameter" and node.outputs:
+                parts = node.module.split(".")
+                for depth in range(1, len(parts) + 1):
+                    found[".".join(parts[:depth])] += int(frames[side].count[node.outputs[0]])
+    return {path for path, size in sizes[0].items() if sizes[1][path] == size}
 
 
 def _updates(differences: Differences) -> Iterable[Absence]:

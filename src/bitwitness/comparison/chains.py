@@ -10,10 +10,14 @@ import numpy as np
 
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.frame import StepFrame
-from bitwitness.comparison.relation import numbers_of
+from bitwitness.comparison.relation import factor, numbers_of
 
 STAGES = ("backward", "reduced", "read")
 """As the backward left it; complete, and before any clipping; as the optimizer read it."""
+
+_FEW = 4  # groups of parameters that are multiplied by numbers of their own
+_ONE_FACTOR = 1e-3
+"""Relative difference of two factors up to which they are one."""
 
 Rows = tuple[int | None, int | None, int | None]
 
@@ -89,3 +93,27 @@ def norms_since(frame: StepFrame, chains: Sequence[Rows], since: int) -> tuple[f
             if row is not None:
                 squares[number] += numbers_of(frame, row).l2 ** 2
     return math.sqrt(squares[0]), math.sqrt(squares[1])
+
+
+def factors_since(frame: StepFrame, chains: Sequence[Rows], since: int) -> list[float]:
+    """Return the few numbers by which gradients are multiplied after a stage; empty where there are many."""
+    found: list[float] = []
+    for rows in chains:
+        first, last = rows[since], row_at(rows, 2)
+        times = None if first is None or last is None else factor(frame, first, frame, last)
+        if times is None:
+            return []
+        if not any(abs(times - one) <= _ONE_FACTOR * abs(one) for one in found):
+            found.append(times)
+    return sorted(found) if len(found) <= _FEW else []
+
+
+def in_words_of_change(by: float | None, factors: Sequence[float], norms: tuple[float, float]) -> str:
+    """Say by what all gradients of a run are multiplied: ``by`` one number, or each group by another of the ``factors``."""
+    if by is not None:
+        times = f"multiplies them by {by:.4g}"
+    elif len(factors) > 1:
+        times = f"multiplies some by {', others by '.join(f'{one:.4g}' for one in factors)}"
+    else:
+        times = "changes them"
+    return f"{times}: their norm is {norms[0]:.4g} before and {norms[1]:.4g} after"

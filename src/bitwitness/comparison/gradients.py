@@ -14,10 +14,20 @@ from functools import cached_property
 from statistics import median
 
 from bitwitness.comparison.allowance import rms
-from bitwitness.comparison.chains import STAGES, Chain, Rows, chains_of, clipped_at, norms_since, row_at
+from bitwitness.comparison.chains import (
+    STAGES,
+    Chain,
+    Rows,
+    chains_of,
+    clipped_at,
+    factors_since,
+    in_words_of_change,
+    norms_since,
+    row_at,
+)
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.frame import StepFrame
-from bitwitness.comparison.losses import computed_otherwise
+from bitwitness.comparison.losses import computed_otherwise, loss_ratio
 from bitwitness.comparison.relation import factor, in_times, tolerance
 from bitwitness.comparison.scalers import is_power_of_two, multiplied_by_scalers
 from bitwitness.comparison.settled import SettledModules
@@ -87,7 +97,9 @@ class GradientChains:
             if ratio is not None and before is not None and not self._is_one(ratio / before if before else ratio):
                 return self._between(stage, ratio)
         x, y = self._usual
-        return self._weighed() if self._is_one(y / x) else self._between(2, y / x)
+        if self._is_one(y / x):
+            return self._weighed()
+        return self._between(2, math.nan if ratios[2] is None and None in self._multiplied else y / x)
 
     def scaled_back(self) -> float | None:
         """Return how many times run B's loss scale is A's, which optimizers do not see; None where it is the same."""
@@ -138,11 +150,16 @@ class GradientChains:
     # -- factors -------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _usual(self) -> tuple[float, float]:
-        """By what all gradients of A and of B are multiplied between backward and step; 1 where by no one number."""
+    def _multiplied(self) -> tuple[float | None, float | None]:
+        """By what all gradients of A and of B are multiplied between backward and step; None where by no one number."""
         last = [(c.a[0], row_at(c.a, 2)) for c in self._weighty]
         last_b = [(c.b[0], row_at(c.b, 2)) for c in self._weighty]
-        return self._common(last, self._a) or 1.0, self._common(last_b, self._b) or 1.0
+        return self._common(last, self._a), self._common(last_b, self._b)
+
+    @property
+    def _usual(self) -> tuple[float, float]:
+        """The same; 1 where by no one number."""
+        return self._multiplied[0] or 1.0, self._multiplied[1] or 1.0
 
     def _link(self, frame: StepFrame, rows: Rows) -> float | None:
         last = row_at(rows, 2)
@@ -194,12 +211,14 @@ class GradientChains:
         return min(row for chain in self.chains if (row := row_at(chain.a, stage)) is not None)
 
     def _every(self, ratio: float) -> str:
+        if math.isnan(ratio):
+            return f"gradients ({len(self.chains)} parameters) differ, by no one factor,"
         how = "has the other sign" if self._is_one(-ratio) else f"is {in_times(ratio)} as large"
         return f"every gradient ({len(self.chains)} parameters) {how} in run B"
 
     def _from_backward(self, ratio: float) -> Cause:
         said = f"{self._every(ratio)}, from the backward on"
-        loss = self._loss_ratio()
+        loss = loss_ratio(self._differences)
         micros = self._a.micros, self._b.micros
         ranks = self._a.ranks, self._b.ranks
         kept = loss is not None and self._is_one(
@@ -220,12 +239,6 @@ class GradientChains:
             why = SOME_FACTOR
         return Cause("scaled", STAGES[0], f"{said}: {why}", self._row(0), ratio)
 
-    def _loss_ratio(self) -> float | None:
-        for pair in self._differences.alignment.pairs:
-            if pair.a.kind == "saved" and pair.a.op == "loss":
-                return factor(self._a, pair.a.outputs[0], self._b, pair.b.outputs[0])
-        return None
-
     def _between(self, stage: int, ratio: float) -> Cause | None:
         said = self._every(ratio)
         since = stage - 1 if self._is_reduced else 0
@@ -238,16 +251,11 @@ class GradientChains:
             how = f", which multiplies them {' and '.join(known)}" if known else ""
             why = f"from the reduction over ranks on{how}: a sum for a mean, another number of ranks, or a mean taken twice"
             return Cause("scaled", STAGES[stage], f"{said}, {why}", self._row(stage), ratio)
-        norms = [
-            norms_since(self._a, [c.a for c in self.chains], since),
-            norms_since(self._b, [c.b for c in self.chains], since),
-        ]
+        sides = [(self._a, [c.a for c in self.chains]), (self._b, [c.b for c in self.chains])]
+        norms = [norms_since(frame, chains, since) for frame, chains in sides]
         if all(one is not None and 0 < one < 1 for one in own) and self._is_one(norms[1][1] / norms[0][1]):
             return None  # one clipping, of gradients that differ before it
-        tops = (
-            clipped_at(self._a, [c.a for c in self.chains]),
-            clipped_at(self._b, [c.b for c in self.chains]),
-        )
+        tops = [clipped_at(frame, chains) for frame, chains in sides]
         how = "; ".join(
             f"run {side} "
             + (
@@ -255,20 +263,17 @@ class GradientChains:
                 if top is not None
                 else "leaves them as they are"
                 if one is not None and self._is_one(one)
-                else self._changes(one, norm)
+                else in_words_of_change(one, factors_since(*of, since), norm)
             )
-            for one, side, norm, top in zip(own, "AB", norms, tops, strict=True)
+            for one, side, norm, top, of in zip(own, "AB", norms, tops, sides, strict=True)
         )
         clips = any(top is not None for top in tops) or any(
             one is not None and 0 < one < 1 - self._limit() for one in own
         )
         what = "clipping, or a scale" if clips else "a scale"
-        text = f"{said} when the optimizer reads it, and not when the backward leaves it: {what} in between ({how})"
+        it = "them" if math.isnan(ratio) else "it"
+        text = f"{said} when the optimizer reads {it}, and not when the backward leaves {it}: {what} in between ({how})"
         return Cause("clipped" if clips else "scaled", STAGES[stage], text, self._row(stage), ratio)
-
-    def _changes(self, by: float | None, norms: tuple[float, float]) -> str:
-        times = "changes them" if by is None else f"multiplies them by {by:.4g}"
-        return f"{times}: their norm is {norms[0]:.4g} before and {norms[1]:.4g} after"
 
     def _weighed(self) -> Cause | None:
         """Return that micro-batches or ranks weigh otherwise: results agree, and gradients differ by no one factor."""

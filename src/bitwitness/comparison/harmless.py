@@ -29,6 +29,9 @@ _FILLED = (
 )
 """Operators that make something to work on, or fill what is masked: a softmax makes as much of minus infinity as of -1e9."""
 
+_LOSSES = ("log_softmax", "nll_loss", "mse_loss", "binary_cross_entropy_with_logits")
+"""Operators that a loss is computed by, whose dtype is the script's choice: of logits that were widened, or not."""
+
 _OTHER_DIMENSION = re.compile(r": dim \S+ against \S+$")
 _NUMBERS = re.compile(r": \w+ (-?[\d.]+(?:e[+-]?\d+)?) against (-?[\d.]+(?:e[+-]?\d+)?)$")
 _FILLING = 1e3
@@ -55,17 +58,29 @@ class Harmless:
         self._settled = settled
         self._effects = Effects(differences, settled.agrees)
         self.ends: set[int] = set()
+        self._other_dtypes: dict[str, Suspect] = {}
 
     def holds(self, pair: Pair, suspect: Suspect) -> bool:
         """Return whether nothing is left of a suspect that says nothing that stands by itself."""
-        # One run may be more exact in some operators than both are in their products.
-        exact = suspect.reason == "dtype" and self._differences.rewritten > 0.0
+        # One run may be more exact in some operators than both are in their products, but not in what losses are made of.
+        loss = pair.a.kind == "op" and canonical(pair.a.op) in _LOSSES and self._differences.precisions is None
+        exact = suspect.reason == "dtype" and self._differences.rewritten > 0.0 and not loss
         if not (
             suspect.reason in _HARMLESS or exact or (suspect.reason == "argument" and self._is_written(pair, suspect))
         ):
             return False
         # What was computed wrongly may be too small for what follows to show it.
-        return self._settled.holds(pair) or (suspect.reason != "computed" and self._has_no_effect(pair, suspect))
+        nothing = self._settled.holds(pair) or (suspect.reason != "computed" and self._has_no_effect(pair, suspect))
+        if nothing and suspect.reason == "dtype":
+            self._other_dtypes.setdefault(pair.a.module, suspect)
+        return nothing
+
+    def behind(self, pair: Pair, suspect: Suspect) -> Suspect:
+        """Return what a suspect of a backward comes of, if its module's forward computes in another dtype in each run.
+
+        Of that nothing was left in what the module returns; but gradients gather more of its rounding.
+        """
+        return self._other_dtypes.get(pair.a.module, suspect) if pair.a.phase == "backward" else suspect
 
     def _is_written(self, pair: Pair, suspect: Suspect) -> bool:
         """Return whether other arguments may be a way of writing.

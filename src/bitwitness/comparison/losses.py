@@ -12,8 +12,10 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from bitwitness.comparison.describe import by_each
+from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.frame import StepFrame
 from bitwitness.comparison.otherwise import MOVES
+from bitwitness.comparison.relation import factor
 from bitwitness.oracle.names import canonical
 
 LOSS = "loss"
@@ -83,3 +85,11 @@ def _only(found: list[LossOperator], more: Counter[str], side: str) -> tuple[str
 def _in_chain(found: list[LossOperator]) -> str:
     names = [canonical(one.op) for one in found]
     return ", ".join([*names[:_SHOWN], "…"] if len(names) > _SHOWN else names)
+
+
+def loss_ratio(differences: Differences) -> float | None:
+    """Return how many times run B's loss is run A's; None if by no one number, or if it was not recorded."""
+    for pair in differences.alignment.pairs:
+        if pair.a.kind == "saved" and pair.a.op == "loss":
+            return factor(differences.a, pair.a.outputs[0], differences.b, pair.b.outputs[0])
+    return None

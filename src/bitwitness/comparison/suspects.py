@@ -89,7 +89,7 @@ class SuspectSearch:
             if suspect is not None and not (pair.a.kind == "module" and self._is_named_inside(pair.a.module)):
                 self._earlier.parted = True
                 self._named_modules.add(suspect.site.partition("/")[0])
-                yield suspect
+                yield self._harmless.behind(pair, suspect)
         for pair in state:
             if (reason := self._reasons.of_state(pair)) is not None and not self.settled.stored_otherwise(pair):
                 self._earlier.parted = True
