@@ -9,6 +9,7 @@ from bitwitness.comparison.allowance import roundoff
 from bitwitness.comparison.changes import moved
 from bitwitness.comparison.describe import by_each, in_chain, made_by_nothing
 from bitwitness.comparison.differences import FOLLOWED, NEGLIGIBLE, Differences
+from bitwitness.comparison.inplace import changed_since
 from bitwitness.comparison.operands import Operands
 from bitwitness.comparison.reason import Reason
 from bitwitness.comparison.relation import in_words
@@ -111,7 +112,7 @@ class Reasons:
             if any(differences.makers.lone(row_a, row_b)):
                 found = self.of_lone(pair, row_a, row_b)
             elif made in differences.largest:
-                found = self._from_view(pair, row_a, change, differences.largest[made])
+                found = self._from_view(pair, row_a, row_b, differences.largest[made])
             else:
                 found = self._from_outside(pair, row_a, row_b, change)
             if found is not None:
@@ -171,17 +172,24 @@ class Reasons:
                 text = (
                     f"only run {side.upper()} {path} ({words}): what the other run detaches, or makes without gradients"
                 )
+            elif lone.op == "add_" and pair.a.kind == "gradient":
+                text = (
+                    f"only run {side.upper()} adds to a gradient that is still there, in {reader} ({words}): "
+                    "it was not zeroed (zero_grad), or there is one backward more"
+                )
         return Reason("missing", text, lone, side)
 
-    def _from_view(self, pair: Pair, row_a: int, change: float, made: float) -> Reason | None:
+    def _from_view(self, pair: Pair, row_a: int, row_b: int, made: float) -> Reason | None:
         """Return the reason of an input whose maker's results differ by ``made``: less than it explains."""
         differences = self._differences
         own = max(roundoff(self.a.text("dtype", row_a)), differences.roundoff_inside, differences.rewritten)
         if pair.a.kind == "module" or self._differences.parted_before:
             return None  # of values that differ already, a part may differ more than the whole
         limit = differences.slack * differences.viewed(max(made, self._earlier.noise) + own)
-        if change <= max(limit, differences.drifted):
+        if differences.change_of[row_a] <= max(limit, differences.drifted):
             return None
+        if edited := changed_since(self.a, self.b, pair, row_a, row_b):
+            return Reason("edited", edited)
         slot = self.a.text("slot", row_a)
         said = f"{slot} differs although what it is taken from agrees: another view (a transpose, a slice)"
         return Reason("view", said)
