@@ -139,3 +139,51 @@ def test_what_is_wrong_in_a_port_is_named(
     found = bw.compare(run, recorded(tmp_path / "b", model))
     assert found.suspects, found.conclusion
     assert named in found.conclusion or "blocks.0" in found.conclusion, found.conclusion
+
+
+class Mixing(nn.Module):
+    """Self-attention by torch's module, or by projections of its own under the same path."""
+
+    def __init__(self, *, own: bool) -> None:
+        super().__init__()
+        self.own = own
+        if own:
+            self.q, self.k, self.v, self.out_proj = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        else:
+            self.in_proj_weight = nn.Parameter(torch.empty(3 * WIDTH, WIDTH))
+            self.in_proj_bias, self.out_proj = nn.Parameter(torch.empty(3 * WIDTH)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.own:
+            parts: tuple[torch.Tensor, ...] = self.q(x), self.k(x), self.v(x)
+        else:
+            parts = F.linear(x, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in parts)
+        return self.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_a_layer_whose_parameters_are_laid_out_otherwise_accuses_nobody(tmp_path: Path) -> None:
+    models = []
+    for own in (False, True):
+        torch.manual_seed(0)
+        state = {f"{part}.{kind}": torch.randn(WIDTH, *shape) * 0.2 for part in ("q", "k", "v", "out_proj")
+                 for kind, shape in (("weight", (WIDTH,)), ("bias", ()))}  # fmt: skip
+        if not own:
+            fused = {
+                f"in_proj_{kind}": torch.cat([state.pop(f"{part}.{kind}") for part in "qkv"])
+                for kind in ("weight", "bias")
+            }
+            state |= fused
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Conv2d(3, WIDTH, 4, 4), nn.Flatten(2), nn.Linear(16, WIDTH), Mixing(own=own), nn.Flatten(),
+                              nn.LazyLinear(5))  # fmt: skip
+        model(torch.zeros(1, 3, 16, 16))
+        torch.manual_seed(2)
+        for name, parameter in model.named_parameters():
+            parameter.data.copy_(
+                state[name.removeprefix("3.")] if name.startswith("3.") else torch.randn(parameter.shape) * 0.1
+            )
+        models.append(model)
+    a, b = (recorded(tmp_path / name, model) for name, model in zip("ab", models, strict=True))
+    found = bw.compare(a, b)
+    assert not found.suspects, found.conclusion
