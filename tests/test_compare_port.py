@@ -166,23 +166,22 @@ def test_a_layer_whose_parameters_are_laid_out_otherwise_accuses_nobody(tmp_path
     models = []
     for own in (False, True):
         torch.manual_seed(0)
-        state = {f"{part}.{kind}": torch.randn(WIDTH, *shape) * 0.2 for part in ("q", "k", "v", "out_proj")
-                 for kind, shape in (("weight", (WIDTH,)), ("bias", ()))}  # fmt: skip
-        if not own:
-            fused = {
-                f"in_proj_{kind}": torch.cat([state.pop(f"{part}.{kind}") for part in "qkv"])
-                for kind in ("weight", "bias")
-            }
-            state |= fused
+        shapes = {"weight": (WIDTH, WIDTH), "bias": (WIDTH,)}
+        parts = ("q", "k", "v", "out_proj")
+        state = {f"{part}.{kind}": torch.randn(shape) * 0.2 for part in parts for kind, shape in shapes.items()}
+        for kind in () if own else shapes:
+            state[f"in_proj_{kind}"] = torch.cat([state.pop(f"{part}.{kind}") for part in "qkv"])
         torch.manual_seed(1)
-        model = nn.Sequential(nn.Conv2d(3, WIDTH, 4, 4), nn.Flatten(2), nn.Linear(16, WIDTH), Mixing(own=own), nn.Flatten(),
-                              nn.LazyLinear(5))  # fmt: skip
+        before, after = (
+            [nn.Conv2d(3, WIDTH, 4, 4), nn.Flatten(2), nn.Linear(16, WIDTH)],
+            [nn.Flatten(), nn.LazyLinear(5)],
+        )
+        model = nn.Sequential(*before, Mixing(own=own), *after)
         model(torch.zeros(1, 3, 16, 16))
         torch.manual_seed(2)
         for name, parameter in model.named_parameters():
-            parameter.data.copy_(
-                state[name.removeprefix("3.")] if name.startswith("3.") else torch.randn(parameter.shape) * 0.1
-            )
+            inside = state.get(name.removeprefix("3."))
+            parameter.data.copy_(torch.randn(parameter.shape) * 0.1 if inside is None else inside)
         models.append(model)
     a, b = (recorded(tmp_path / name, model) for name, model in zip("ab", models, strict=True))
     found = bw.compare(a, b)
