@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from extent import EVERYTHING
 from monitored_run import RANK, SPIKE, STEP, watched_run, write_monitored
-from test_report import hostile, runs  # noqa: F401 - fixtures
+from test_report import hostile, modules, runs  # noqa: F401 - fixtures
 
 from bitwitness.report import build_report
 from bitwitness.report.page import to_html
@@ -37,7 +39,7 @@ def browser() -> Iterator[Any]:
 def pages(runs: Path, hostile: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:  # noqa: F811
     """Reports by name."""
     root = tmp_path_factory.mktemp("pages")
-    asked = {name: [runs / name] for name in ("good", "persistent", "nan")} | {
+    asked = {name: [runs / name] for name in ("good", "transient", "persistent", "nan")} | {
         "pair": [runs / "a", runs / "b"],
         "monitored": [write_monitored(root / "run")],
         "hostile": [hostile],
@@ -75,7 +77,7 @@ class Opened:
         assert not self.wrong
 
 
-NAMES = ("good", "persistent", "nan", "pair", "monitored", "hostile", "several")
+NAMES = ("good", "transient", "persistent", "nan", "pair", "monitored", "hostile", "several")
 LOOKS = [{"viewport": DESKTOP}, {"viewport": PHONE, "color_scheme": "dark"}]
 
 
@@ -88,6 +90,20 @@ def test_a_page_opens_whole_and_asks_nobody(name: str, look: dict, pages: dict[s
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "it scrolls sideways"
         ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (ground == "rgb(255, 255, 255)") == (look.get("color_scheme") != "dark")
+
+
+@pytest.mark.skipif(not EVERYTHING, reason="a minute of work: TEST_EVERYTHING=1, as make campaign sets it")
+def test_a_large_run_opens_within_three_seconds(browser: Any, tmp_path: Path) -> None:
+    run = write_monitored(tmp_path / "run", steps=1000, names=modules(500), ranks=8)
+    page = tmp_path / "large.html"
+    page.write_text(to_html(build_report([run])))
+    assert page.stat().st_size < 15_000_000
+    took = []
+    for _ in range(3):
+        started = time.perf_counter()
+        with Opened(browser, page, viewport=DESKTOP):
+            took.append(time.perf_counter() - started)
+    assert min(took) < 3.0, took
 
 
 def test_the_verdict_is_what_is_seen_first(pages: dict[str, Path], browser: Any) -> None:
