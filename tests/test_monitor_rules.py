@@ -17,6 +17,7 @@ from bitwitness.monitor.sheet import Key
 from bitwitness.monitor.watch import RULES, compared, row_of
 
 AT, NAME, MODULE = 60, PARAMETERS[5], MODULES[5]
+UPDATE = Key("update", NAME, None, "update_ratio", -1)
 
 
 def found(change: Change, count: int = 100) -> list[Finding]:
@@ -140,8 +141,9 @@ def test_a_layer_that_explodes() -> None:
 
 
 def test_a_slow_drift() -> None:
-    finding = one(found(scaled("grad", NAME, lambda step: 1.02 ** max(0, step - AT)), 160), "drift")
-    assert AT < finding.step <= AT + 80
+    begins = 140  # in the first 128 steps a warm-up moves some sizes by factors
+    finding = one(found(scaled("grad", NAME, lambda step: 1.02 ** max(0, step - begins)), begins + 100), "drift")
+    assert begins < finding.step <= begins + 80
     assert finding.site.module == NAME.removesuffix(".weight")
 
 
@@ -279,3 +281,35 @@ def test_peers_of_no_parameters() -> None:
     keys = [SeriesKey("training", ".", None, "loss")]
     empty = Peers(keys[:0], np.zeros(0), np.zeros(0), 2)
     assert RankApart(MonitorConfig()).compare(empty) == []
+
+
+def test_gradients_that_are_the_rounding_of_others_are_not_judged() -> None:
+    """Of a bias before a normalisation: 1e-9 beside 1, at times zero, at times ten times as large."""
+    draw = np.random.default_rng(0)
+
+    def change(step: int, rows: dict[Key, list[float]]) -> None:
+        noise = 1e-9 * float(np.exp(2.0 * draw.standard_normal())) * (step % 40 != 39)
+        scaled("grad", NAME, lambda _: noise)(step, rows)
+        rows[UPDATE][0] *= noise
+
+    assert not found(change, 200)
+
+
+def test_a_weight_that_its_script_has_edited_is_no_data() -> None:
+    def change(step: int, rows: dict[Key, list[float]]) -> None:
+        if step >= AT:
+            scaled("param", NAME, lambda _: 40.0)(step, rows)
+        if step == AT:
+            rows[Key("training", ".", None, "loss", -1)][0] *= 5.0
+
+    findings = found(change)
+    assert one(findings, "post_mortem").evidence["cause"] == "one_layer"
+    assert NAME in one(findings, "post_mortem").message
+
+
+def test_updates_at_the_end_of_a_schedule_do_not_vanish() -> None:
+    def change(step: int, rows: dict[Key, list[float]]) -> None:
+        rows[Key("training", "0", None, "lr", -1)] = [1e-7 if step >= AT else 1e-2]
+        rows[UPDATE][0] *= step < AT
+
+    assert not [finding for finding in found(change) if finding.sensor == "monitor.vanished"]

@@ -267,3 +267,39 @@ def test_a_kill_in_the_middle_of_overwriting_leaves_no_run_that_looks_whole(
         left = files
         clear_run(run)
         assert not holds_run(run)
+
+
+def test_what_happens_at_one_step_comes_before_what_went_on_for_a_while(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train(tmp_path / "run", 8)
+    writer = RunWriter(run, 1, None)
+    alert(writer, "drift", 3, "a norm stays below its usual size", rank=1)
+    alert(writer, "vanished", 6, "activation of 0 (out0) is zero", rank=1)
+    _, told = status(run, capsys)
+    assert "first at step 6, rank 1: vanished: activation of 0 (out0) is zero; 2 alerts in all" in told["sentence"]
+
+
+@pytest.mark.parametrize("key", ["image/rgb", "a#b:c", "x@y"])
+def test_names_with_the_signs_of_sites_lose_no_alert(
+    key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Towers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.towers = nn.ModuleDict({key: nn.Linear(4, 4)})
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.towers[key](x)
+
+    net = Towers()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with bw.Monitor(net, out=tmp_path / "run"):
+        for step in range(4):
+            net(torch.full((5, 4), float("nan") if step == 2 else 1.0)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    code, told = status(tmp_path / "run", capsys)
+    assert (code, told["status"]) == (1, "findings"), told["sentence"]
+    assert "NaN" in told["sentence"]
+    assert told["sentence"].startswith("NOT healthy: NaN or Inf at step 2")

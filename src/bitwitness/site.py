@@ -17,7 +17,8 @@ from bitwitness.errors import UsageError
 PHASES = ("forward", "backward", "grad", "comm", "optim", "param")
 
 _FORM = re.compile(
-    r"(?P<module>[^/#:@]+)/(?P<op>[^/#:@]+)#(?P<call>\d+):(?P<phase>[a-z]+)\.(?P<slot>[^@]+)"
+    # a key of a ModuleDict may hold any of the signs that part the rest, but for points
+    r"(?P<module>[\s\S]+)/(?P<op>[^/]+)#(?P<call>\d+):(?P<phase>[a-z]+)\.(?P<slot>[\s\S]+?)"
     r"(?:@r(?P<rank>\d+)\.s(?P<step>\d+)\.m(?P<micro>\d+))?"
 )
 

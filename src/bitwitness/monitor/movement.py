@@ -24,6 +24,10 @@ FLOORS = {
 }
 """Deviations of a natural logarithm below which nothing is told from chance, for each kind that is followed; in causal order:
 of what goes wrong in a step, the first in this order is nearest to its origin."""
+FAINT = 1e-5
+"""Times the middle of a kind's sizes: what is and was below is the rounding of larger numbers, as gradients of a bias are
+before a normalisation, or of a key's, and moves as chance will have it."""
+_KINDS_OF_GRADIENTS = ("activation_grad", "grad", "comm", "grad_reduced", "update")
 _TOGETHER = 8  # series whose median may stand for what all of them do
 
 
@@ -75,7 +79,9 @@ class Movement:
         gap = sizes - history.mean
         ripe = np.isfinite(gap) & (history.seen >= min(8, self._warmup))
         level = float(np.median(gap[ripe])) if ripe.sum() >= _TOGETHER else 0.0
-        sizes, gap = sizes - level, gap - level
+        if self.kind in _KINDS_OF_GRADIENTS:
+            sizes = np.where(_is_faint(sizes, history.mean), np.nan, sizes)
+        sizes, gap = sizes - level, np.where(np.isfinite(sizes), gap - level, np.nan)
         scores = history.scores(sizes)
         return Moved(
             places,
@@ -107,6 +113,15 @@ class Movement:
             self._history = new
             return new
         return old
+
+
+def _is_faint(sizes: Numbers, usual: Numbers) -> NDArray[np.bool_]:
+    """Return which are, and were, far below what is in the middle."""
+    known = sizes[np.isfinite(sizes)]
+    if known.size < _TOGETHER:
+        return np.zeros(sizes.shape, dtype=bool)
+    largest: NDArray[np.bool_] = np.fmax(sizes, usual) < float(np.median(known)) + np.log(FAINT)
+    return largest
 
 
 def _widened(history: History, size: int) -> dict[str, object]:

@@ -80,15 +80,26 @@ class PostMortem:
         if earlier and (weights := _moved(earlier[-1], ("param",))):
             key, factor = weights[0]
             return "one_layer", f"one layer: the {named(key)} changed before it, to {factor:.3g} times their usual", key
+        if (weights := _moved(spike, ("param",))) and not _moved(spike, ("update",)):
+            key, factor = weights[0]  # the optimizer did not do that
+            text = f"one layer: the {named(key)} are {factor:.3g} times their usual, and its updates were as usual"
+            return "one_layer", text, key
         loss = SeriesKey("training", ".", None, "loss")
         batch = self._batch(spike)
         if moved and _is_input(moved[0][0]):
             key, factor = moved[0]
             return "data", f"the data: {named(key)} is {factor:.3g} times its usual ({batch})", key
         if earlier or "update" in spike.moved:
-            text = f"the data: updates and weights before it were as usual, and the batch ({batch}) was not"
+            who = "the data" if self._is_large() else "the data, or chance"
+            text = f"{who}: updates and weights before it were as usual, and the batch ({batch}) was not"
             return "data", text, loss
         return "data", f"probably the data ({batch}): nothing else that was looked at moved before it", loss
+
+    def _is_large(self) -> bool:
+        """Tell whether the loss has doubled: what random batches do by themselves now and then is less."""
+        losses = np.array([view.numbers.number("training", "loss") for view in self._steps])
+        before = np.abs(losses[:-1][np.isfinite(losses[:-1])])
+        return bool(before.size and not np.abs(losses[-1]) <= 2.0 * before.max())
 
     def _state(self, view: View) -> tuple[str, str, SeriesKey] | None:
         """Return that an optimizer's moments or updates moved at a step, and the gradients that they are made of did not."""

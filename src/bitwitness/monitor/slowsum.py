@@ -20,10 +20,12 @@ class SlowSum:
     """Follows F numbers that should stay where they are.
 
     The deviation is that of one step from the last, in which a drift hardly shows, and not below ``floor``.
+    What is nearer than ``least`` to its place has not drifted.
     """
 
-    def __init__(self, size: int, floor: float) -> None:
+    def __init__(self, size: int, floor: float, least: float = 0.0) -> None:
         self._floor = floor
+        self._least = least
         self._first: list[Numbers] = []
         self._mean = np.full(size, np.nan)
         self._last = np.full(size, np.nan)
@@ -51,6 +53,7 @@ class SlowSum:
         self._down = np.maximum(self._down - z - _SLACK, 0.0)
         self._mean = np.where(np.isfinite(self._mean), self._mean + _MEMORY * np.nan_to_num(gap), values)
         share = np.where(self._up >= self._down, self._up, -self._down) / _LIMIT
+        share = np.where(np.abs(np.nan_to_num(gap)) >= self._least, share, 0.0)
         self._begin_anew(np.abs(share) > 1, values)
         return share
 

@@ -17,6 +17,8 @@ from bitwitness.store.seal import SEAL
 
 PREFIX = "monitor."
 NONFINITE = "monitor.nonfinite"
+SLOW = ("drift", "rank_apart")
+"""Rules of what goes on for a while: what happens at one step says more."""
 _POST_MORTEM = "monitor.post_mortem"
 _KEY = ["kind", "name", "slot", "metric"]
 _COLUMNS = ("step", *_KEY)
@@ -72,8 +74,8 @@ class Watched:
 
     @property
     def first(self) -> Finding | None:
-        """The first alert."""
-        return self.alerts[0] if self.alerts else None
+        """The alert to begin with: the first, but for those of rules that slow changes set off before something happens."""
+        return min(self.alerts, key=lambda one: one.sensor.removeprefix(PREFIX) in SLOW, default=None)
 
     @property
     def nonfinite(self) -> Finding | None:

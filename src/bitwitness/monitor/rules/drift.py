@@ -17,7 +17,7 @@ _SPAN = 64  # steps over which what is slower than the history is looked for
 _SHIFT = float(np.log(3.0))
 _SPREADS = 12.0
 _LEAST = float(np.log(1.5))  # what the cumulative sum's drift has to be off by
-_YOUNG = 64  # steps of a training in which its sizes still find their place
+_YOUNG = 128  # steps of a training in which its sizes still find their place: a warm-up moves final norms by factors
 _SMOOTH = 0.1
 
 
@@ -77,7 +77,7 @@ class Drift(Rule):
         smooth = np.where(np.isfinite(latest), latest + _SMOOTH * np.nan_to_num(moved.sizes - latest), moved.sizes)
         old = past[0] if len(past) == _SPAN else None
         past.append(smooth)
-        if old is None or self._config.warmup + _SPAN > moved.seen.max(initial=0.0):
+        if old is None or _YOUNG + self._config.warmup > moved.seen.max(initial=0.0):
             return np.zeros_like(smooth)
         shift = smooth - np.pad(old, (0, smooth.size - old.size), constant_values=np.nan)
         known = np.isfinite(shift) & np.isfinite(moved.sizes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from bitwitness.config.monitoring import MonitorConfig
+from bitwitness.monitor.movement import FAINT
 from bitwitness.monitor.rules.rule import Alert, Rule, View, named
 
 _KINDS = ("param", "activation")
@@ -79,14 +80,15 @@ class Frozen(Rule):
 
     @staticmethod
     def _without_gradient(view: View) -> set[int]:
-        """Return weights whose gradient is zero or not there, as far as gradients are looked at."""
+        """Return weights whose gradient is not there, or as good as zero, as far as gradients are looked at."""
         numbers = view.numbers
         sizes: dict[str, float] = {}
         for place, key in enumerate(numbers.keys):
             if key.kind in ("grad", "grad_reduced"):  # an optimizer that forgot a parameter reads its gradient no more
                 sizes[key.name] = max(sizes.get(key.name, 0.0), float(np.nan_to_num(numbers.l2[place])))
+        usual = float(np.median([size for size in sizes.values() if size > 0] or [0.0]))
         return {
             i
             for i, key in enumerate(numbers.keys)
-            if key.kind == "param" and sizes and not sizes.get(key.name, 0.0) > 0
+            if key.kind == "param" and sizes and not sizes.get(key.name, 0.0) > FAINT * usual
         }

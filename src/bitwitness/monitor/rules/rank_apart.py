@@ -10,13 +10,15 @@ from bitwitness.monitor.slowsum import SlowSum
 from bitwitness.stats.history import History
 
 _FLOOR = 0.08
+_TWOFOLD = float(np.log(2.0))
+"""How far a size has to have gone to be told of as slowly: ranks learn at a pace of their own where their data differ."""
 
 
 class RankApart(Rule):
     """Alerts on the rank whose distance from the mean of the others leaves its own history, at once or slowly.
 
-    A rank whose data always differ a little is used to that. Where there are only two ranks both say it, and that either may
-    be the one; only what else moved on one of them tells which it is.
+    A rank whose data always differ a little is used to that, and what goes slowly is told once of each size. Where there are
+    only two ranks both say it, and that either may be the one; only what else moved on one of them tells which it is.
     The threshold rises with each alarm as that of ``exploding``.
     """
 
@@ -27,6 +29,7 @@ class RankApart(Rule):
         super().__init__(config)
         self._history: History | None = None
         self._slow = SlowSum(0, _FLOOR)
+        self._told = np.zeros(0, dtype=bool)
 
     def compare(self, peers: Peers) -> list[Alert]:
         """Return the parameter whose gradient is farthest from the other ranks', if that is beyond the threshold."""
@@ -36,16 +39,18 @@ class RankApart(Rule):
             return []
         if self._history is None or self._history.mean.size != size:
             self._history = History(size, warmup=self._config.warmup, z=self._config.z, floor=_FLOOR)
-            self._slow = SlowSum(size, _FLOOR)
+            self._slow = SlowSum(size, _FLOOR, _TWOFOLD)
+            self._told = np.zeros(size, dtype=bool)
         history = self._history
         scores = history.scores(peers.distance, peers.spread if peers.ranks > 2 else None)
         slow = self._slow.step(self._settled(peers))
-        apart, drifting = np.abs(scores) / history.threshold, np.abs(slow)
+        apart, drifting = np.abs(scores) / history.threshold, np.where(self._told, 0.0, np.abs(slow))
         share = np.maximum(apart, drifting)
         index = int(share.argmax())
         alarmed = bool(share[index] > 1)
         usual = float(history.mean[index])
         history.learn(peers.distance, false_alarm=alarmed)
+        self._told |= drifting > 1
         if not alarmed:
             return []
         key = peers.keys[index]

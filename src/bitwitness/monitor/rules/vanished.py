@@ -13,6 +13,7 @@ from bitwitness.monitor.series import StepNumbers
 _RIPE = 16  # steps in which a series was never zero, before a zero means something
 _FALL = float(np.log(1000.0))  # of what is not zero
 _KINDS = ("activation", "activation_grad", "grad", "comm", "grad_reduced", "update")
+_AT_REST = 1e-3  # times the largest learning rate
 _NUMBER = re.compile(r"\d+")
 
 
@@ -32,13 +33,15 @@ class Vanished(Rule):
         self._gone: dict[str, set[int]] = {}
         self._ordinary: set[str] = set()
         self._loss = float("nan")
+        self._rate = 0.0
 
     def look(self, view: View) -> list[Alert]:
         """Return the first series in causal order that vanished."""
         numbers, gone = view.numbers, list[int]()
+        rested = self._is_at_rest(numbers)
         for kind in _KINDS:
             moved = view.moved.get(kind)
-            if moved is None or not moved.places.size:
+            if moved is None or not moved.places.size or (kind == "update" and rested):
                 continue
             sizes = (numbers.value if kind == "update" else numbers.l2)[moved.places]
             zero = (sizes == 0) & ~self._is_bad(numbers, moved.places)  # the size of NaN alone is no size
@@ -64,6 +67,13 @@ class Vanished(Rule):
         size = float((numbers.value if key.kind == "update" else numbers.l2)[places[0]])
         text = f"{named(key)} is {'zero' if size == 0 else f'{size:.3g}, a thousandth of its usual size'}, for the first time"
         return [self.alert(key, text, (numbers.keys[p] for p in places), l2=size)]
+
+    def _is_at_rest(self, numbers: StepNumbers) -> bool:
+        """Tell whether a schedule has brought the learning rates so low that updates are lost in the weights' rounding."""
+        rates = [numbers.value[i] for i, key in enumerate(numbers.keys) if key.metric == "lr"]
+        rate = float(np.nanmax(rates)) if np.isfinite(rates).any() else float("nan")
+        self._rate = max(self._rate, float(np.nan_to_num(rate)))
+        return rate < _AT_REST * self._rate
 
     @staticmethod
     def _is_bad(numbers: StepNumbers, places: np.ndarray) -> np.ndarray:
