@@ -239,6 +239,7 @@ def test_steps_that_only_one_run_has_are_named(tmp_path: Path) -> None:
     report = bw.compare(a, b)
     assert (report.status, report.steps) == ("fine", 2)
     assert "steps 2, 3 are in run A only, and not compared" in report.notes
+    assert report.conclusion.endswith("; steps 2, 3 are in run A only, and not compared")
     description = json.loads((b / "run.json").read_text())
     del description[FIELD]
     (b / "run.json").write_text(json.dumps(sealed({**description, "state": "terminated", "ended_by": "SIGTERM"})))

@@ -47,6 +47,8 @@ class Lined:
         Ranks were put together.
     notes
         What was done to line them up, one sentence each; ``shifted``: which step has the weights of which.
+    left_out
+        Which steps only one run has.
 
     """
 
@@ -55,6 +57,7 @@ class Lined:
     places: list[Place] = field(default_factory=list)
     merged: bool = False
     notes: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
     shifted: str = ""
 
 
@@ -109,7 +112,7 @@ def _note_left_out(found: Lined, rank: int) -> None:
         other = found.b if source is found.a else found.a
         life = life_of(other.info) if other.info.get("state") else None
         ended = f"; run {'AB'[run == 'A']} was {life.state}" if life and life.state in _CUT_SHORT else ""
-        found.notes.append(
+        found.left_out.append(
             f"step{'s' * (len(alone) > 1)} {_shortened(alone)} {'are' if len(alone) > 1 else 'is'} in run {run} only, and not "
             f"compared{ended}"
         )

@@ -59,7 +59,8 @@ class Report:
     modules
         The names that modules of A have in B.
     notes
-        How the two were lined up, one sentence each.
+        How the two were lined up, one sentence each; ``left_out``: which of them tell of steps that only one run has, without
+        which no answer is whole.
     unaligned
         Steps that were not given the same batch, and were not compared; ``unaligned_from`` is the first.
     in_parts
@@ -104,6 +105,7 @@ class Report:
     merged: bool = False
     conditions: str = ""
     notes: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
     unaligned: list[str] = field(default_factory=list)
     unaligned_from: float = math.inf
     shifted: str = ""
@@ -155,6 +157,7 @@ class Report:
             )
         unread = f"; NOT ALL: {len(self.problems)} things could not be read or compared" if self.problems else ""
         lone = f"; {self.lone} operators have no counterpart and were not compared" if self.lone else ""
+        lone += "".join(f"; {text}" for text in self.left_out)
         if not self.differing:
             return f"no difference: everything that was compared is equal{lone}{unread}"
         if self.exceeding:

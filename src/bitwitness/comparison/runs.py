@@ -77,8 +77,8 @@ def compare_sources(
     lined = line_up(a, b, settings.ranks, settings.steps)
     a, b = lined.a, lined.b
     report = Report(
-        name_a, name_b, modules=dict(settings.modules), merged=lined.merged, notes=lined.notes, shifted=lined.shifted,
-        steps=len({place.step for place in lined.places}),
+        name_a, name_b, modules=dict(settings.modules), merged=lined.merged, notes=[*lined.notes, *lined.left_out],
+        left_out=lined.left_out, shifted=lined.shifted, steps=len({place.step for place in lined.places}),
     )  # fmt: skip
     earlier: dict[int, EarlierSteps] = {}
     models = [models_of(source) for source in (a, b)]
