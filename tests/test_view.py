@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import http.client
 import json
 import re
@@ -17,7 +18,7 @@ from monitored_run import write_series
 from torch import nn
 
 import bitwitness as bw
-from bitwitness.cli import main
+from bitwitness.cli import main, view
 from bitwitness.comparison.frame import StepFrame
 from bitwitness.finding import Severity
 from bitwitness.store.answer import answer_of
@@ -323,6 +324,19 @@ def test_a_run_that_goes_on_grows_and_its_status_answers(tmp_path: Path, capsys:
         "NOT healthy: the series hold NaN or Inf, first at step 0, rank 0 in training/./loss"
     )
     writer.close()
+
+
+def test_two_runs_without_a_recording_are_live_and_have_no_graph(tmp_path: Path, runs: tuple[Path, Path]) -> None:
+    watched = [tmp_path / name for name in "ab"]
+    for run in watched:
+        writer = RunWriter(run, 0, 1)
+        writer.describe()
+        series(run, range(3))
+        writer.close()
+    asked = argparse.Namespace(step=None, rank=None, map=None)
+    assert view.scene_of(asked, watched)() is None
+    with pytest.raises(bw.UsageError, match="holds no recorded rows"):
+        view.scene_of(asked, [runs[0], watched[0]])
 
 
 def test_a_spike_is_not_lost_where_a_long_line_is_thinned() -> None:

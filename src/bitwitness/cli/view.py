@@ -58,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError(f"--map names modules of two runs; {len(runs)} are given")
     if args.export is not None:
         return _export(args, runs)
-    scene = _scene(args, runs)
+    scene = scene_of(args, runs)
     with Server(pages_of(scene, Live(runs, answer_of), explorer=not args.no_explorer), args.port) as server:
         print(f"{server.address}\nfor a browser on this machine; Ctrl+C ends it", flush=True)
         if not args.no_browser:
@@ -80,11 +80,11 @@ def _export(args: argparse.Namespace, runs: list[Path]) -> int:
     return 0
 
 
-def _scene(args: argparse.Namespace, runs: list[Path]) -> Callable[[], Scene | None]:
-    """Return what gives the scene: that of two runs once, that of one as it grows; of several runs there is none."""
+def scene_of(args: argparse.Namespace, runs: list[Path]) -> Callable[[], Scene | None]:
+    """Return what gives the scene: that of two recordings once, that of one as it grows; of other runs there is none."""
     from bitwitness.view.growing import Growing
 
-    if len(runs) > 2:
+    if len(runs) > 2 or (len(runs) == 2 and all(map(_is_watched_alone, runs))):
         return lambda: None
     if len(runs) == 2:
         compared = _opened(args, runs)
@@ -93,6 +93,11 @@ def _scene(args: argparse.Namespace, runs: list[Path]) -> Callable[[], Scene | N
     if (args.step, args.rank) != (None, None):
         growing.look()  # what was asked for and is not there is an error now, and not later
     return growing
+
+
+def _is_watched_alone(run: Path) -> bool:
+    """Tell whether a run has series or a guard's findings, and no recording: there is nothing to draw a graph of."""
+    return any(run.glob("rank*")) and not any(run.glob("rank*/stats-*.parquet"))
 
 
 def _opened(args: argparse.Namespace, runs: list[Path]) -> Scene:
