@@ -19,6 +19,7 @@ from bitwitness import Finding
 from bitwitness.finding import Severity
 from bitwitness.monitor.sheet import Key
 from bitwitness.stats import bit_hash
+from bitwitness.store.monitored import read_series
 from bitwitness.tap.loaded import LoadedBatches
 
 AT, NAME, MODULE = 100, PARAMETERS[5], MODULES[5]
@@ -254,3 +255,27 @@ def test_an_alert_says_which_of_several_models_it_is_of(tmp_path: Path, capsys: 
     with bw.Monitor(nets[0], out=tmp_path / "three"):
         nets[0](torch.full((2, 4), float("nan"))).sum().backward()
     assert "bitwitness [rank 0] step 0: nonfinite: " in capsys.readouterr().err
+
+
+def test_a_closure_that_is_evaluated_many_times_is_one_step(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1)), torch.randn(64, 4)
+    y = torch.sin(x.sum(1, keepdim=True))
+    optimizer = torch.optim.LBFGS(net.parameters(), lr=0.5, max_iter=4)
+    told: list[tuple[float, float]] = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (net(x) - y).square().mean()
+        loss.backward()
+        return loss
+
+    with bw.Monitor(net, out=tmp_path / "run"):
+        for _ in range(4):
+            before = net[0].weight.detach().clone()
+            loss = optimizer.step(closure)
+            told.append((loss.item(), float((net[0].weight - before).norm() / before.norm())))
+    rows = read_series(tmp_path / "run", 0)[0].to_pylist()
+    losses = [row["value"] for row in rows if row["metric"] == "loss"]
+    updates = [row["value"] for row in rows if row["kind"] == "update" and row["name"] == "0.weight"]
+    assert list(zip(losses, updates, strict=True)) == [pytest.approx(one, rel=1e-5) for one in told]

@@ -75,7 +75,7 @@ class ModelMonitoring(Instrument):
         self._sheet: Sheet | None = None
         self._losses: list[torch.Tensor] = []
         self._looked = 0
-        self._ready = self._just_read = False
+        self._ready = self._just_read = self._evaluated = False
         self.problem: str | None = None
         """What kept something from being looked at, the first of it."""
         if config.targets and not (
@@ -151,7 +151,7 @@ class ModelMonitoring(Instrument):
         self._looked += 1
         self._sheet = Sheet(step, zeros=self.config.zeros)
         self._losses = []
-        self._ready = False
+        self._ready = self._evaluated = False
         with self._safely("steps"):
             self._activations.attach(self._sheet)
             self._communication.attach(self._sheet)
@@ -187,7 +187,8 @@ class ModelMonitoring(Instrument):
             return
         if self.session.clock.begun and call.accumulates:  # else another model's, after this one's step
             with self._safely("loss"):
-                self._losses += [t.detach() for t in call.roots if isinstance(t, torch.Tensor) and t.numel() == 1]
+                roots = () if self._evaluated else call.roots  # a closure's later evaluations are no micro-batches
+                self._losses += [t.detach() for t in roots if isinstance(t, torch.Tensor) and t.numel() == 1]
             if self.config.looks_at("grad"):
                 with self._safely("local gradients"):
                     self._local.backward_begins(call.roots)
@@ -234,8 +235,10 @@ class ModelMonitoring(Instrument):
             sheet.value("training", ".", "grad_norm", norm)
 
     def closure_ended(self, optimizer: Optimizer) -> None:
-        """Look at the gradients that it completed."""
-        self.gradients_ready(optimizer=optimizer)
+        """Look at the gradients that its first evaluation completed: those of the weights before the step."""
+        if not self._evaluated:
+            self.gradients_ready(optimizer=optimizer)
+        self._evaluated |= self.session.owns(optimizer)
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """Look at what an optimizer made of the parameters."""
@@ -263,10 +266,7 @@ class ModelMonitoring(Instrument):
 
     def _training(self, sheet: Sheet) -> None:
         if self._losses:
-            losses = [
-                loss.reshape(1).to(torch.float32 if loss.device.type == "mps" else torch.float64)
-                for loss in self._losses
-            ]
+            losses = [x.reshape(1).to(torch.float32 if x.device.type == "mps" else torch.float64) for x in self._losses]
             # of micro-batches the sum: that is what the gradients are of, and each is divided by their number as a rule
             sheet.value("training", ".", "loss", torch.cat([x.to(losses[0].device) for x in losses]).sum())
         if sheet.scaled:
