@@ -274,7 +274,8 @@ def test_a_closure_that_is_evaluated_many_times_is_one_step(tmp_path: Path) -> N
         for _ in range(4):
             before = net[0].weight.detach().clone()
             loss = optimizer.step(closure)
-            told.append((loss.item(), float((net[0].weight - before).norm() / before.norm())))
+            moved = (net[0].weight.detach() - before).norm() / before.norm()
+            told.append((loss.item(), moved.item()))
     rows = read_series(tmp_path / "run", 0)[0].to_pylist()
     losses = [row["value"] for row in rows if row["metric"] == "loss"]
     updates = [row["value"] for row in rows if row["kind"] == "update" and row["name"] == "0.weight"]
