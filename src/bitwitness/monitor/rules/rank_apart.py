@@ -12,6 +12,8 @@ from bitwitness.stats.history import History
 _FLOOR = 0.08
 _TWOFOLD = float(np.log(2.0))
 """How far a size has to have gone to be told of as slowly: ranks learn at a pace of their own where their data differ."""
+_YOUNG, _QUIET = 48, 128
+"""Steps of a training, and behind such an alert, in which no slow one is told: ranks find their places among one another."""
 
 
 class RankApart(Rule):
@@ -30,6 +32,7 @@ class RankApart(Rule):
         self._history: History | None = None
         self._slow = SlowSum(0, _FLOOR)
         self._told = np.zeros(0, dtype=bool)
+        self._steps, self._quiet_until = 0, _YOUNG
 
     def compare(self, peers: Peers) -> list[Alert]:
         """Return the parameter whose gradient is farthest from the other ranks', if that is beyond the threshold."""
@@ -44,13 +47,17 @@ class RankApart(Rule):
         history = self._history
         scores = history.scores(peers.distance, peers.spread if peers.ranks > 2 else None)
         slow = self._slow.step(self._settled(peers))
-        apart, drifting = np.abs(scores) / history.threshold, np.where(self._told, 0.0, np.abs(slow))
+        self._steps += 1
+        quiet = self._steps < self._quiet_until
+        apart, drifting = np.abs(scores) / history.threshold, np.where(self._told | quiet, 0.0, np.abs(slow))
         share = np.maximum(apart, drifting)
         index = int(share.argmax())
         alarmed = bool(share[index] > 1)
         usual = float(history.mean[index])
         history.learn(peers.distance, false_alarm=alarmed)
-        self._told |= drifting > 1
+        if (drifting > 1).any():
+            self._told |= drifting > 1
+            self._quiet_until = self._steps + _QUIET  # what learns at another pace does so in many places
         if not alarmed:
             return []
         key = peers.keys[index]
