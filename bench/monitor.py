@@ -18,6 +18,7 @@ import random
 import statistics
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +120,6 @@ def main() -> None:
         parser.error(NO_PEER)
     rounds = 1 if args.quick else args.rounds
     lines = table(by_turns(ways, rounds, args.peer_python, tiny=args.quick))
-    from importlib.metadata import version
-
     of = f"torch {version('torch')}, {platform.machine()}, Python {sys.version.split()[0]}, one thread"
     text = f"`python bench/monitor.py --rounds {rounds}`: {of}."
     text += "" if args.peer_python else "\n\n" + NO_PEER

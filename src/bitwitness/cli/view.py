@@ -82,9 +82,10 @@ def _export(args: argparse.Namespace, runs: list[Path]) -> int:
 
 def scene_of(args: argparse.Namespace, runs: list[Path]) -> Callable[[], Scene | None]:
     """Return what gives the scene: that of two recordings once, that of one as it grows; of other runs there is none."""
+    from bitwitness.store.run import is_recording
     from bitwitness.view.growing import Growing
 
-    if len(runs) > 2 or (len(runs) == 2 and all(map(_is_watched_alone, runs))):
+    if len(runs) > 2 or (len(runs) == 2 and not any(map(is_recording, runs))):
         return lambda: None
     if len(runs) == 2:
         compared = _opened(args, runs)
@@ -93,11 +94,6 @@ def scene_of(args: argparse.Namespace, runs: list[Path]) -> Callable[[], Scene |
     if (args.step, args.rank) != (None, None):
         growing.look()  # what was asked for and is not there is an error now, and not later
     return growing
-
-
-def _is_watched_alone(run: Path) -> bool:
-    """Tell whether a run has series or a guard's findings, and no recording: there is nothing to draw a graph of."""
-    return any(run.glob("rank*")) and not any(run.glob("rank*/stats-*.parquet"))
 
 
 def _opened(args: argparse.Namespace, runs: list[Path]) -> Scene:

@@ -79,10 +79,12 @@ class SettledModules:
 
     def lies_otherwise(self, pair: Pair) -> bool:
         """Return whether a module reads and returns the same values in other shapes: as a product what is a convolution."""
+        if pair.a.kind != "module":
+            return False
         rows = [*pair.inputs, *pair.outputs]
         laid = [lies_otherwise(self._differences.a, i, self._differences.b, j) for i, j in rows]
         same = [self._differences.change_of[i] == 0.0 for i, _ in rows]
-        return pair.a.kind == "module" and any(laid) and all(x or y for x, y in zip(laid, same, strict=True))
+        return any(laid) and all(x or y for x, y in zip(laid, same, strict=True))
 
     @cached_property
     def _results(self) -> dict[Call, bool]:

@@ -146,9 +146,10 @@ class SuspectSearch:
 
     def _is_no_counterpart(self, pair: Pair) -> bool:
         """Return whether two nodes cannot be held against each other; what reads two operators that cannot is not accused."""
-        if another := computes_another(self.differences, pair):
+        unlike = self.differences.returns_another(pair) or self.settled.lies_otherwise(pair)
+        if computed := not unlike and computes_another(self.differences, pair):
             self.differences.real.add(pair.a.number)
-        return another or self.differences.returns_another(pair) or self.settled.lies_otherwise(pair)
+        return unlike or computed
 
     def _weigh(self, pair: Pair, worst: float, explained: float, *, differing: bool) -> None:
         """Note whether a node's results differ by more than rounding, or how much rounding there is."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -56,10 +56,8 @@ def read(
         one thread). Where the values or their squares are not finite, neither are the sums, and the extremes mean nothing.
 
     """
-    flat = values.reshape(-1)
     lows, highs, totals, squares, sums, there, start = [], [], [], [], list[float](), 0, 0
-    for part in flat.split(PART) if flat.numel() > PART else (flat,):
-        numbers = _WIDE.float32(part) if part.dtype in _WIDENED or part.dtype.itemsize == 1 else part
+    for part, numbers in _parts(values):
         least, most = numbers.aminmax() if numbers.numel() <= _ONE_PASS else (numbers.amin(), numbers.amax())
         lows.append(least.item())
         highs.append(most.item())
@@ -78,11 +76,18 @@ def read(
 
 def sketch_of(values: Tensor) -> float:
     """Return the sketch as `read` takes it, bit by bit, of a tensor that it reads."""
-    flat = values.reshape(-1)
     sums: list[float] = []
-    for part in flat.split(PART) if flat.numel() > PART else (flat,):
-        sums += block_sums(_WIDE.float32(part) if part.dtype in _WIDENED or part.dtype.itemsize == 1 else part)
+    for _, numbers in _parts(values):
+        sums += block_sums(numbers)
     return of_blocks(sums)
+
+
+def _parts(values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each part as it is, and its numbers: of a narrow type in float32, until the next is asked for."""
+    flat = values.reshape(-1)
+    narrow = flat.dtype in _WIDENED or flat.dtype.itemsize == 1
+    for part in flat.split(PART) if flat.numel() > PART else (flat,):
+        yield part, _WIDE.float32(part) if narrow else part
 
 
 def _sum(parts: list[float]) -> float:
