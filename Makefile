@@ -77,7 +77,7 @@ innocent: .stamp-venv
 	$(BIN)/python bench/innocent.py --as-users --times 25 --steps-total 100000 --jobs 2
 	$(BIN)/python bench/innocent_ranks.py
 
-.stamp-venv: pyproject.toml constraints.txt
+.stamp-venv: pyproject.toml constraints.txt hatch_build.py $(wildcard src/bitwitness/stats/native/*.[ch])
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "bitwitness needs Python 3.11 or newer; set PYTHON=… (seen: " + sys.version.split()[0] + ")")'
 	$(PYTHON) -m venv .venv
 	# torch pinned, in one resolution with the rest: any other may pull a build with gigabytes of CUDA libraries

@@ -7,13 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 import bitwitness as bw
-from bitwitness.stats import read, sketch, sketch_of
+from bitwitness.stats import read, reader, sketch, sketch_of
 from bitwitness.stats.parts import PART
+
+
+@pytest.fixture(params=["compiled", "torch"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read with the compiled reader, and as where the package was built without one."""
+    if request.param == "torch":
+        monkeypatch.setattr("bitwitness.stats.reader.built", lambda: None)
+    elif reader.built() is None:
+        pytest.skip("needs a C compiler where the package was built")
 
 
 @pytest.mark.parametrize("count", [1, 4095, PART, PART + 1, (1 << 20) + 77, (1 << 24) + 5])
@@ -33,17 +42,10 @@ def test_a_long_tensors_figures_are_right(count: int, dtype: torch.dtype) -> Non
 @given(
     st.integers(1, 3 * PART), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.integers(0, 1 << 30)
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_sketch_that_is_taken_alone_is_the_one_that_was_read(count: int, dtype: torch.dtype, seed: int) -> None:
     values = torch.randn(count, generator=torch.Generator().manual_seed(seed)).to(dtype)
     assert sketch_of(values) == read(values, signed=True).signed
-
-
-def test_parts_are_handed_on_as_they_are() -> None:
-    values = torch.randn(2 * PART + 5, dtype=torch.float64)
-    seen = torch.empty_like(values)
-    read(values, beside=lambda part, start: seen[start : start + part.numel()].copy_(part))
-    assert torch.equal(seen, values)
 
 
 def test_what_is_not_finite_is_not_finite() -> None:

@@ -437,6 +437,7 @@ def test_what_is_measured_under_autocast_is_not_narrowed(tmp_path: Path, monkeyp
         seen.add((part.view(1, -1) @ part.view(-1, 1)).dtype)
         return block_sums(part)
 
+    monkeypatch.setattr("bitwitness.stats.reader.built", lambda: None)  # which knows nothing of autocast
     monkeypatch.setattr("bitwitness.stats.parts.block_sums", listened)
     model = torch.nn.Linear(64, 64)
     with bw.Recorder(model, out=tmp_path / "run"), torch.autocast("cpu", dtype=torch.bfloat16):

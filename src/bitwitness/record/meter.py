@@ -14,7 +14,7 @@ import torch
 
 from bitwitness.errors import UsageError
 from bitwitness.record.staging import Rows, Staging
-from bitwitness.stats import HashBatch, exact_sketch, read, sketch, sketch_of, sketch_rows, stats_of
+from bitwitness.stats import HashBatch, exact_sketch, read, reader, sketch, sketch_of, sketch_rows, stats_of
 from bitwitness.stats.host import to_host
 from bitwitness.store.rows import Measured
 from bitwitness.tap.identity import unseen
@@ -74,7 +74,7 @@ class Meter:
             self._done[number] = Measured(count)
             return
         try:
-            if self._staging.takes(values):
+            if self._collects(values):
                 if rows := self._staging.add(number, values):
                     self._measure_rows(rows)
             elif expected is not None and expected.count == count and self._is(values, expected):
@@ -104,7 +104,7 @@ class Meter:
         """Return the sketch as `measure` takes it."""
         if not values.dtype.is_floating_point or not values.numel():
             return exact_sketch(values)
-        small = self._staging.takes(values)
+        small = self._collects(values)
         if not small and not self._waits_for_nothing(values):
             return sketch_of(values)
         wide = values.float() if values.dtype in _HALVES or values.dtype.itemsize == 1 else values
@@ -115,11 +115,15 @@ class Meter:
             return self._exactly(values)
         found = read(values, signed=True, zeros=self._zeros)
         largest = max(-found.low, found.high)
-        if not _SMALL < largest < _LARGE and largest != 0.0:
-            return self._exactly(values)  # NaN and Inf, too
+        if not math.isfinite(found.squares) or (not _SMALL < largest < _LARGE and largest != 0.0):
+            return self._exactly(values)
         none = None if found.there is None else count - found.there
         total, l2 = found.total / count, math.sqrt(found.squares)
         return Measured(count, 0, 0, 0, none, found.low, found.high, total, l2, found.signed)
+
+    def _collects(self, values: torch.Tensor) -> bool:
+        """Tell whether a tensor is measured together with others: the compiled reader needs no company."""
+        return self._staging.takes(values) and (self._waits_for_nothing(values) or reader.built() is None)
 
     def _waits_for_nothing(self, values: torch.Tensor) -> bool:
         return self._deferred or values.device.type != "cpu"

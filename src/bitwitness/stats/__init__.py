@@ -1,5 +1,6 @@
 """What a tensor's numbers look like: full statistics, cheap features of all gradients, a hash of the bits."""
 
+from bitwitness.stats import reader
 from bitwitness.stats.digest import HashBatch, bit_hash, in_hex, same_bits
 from bitwitness.stats.features import Features, features_of
 from bitwitness.stats.figures import figures_of
@@ -25,6 +26,7 @@ __all__ = [
     "marks_of",
     "norms_of",
     "read",
+    "reader",
     "same_bits",
     "sketch",
     "sketch_of",

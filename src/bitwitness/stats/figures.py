@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from bitwitness.errors import UsageError
+from bitwitness.stats import reader
 from bitwitness.stats.local import local_values
 from bitwitness.stats.parts import read
 from bitwitness.stats.summary import stats_of
@@ -68,8 +69,8 @@ def figures_of(tensors: Sequence[Tensor], *, zeros: bool = False) -> Tensor:
 def _on_one(values: list[Tensor], device: torch.device, *, zeros: bool) -> Tensor:
     if device.type != "cpu":
         return _fused(values, zeros=zeros)
-    rows = _by_rows(values, zeros=zeros)
-    table = [rows[i] if i in rows else alone(value, zeros=zeros) for i, value in enumerate(values)]
+    rows = _compiled(values, zeros=zeros) or _by_rows(values, zeros=zeros)
+    table = [rows[i] if i in rows else _alone(value, zeros=zeros) for i, value in enumerate(values)]
     return torch.tensor(table, dtype=torch.float64).view(-1, len(COLUMNS))
 
 
@@ -78,6 +79,18 @@ def _real(values: Tensor) -> Tensor:
 
 
 # -- on a CPU ----------------------------------------------------------------------------------------------------
+
+
+def _compiled(values: list[Tensor], *, zeros: bool) -> dict[int, list[float]]:
+    """Measure what the compiled reader takes."""
+    compiled = reader.built()
+    if compiled is None:
+        return {}
+    members = [index for index, value in enumerate(values) if compiled.takes(value)]
+    found = compiled.read_all([values[index] for index in members], zeros=zeros).tolist()
+    return {
+        index: row_of(values[index], row[:4], row[5], zeros=zeros) for index, row in zip(members, found, strict=True)
+    }
 
 
 def _by_rows(values: list[Tensor], *, zeros: bool) -> dict[int, list[float]]:
@@ -99,23 +112,22 @@ def _by_rows(values: list[Tensor], *, zeros: bool) -> dict[int, list[float]]:
     return found
 
 
-def is_long(values: Tensor) -> bool:
-    """Tell whether a tensor is measured alone, part by part, and not as a row among others of its length."""
-    here = values.device.type == "cpu" and values.dtype in _PLAIN
-    return here and values.numel() >= _SMALL and values.is_contiguous()
-
-
-def alone(values: Tensor, *, zeros: bool = False, beside: Callable[[Tensor, int], None] | None = None) -> list[float]:
-    """Return one tensor's figures on the CPU, part by part; ``beside`` is called with each part and where it begins."""
+def _alone(values: Tensor, *, zeros: bool = False) -> list[float]:
+    """Return one tensor's figures on the CPU."""
     if values.dtype not in _PLAIN or not values.numel():
         return _exactly(values, zeros=zeros)
-    found = read(values, zeros=zeros, beside=beside)
-    largest = max(-found.low, found.high)
-    finite = math.isfinite(found.squares) and math.isfinite(found.total)
-    if not finite or not (_LEAST < largest < _MOST or largest == 0.0):
+    found = read(values, zeros=zeros)
+    figures = (found.low, found.high, found.total, found.squares)
+    return row_of(values, figures, -1 if found.there is None else found.there, zeros=zeros)
+
+
+def row_of(values: Tensor, figures: Sequence[float], there: float, *, zeros: bool) -> list[float]:
+    """Return a tensor's row: of what was read of it (its extremes, its sum, its squares' sum) where that tells."""
+    low, high, total, squares = figures
+    largest = max(-low, high)
+    if not (math.isfinite(squares) and math.isfinite(total)) or not (_LEAST < largest < _MOST or largest == 0.0):
         return _exactly(values, zeros=zeros)
-    none = _UNCOUNTED if found.there is None else values.numel() - found.there
-    return [0.0, 0.0, none, found.low, found.high, found.total, math.sqrt(found.squares)]
+    return [0.0, 0.0, values.numel() - there if zeros else _UNCOUNTED, low, high, total, math.sqrt(squares)]
 
 
 def _exactly(values: Tensor, *, zeros: bool) -> list[float]:

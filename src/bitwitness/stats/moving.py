@@ -1,4 +1,4 @@
-"""Tensors as they were, and how far they have moved since: with their statistics in one reading, where they are long."""
+"""Tensors as they were, and how far they have moved since: with their statistics in one reading, where one is compiled."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bitwitness.stats.figures import COLUMNS, alone, figures_of, is_long
+from bitwitness.stats import reader
+from bitwitness.stats.figures import COLUMNS, figures_of, row_of
 from bitwitness.stats.local import local_values
 from bitwitness.stats.total import change_sizes, copy_all, norms_of
 
@@ -61,11 +62,11 @@ class Moving:
             figures as `figures_of`, [P, 7].
 
         """
-        names = list(named)
-        values = {name: local_values(named[name].detach()) for name in names}
-        long = [name for name in names if is_long(values[name])]
-        rest = [name for name in names if not is_long(values[name])]
-        device = values[names[0]].device
+        values = {name: local_values(tensor.detach()) for name, tensor in named.items()}
+        device = next(iter(values.values())).device
+        compiled = reader.built()
+        here = [] if compiled is None else [n for n, v in values.items() if self._is_read(compiled, n, v)]
+        rest = [name for name in values if name not in set(here)]
         ratios: dict[str, Tensor] = {}
         rows: dict[str, Tensor] = {}
         if rest:
@@ -74,15 +75,17 @@ class Moving:
             copy_all(before, now)
             if figures:
                 rows.update(zip(rest, figures_of(now).unbind(), strict=True))
-        for name in long:
-            ratio, row = self._measured(self._kept[name], values[name])
-            ratios[name], rows[name] = torch.tensor(ratio), torch.tensor(row, dtype=torch.float64)
-        for name in names:
+        if compiled is not None and here:
+            found, table = self._read(compiled, here, [values[name] for name in here])
+            ratios.update(zip(here, found.unbind(), strict=True))
+            rows.update(zip(here, table.unbind(), strict=True))
+        for name, value in values.items():
             kept = self._kept[name]
-            kept.address, kept.version = values[name].data_ptr(), named[name]._version
-            kept.square = kept.square if name in long else None
-        table = torch.stack([rows[name] for name in names]) if figures else None
-        return torch.stack([ratios[name].to(device) for name in names]), table
+            kept.address, kept.version = value.data_ptr(), named[name]._version
+        for name in rest:
+            self._kept[name].square = None
+        every = torch.stack([rows[name] for name in values]) if figures else None
+        return torch.stack([ratios[name].to(device) for name in values]), every
 
     def _is_kept(self, name: str, tensor: Tensor) -> bool:
         kept, values = self._kept.get(name), local_values(tensor.detach())
@@ -92,22 +95,27 @@ class Moving:
             and _fits(kept.values, values)
         )
 
-    @staticmethod
-    def _measured(kept: _Kept, values: Tensor) -> tuple[float, list[float]]:
-        """Measure a long tensor on the CPU part by part, each while it is in the cache."""
-        before = kept.square if kept.square is not None else float(norms_of([kept.values], values.device)[0]) ** 2
-        changed = 0.0
+    def _is_read(self, compiled: reader.Reader, name: str, values: Tensor) -> bool:
+        return compiled.takes(values) and compiled.takes(self._kept[name].values)
 
-        def compare(part: Tensor, start: int) -> None:
-            nonlocal changed
-            old = kept.values.view(-1)[start : start + part.numel()]
-            gap = (part - old).float() if old.dtype.itemsize < 4 else part - old
-            changed += torch.dot(gap, gap).item()
-            old.copy_(part)
-
-        row = alone(values, beside=compare)
-        kept.square = row[COLUMNS.index("l2")] ** 2 if row[0] + row[1] == 0 else None
-        return ((changed / before) ** 0.5 if before else float(changed > 0)), row
+    def _read(self, compiled: reader.Reader, names: list[str], values: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Measure what the compiled reader takes, and keep it, in one reading."""
+        kept = [self._kept[name] for name in names]
+        unknown = [one for one in kept if one.square is None]
+        if unknown:
+            norms = norms_of([one.values for one in unknown], torch.device("cpu")).double().square().tolist()
+            for one, square in zip(unknown, norms, strict=True):
+                one.square = square
+        sizes = [one.square or 0.0 for one in kept]
+        found = compiled.read_all(values, before=[one.values for one in kept]).tolist()
+        ratios, rows = [], []
+        for one, value, figures, size in zip(kept, values, found, sizes, strict=True):
+            moved = figures[6]
+            ratios.append((moved / size) ** 0.5 if size else float(moved > 0))
+            rows.append(row_of(value, figures[:4], -1.0, zeros=False))
+            l2 = rows[-1][COLUMNS.index("l2")]
+            one.square = l2**2 if rows[-1][0] + rows[-1][1] == 0 else None
+        return torch.tensor(ratios), torch.tensor(rows, dtype=torch.float64)
 
 
 def _fits(memory: Tensor, values: Tensor) -> bool:

@@ -1,19 +1,21 @@
-"""A tensor on a CPU read part by part, each part once: what five passes over all of it tell, at nearly the price of one.
+"""A tensor on a CPU read once: what five passes over all of it tell, at nearly the price of one.
 
-A long tensor does not fit a core's cache, and memory is several times slower than that: so every figure is taken of a part
-while it is there. Half types are widened part by part, too.
+The compiled reader does it where there is one (`bitwitness.stats.reader`). Else torch's operators do, part by part: a long
+tensor does not fit a core's cache, and memory is several times slower than that, so every figure is taken of a part while it
+is there. Half types are widened part by part, too.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from bitwitness.stats import reader
 from bitwitness.stats.sketch import BLOCK, block_sums, of_blocks
 
 PART = 4 * BLOCK
@@ -34,9 +36,7 @@ class Read(NamedTuple):
     there: int | None
 
 
-def read(
-    values: Tensor, *, signed: bool = False, zeros: bool = False, beside: Callable[[Tensor, int], None] | None = None
-) -> Read:
+def read(values: Tensor, *, signed: bool = False, zeros: bool = False) -> Read:
     """Read a tensor; the host has the numbers when this returns.
 
     Parameters
@@ -45,8 +45,6 @@ def read(
         Contiguous, of float32, float64, or a narrower type (which is widened to float32), on the CPU, not empty.
     signed, zeros
         Take the sketch, count the values that are not zero.
-    beside
-        Called with each part as it is, and the index of its first element.
 
     Returns
     -------
@@ -56,8 +54,12 @@ def read(
         one thread). Where the values or their squares are not finite, neither are the sums, and the extremes mean nothing.
 
     """
-    lows, highs, totals, squares, sums, there, start = [], [], [], [], list[float](), 0, 0
-    for part, numbers in _parts(values):
+    compiled = reader.built()
+    if compiled is not None and compiled.takes(values):
+        found = compiled.read(values, signed=signed, zeros=zeros)
+        return Read(*found[:4], found.signed if signed else None, int(found.there) if zeros else None)
+    lows, highs, totals, squares, sums, there = [], [], [], [], list[float](), 0
+    for _, numbers in _parts(values):
         least, most = numbers.aminmax() if numbers.numel() <= _ONE_PASS else (numbers.amin(), numbers.amax())
         lows.append(least.item())
         highs.append(most.item())
@@ -67,15 +69,15 @@ def read(
             sums += block_sums(numbers)
         if zeros:
             there += int(numbers.count_nonzero())
-        if beside is not None:
-            beside(part, start)
-            start += part.numel()
     sketch = of_blocks(sums) if signed else None
     return Read(min(lows), max(highs), _sum(totals), _sum(squares), sketch, there if zeros else None)
 
 
 def sketch_of(values: Tensor) -> float:
     """Return the sketch as `read` takes it, bit by bit, of a tensor that it reads."""
+    compiled = reader.built()
+    if compiled is not None and compiled.takes(values):
+        return compiled.sketch(values)
     sums: list[float] = []
     for _, numbers in _parts(values):
         sums += block_sums(numbers)

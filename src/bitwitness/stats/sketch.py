@@ -48,16 +48,16 @@ def sketch(values: Tensor) -> Tensor:
     flat = values.reshape(-1)
     count = flat.numel()
     if count <= BLOCK:
-        return torch.dot(flat, _first_weights(count, flat.dtype, flat.device))
+        return torch.dot(flat, first_weights(count, flat.dtype, flat.device))
     whole = count // BLOCK
-    sums = torch.mv(flat[: whole * BLOCK].view(whole, BLOCK), _first_weights(BLOCK, flat.dtype, flat.device))
+    sums = torch.mv(flat[: whole * BLOCK].view(whole, BLOCK), first_weights(BLOCK, flat.dtype, flat.device))
     # Blocks are known by powers of two, so that few lists of signs are made.
     blocks = _signs_of_blocks(1 << whole.bit_length(), flat.dtype, flat.device)
     total = torch.dot(sums, blocks[:whole])
     rest = count - whole * BLOCK
     if not rest:
         return total
-    return total + blocks[whole] * torch.dot(flat[-rest:], _first_weights(rest, flat.dtype, flat.device))
+    return total + blocks[whole] * torch.dot(flat[-rest:], first_weights(rest, flat.dtype, flat.device))
 
 
 def sketch_rows(rows: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def sketch_rows(rows: Tensor) -> Tensor:
 
     Rows are no longer than a block, 32,768. Where `sketch` takes a dot product, this takes a sum, whose rounding differs.
     """
-    return (rows * _first_weights(rows.shape[1], rows.dtype, rows.device)).sum(1)
+    return (rows * first_weights(rows.shape[1], rows.dtype, rows.device)).sum(1)
 
 
 def exact_sketch(values: Tensor) -> float | None:
@@ -84,10 +84,10 @@ def block_sums(part: Tensor) -> list[float]:
     sums: list[float] = []
     if whole:
         blocks = (part[: whole * BLOCK] if rest else part).view(whole, BLOCK)
-        sums = torch.mv(blocks, _first_weights(BLOCK, part.dtype, part.device)).tolist()
+        sums = torch.mv(blocks, first_weights(BLOCK, part.dtype, part.device)).tolist()
     if rest:
         last = part[whole * BLOCK :] if whole else part
-        sums.append(torch.dot(last, _first_weights(rest, part.dtype, part.device)).item())
+        sums.append(torch.dot(last, first_weights(rest, part.dtype, part.device)).item())
     return sums
 
 
@@ -102,7 +102,8 @@ def of_blocks(sums: list[float]) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _first_weights(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def first_weights(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the weights of a block's first ``count`` elements."""
     return _weights(dtype, device)[:count]  # a view: the sizes of a model's tensors come again and again
 
 

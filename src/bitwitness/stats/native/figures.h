@@ -1,0 +1,123 @@
+/* Loops over tensors of one type, T, written once for float and for double: LANES sums each, side by side, and in the first of
+   them what is left over after the last whole row. A chunk stays in the nearest cache while it is read again. */
+
+INLINE void NAMED(figures)(const T *x, ptrdiff_t count, T *low, T *high, double *out)
+{
+    T sum[LANES] = {0}, square[LANES] = {0};
+    ptrdiff_t i = 0;
+    for (; i + LANES <= count; i += LANES)
+        for (int j = 0; j < LANES; j++) {
+            T value = x[i + j];
+            low[j] = value < low[j] ? value : low[j];
+            high[j] = value > high[j] ? value : high[j];
+            sum[j] += value;
+            square[j] += value * value;
+        }
+    for (int j = 0; i < count; i++, j++) {
+        T value = x[i];
+        low[j] = value < low[j] ? value : low[j];
+        high[j] = value > high[j] ? value : high[j];
+        sum[j] += value;
+        square[j] += value * value;
+    }
+    double total = 0, squares = 0;
+    for (int j = 0; j < LANES; j++) {
+        total += sum[j];
+        squares += square[j];
+    }
+    out[TOTAL] += total;
+    out[SQUARES] += squares;
+}
+
+INLINE double NAMED(product)(const T *x, const T *weights, ptrdiff_t count)
+{
+    T sum[LANES] = {0};
+    double total = 0;
+    ptrdiff_t i = 0;
+    for (; i + LANES <= count; i += LANES)
+        for (int j = 0; j < LANES; j++)
+            sum[j] += x[i + j] * weights[i + j];
+    for (int j = 0; i < count; i++, j++)
+        sum[j] += x[i] * weights[i];
+    for (int j = 0; j < LANES; j++)
+        total += sum[j];
+    return total;
+}
+
+INLINE double NAMED(distance)(const T *x, const T *other, ptrdiff_t count)
+{
+    T sum[LANES] = {0};
+    double total = 0;
+    ptrdiff_t i = 0;
+    for (; i + LANES <= count; i += LANES)
+        for (int j = 0; j < LANES; j++) {
+            T gap = x[i + j] - other[i + j];
+            sum[j] += gap * gap;
+        }
+    for (int j = 0; i < count; i++, j++) {
+        T gap = x[i] - other[i];
+        sum[j] += gap * gap;
+    }
+    for (int j = 0; j < LANES; j++)
+        total += sum[j];
+    return total;
+}
+
+INLINE double NAMED(there)(const T *x, ptrdiff_t count)
+{
+    int32_t found = 0;
+    for (ptrdiff_t i = 0; i < count; i++)
+        found += x[i] != 0;
+    return found;
+}
+
+/* The sketch: each block's weighted sum with the sign of the block, where there are several (stats/sketch.py). */
+INLINE double NAMED(sketch)(int kind, const void *values, ptrdiff_t count, const T *weights)
+{
+    T wide[CHUNK];
+    double total = 0, block = 0;
+    for (ptrdiff_t start = 0; start < count; start += CHUNK) {
+        ptrdiff_t length = count - start < CHUNK ? count - start : CHUNK;
+        block += NAMED(product)(NAMED(widened)(kind, values, start, length, wide), weights + start % BLOCK, length);
+        if ((start + CHUNK) % BLOCK == 0 || start + CHUNK >= count) {
+            total += count > BLOCK ? block * sign_of_block((uint64_t)(start / BLOCK)) : block;
+            block = 0;
+        }
+    }
+    return total;
+}
+
+INLINE void NAMED(read)(int kind, const void *values, ptrdiff_t count, const T *weights, void *before, int zeros,
+                               double *out)
+{
+    T low[LANES], high[LANES], wide[CHUNK], old[CHUNK];
+    double block = 0;
+    for (int j = 0; j < LANES; j++) {
+        low[j] = (T)__builtin_inf();
+        high[j] = -low[j];
+    }
+    for (ptrdiff_t start = 0; start < count; start += CHUNK) {
+        ptrdiff_t length = count - start < CHUNK ? count - start : CHUNK;
+        const T *x = NAMED(widened)(kind, values, start, length, wide);
+        NAMED(figures)(x, length, low, high, out);
+        if (weights) { /* the very operations of `sketch`, so that the bits are the same */
+            block += NAMED(product)(x, weights + start % BLOCK, length);
+            if ((start + CHUNK) % BLOCK == 0 || start + CHUNK >= count) {
+                out[SIGNED] += count > BLOCK ? block * sign_of_block((uint64_t)(start / BLOCK)) : block;
+                block = 0;
+            }
+        }
+        if (zeros)
+            out[THERE] += NAMED(there)(x, length);
+        if (before) {
+            out[MOVED] += NAMED(distance)(x, NAMED(widened)(kind, before, start, length, old), length);
+            memcpy((char *)before + start * size_of(kind), (const char *)values + start * size_of(kind),
+                   (size_t)length * (size_t)size_of(kind));
+        }
+    }
+    out[LOW] = low[0], out[HIGH] = high[0];
+    for (int j = 1; j < LANES; j++) {
+        out[LOW] = low[j] < out[LOW] ? low[j] : out[LOW];
+        out[HIGH] = high[j] > out[HIGH] ? high[j] : out[HIGH];
+    }
+}

@@ -1,0 +1,118 @@
+/* The figures of tensors on a CPU, each value fetched from memory once.
+
+   Compiled when the package is built (hatch_build.py) and loaded by reader.py; without it parts.py does the same with torch's
+   operators, in five passes. Nothing of Python or torch is called here.
+
+   The bits of the results depend on the values alone, not on the processor: LANES sums run side by side whatever the width of
+   its registers, and products are rounded before they are added (-ffp-contract=off). */
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { LANES = 16, CHUNK = 1024, BLOCK = 1 << 15 };
+enum { FLOAT32, FLOAT64, BFLOAT16, FLOAT16 };
+enum { LOW, HIGH, TOTAL, SQUARES, SIGNED, THERE, MOVED, FIGURES };
+
+/* what is not inlined would not be compiled for each processor */
+#ifdef __GNUC__
+#define INLINE static inline __attribute__((always_inline))
+#else
+#define INLINE static inline
+#endif
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define ON_EACH_PROCESSOR __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define ON_EACH_PROCESSOR
+#endif
+
+INLINE ptrdiff_t size_of(int kind) { return kind == FLOAT64 ? 8 : kind == FLOAT32 ? 4 : 2; }
+
+/* The signs of blocks in stats/sketch.py: the top bits of splitmix64. */
+INLINE double sign_of_block(uint64_t block)
+{
+    uint64_t x = (((uint64_t)1 << 40) + block + 1) * UINT64_C(0x9E3779B97F4A7C15);
+    x = (x ^ (x >> 30)) * UINT64_C(0xBF58476D1CE4E5B9);
+    x = (x ^ (x >> 27)) * UINT64_C(0x94D049BB133111EB);
+    return (x ^ (x >> 31)) >> 63 ? -1.0 : 1.0;
+}
+
+INLINE void widen_bfloat16(const uint16_t *from, float *to, ptrdiff_t count)
+{
+    for (ptrdiff_t i = 0; i < count; i++) {
+        uint32_t bits = (uint32_t)from[i] << 16;
+        memcpy(to + i, &bits, sizeof bits);
+    }
+}
+
+INLINE void widen_float16(const uint16_t *from, float *to, ptrdiff_t count)
+{
+    for (ptrdiff_t i = 0; i < count; i++) {
+        uint32_t half = from[i], rest = (half & 0x7FFF) << 13, bits;
+        uint32_t special = (half & 0x7C00) == 0x7C00 ? 0x7F800000 : 0; /* Inf and NaN: the largest exponent in either format */
+        float value;
+        memcpy(&value, &rest, sizeof value);
+        value *= 0x1p112f; /* the exponents of the formats begin 112 apart; subnormal numbers become normal ones */
+        memcpy(&bits, &value, sizeof bits);
+        bits |= special | (half & 0x8000) << 16;
+        memcpy(to + i, &bits, sizeof bits);
+    }
+}
+
+INLINE const float *widened_float(int kind, const void *values, ptrdiff_t start, ptrdiff_t count, float *wide)
+{
+    if (kind == FLOAT32)
+        return (const float *)values + start;
+    if (kind == BFLOAT16)
+        widen_bfloat16((const uint16_t *)values + start, wide, count);
+    else
+        widen_float16((const uint16_t *)values + start, wide, count);
+    return wide;
+}
+
+INLINE const double *widened_double(int kind, const void *values, ptrdiff_t start, ptrdiff_t count, double *wide)
+{
+    (void)kind, (void)count, (void)wide;
+    return (const double *)values + start;
+}
+
+#define T float
+#define NAMED(function) function##_float
+#include "figures.h"
+#undef T
+#undef NAMED
+#define T double
+#define NAMED(function) function##_double
+#include "figures.h"
+
+/* What a change of the arguments below changes, too: a library that was built of other sources is not used. */
+int bitwitness_reader_version(void) { return 1; }
+
+/* Writes FIGURES numbers for `count` values. `weights`: BLOCK of them (double for FLOAT64, else float), or NULL for no sketch;
+   `before`: as many values of the same kind, which are replaced once their squared distance is known, or NULL; `zeros`: count
+   what is not zero. What is not asked for is 0. Where the squares' sum is not finite the extremes mean nothing. */
+ON_EACH_PROCESSOR
+void bitwitness_read(int kind, const void *values, ptrdiff_t count, const void *weights, void *before, int zeros, double *out)
+{
+    for (int i = 0; i < FIGURES; i++)
+        out[i] = 0;
+    if (kind == FLOAT64)
+        read_double(kind, values, count, weights, before, zeros, out);
+    else
+        read_float(kind, values, count, weights, before, zeros, out);
+}
+
+/* The same of many tensors, without sketches: `out` is [tensors, FIGURES]; `before` NULL, or with NULL where there is none. */
+void bitwitness_read_all(ptrdiff_t tensors, const int32_t *kinds, const void *const *values, const int64_t *counts,
+                         void *const *before, int zeros, double *out)
+{
+    for (ptrdiff_t i = 0; i < tensors; i++)
+        bitwitness_read(kinds[i], values[i], counts[i], NULL, before ? before[i] : NULL, zeros, out + i * FIGURES);
+}
+
+/* The sketch alone, of the same bits. */
+ON_EACH_PROCESSOR
+double bitwitness_sketch(int kind, const void *values, ptrdiff_t count, const void *weights)
+{
+    return kind == FLOAT64 ? sketch_double(kind, values, count, weights) : sketch_float(kind, values, count, weights);
+}

@@ -1,0 +1,137 @@
+"""The compiled reader of tensors on a CPU (``native/reader.c``), where the package was built with a C compiler.
+
+It calls nothing of Python or torch, so that one call of a few microseconds takes the place of five of torch's operators on
+each half megabyte, and every value is fetched from memory once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bitwitness.stats.sketch import BLOCK, first_weights
+
+LIBRARY = Path(__file__).parent / "native" / "reader.so"
+_VERSION = 1
+_KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+_QUICK = 1 << 16
+"""Elements up to which the interpreter's lock is kept: to have it back from another thread can take milliseconds."""
+_CPU = torch.device("cpu")
+
+
+class Figures(NamedTuple):
+    """What `Reader.read` finds; 0 for what it was not asked for."""
+
+    low: float
+    high: float
+    total: float
+    squares: float
+    signed: float
+    there: float
+    moved: float
+
+
+class Reader:
+    """Calls the library.
+
+    Parameters
+    ----------
+    path
+        Where it lies.
+
+    Raises
+    ------
+    OSError
+        If it cannot be loaded, or was built of other sources.
+
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._quick, self._long = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
+        if self._quick.bitwitness_reader_version() != _VERSION:
+            raise OSError(f"{path} was built of other sources")
+        number, pointer, count = ctypes.c_int, ctypes.c_void_p, ctypes.c_ssize_t
+        for library in (self._quick, self._long):
+            library.bitwitness_read.argtypes = [number, pointer, count, pointer, pointer, number, pointer]
+            library.bitwitness_read.restype = None
+            library.bitwitness_read_all.argtypes = [count, pointer, pointer, pointer, pointer, number, pointer]
+            library.bitwitness_read_all.restype = None
+            library.bitwitness_sketch.argtypes = [number, pointer, count, pointer]
+            library.bitwitness_sketch.restype = ctypes.c_double
+        self._weights = {kind: first_weights(BLOCK, _weighing(dtype), _CPU) for dtype, kind in _KINDS.items()}
+
+    def takes(self, values: Tensor) -> bool:
+        """Tell whether a plain tensor is one that is read here: contiguous, of a common type, in memory."""
+        return (
+            values.dtype in _KINDS
+            and values.device.type == "cpu"
+            and values.is_contiguous()
+            and not values.is_neg()  # whose sign is elsewhere
+            and values.data_ptr() != 0  # else empty, or zeros that have no memory
+        )
+
+    def read(self, values: Tensor, *, signed: bool = False, zeros: bool = False) -> Figures:
+        """Read a tensor that `takes`.
+
+        ``signed``: take the sketch; ``zeros``: count what is not zero. Sums of up to 1,024 values are of float32 (of float64
+        for a float64), 16 side by side, and of float64 over these; of what is not finite the squares' sum is not, and the
+        extremes mean nothing.
+        """
+        kind, count = _KINDS[values.dtype], values.numel()
+        found = (ctypes.c_double * len(Figures._fields))()
+        weights = self._weights[kind].data_ptr() if signed else None
+        library = self._quick if count <= _QUICK else self._long
+        library.bitwitness_read(kind, values.data_ptr(), count, weights, None, zeros, found)
+        return Figures(*found)
+
+    def sketch(self, values: Tensor) -> float:
+        """Return the sketch that `read` takes, bit by bit."""
+        kind, count = _KINDS[values.dtype], values.numel()
+        library = self._quick if count <= _QUICK else self._long
+        found: float = library.bitwitness_sketch(kind, values.data_ptr(), count, self._weights[kind].data_ptr())
+        return found
+
+    def read_all(
+        self, tensors: Sequence[Tensor], *, zeros: bool = False, before: Sequence[Tensor] | None = None
+    ) -> NDArray[np.float64]:
+        """Read many tensors that `takes`, in one call; ``[N, 7]`` as `Figures`, without sketches.
+
+        ``before``: as many, of the same lengths and types, whose squared distances are taken, and which then hold the values.
+        """
+        kinds = np.array([_KINDS[values.dtype] for values in tensors], dtype=np.int32)
+        places = np.array([values.data_ptr() for values in tensors], dtype=np.uintp)
+        counts = np.array([values.numel() for values in tensors], dtype=np.int64)
+        old = None if before is None else np.array([values.data_ptr() for values in before], dtype=np.uintp)
+        found = np.empty((len(tensors), len(Figures._fields)))
+        library = self._quick if counts.sum() <= _QUICK else self._long
+        library.bitwitness_read_all(
+            len(tensors),
+            kinds.ctypes.data,
+            places.ctypes.data,
+            counts.ctypes.data,
+            None if old is None else old.ctypes.data,
+            zeros,
+            found.ctypes.data,
+        )
+        return found
+
+
+@cache
+def built() -> Reader | None:
+    """Return the reader; None where it was not built."""
+    try:
+        return Reader(LIBRARY)
+    except (OSError, AttributeError):  # not there, of another platform, or of other sources
+        return None
+
+
+def _weighing(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
