@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from checksum_cost import call_of
 from gpt import GPT
+from monitor_own import GRADIENTS
 from overhead import ratio
 from price import ResidualNet
 from torch import nn
@@ -120,6 +121,7 @@ WATCHES: dict[str, Watch] = {
     "tracer": lambda t, _f: bw.NonfiniteTracer(t.model, t.optimizer),
     "recorder, statistics": lambda t, f: bw.Recorder(t.model, out=f / "run", steps="0-5"),
     "recorder, tensors": lambda t, f: bw.Recorder(t.model, out=f / "run", content="tensors", steps="2"),
+    "monitor": lambda t, f: bw.Monitor(t.model, out=f / "run"),
 }
 
 
@@ -260,6 +262,8 @@ COSTS: dict[str, Watch | None] = {
     "tracer": lambda t, _f: bw.NonfiniteTracer(t.model, t.optimizer),
     "recorder, modules": lambda t, f: bw.Recorder(t.model, out=f / "modules", level="modules"),
     "recorder, mix": lambda t, f: bw.Recorder(t.model, out=f / "mix"),
+    "monitor, gradients": lambda t, f: bw.Monitor(t.model, out=f / "gradients", kinds=GRADIENTS),
+    "monitor": lambda t, f: bw.Monitor(t.model, out=f / "monitored"),
 }
 
 

@@ -7,8 +7,8 @@ is left over on both sides is one group against another (a fused operator agains
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +16,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
 
+from bitwitness.comparison.alike import exchanged, in_order
 from bitwitness.comparison.frame import Node, StepFrame
+from bitwitness.comparison.sequences import crossed_of, matches_of
 from bitwitness.comparison.tokens import Tokens, may_be_one, renamed
 
 _KEYS = ("kind", "phase", "module", "op", "call", "slot", "micro", "recomputed")
-_LONGEST = 400
-"""Nodes of one module, beyond which lists are aligned by operators alone: the table of all else grows with their square."""
 
 Place = tuple[str, str, str, int]
 
@@ -136,13 +136,14 @@ def _align_place(
 ) -> None:
     """Match the nodes of one module and phase; ``same_sizes``: of a backward of a module that returns the same shapes."""
     ours, theirs = lists
-    matches = _matches(ours, theirs, tokens_a, tokens_b)
+    matches = matches_of(ours, theirs, tokens_a, tokens_b)
     is_op = bool(ours) and ours[0].kind == "op"
-    if is_op and (crossed := _crossed(ours, theirs, matches, tokens_a, tokens_b)):
+    crossed = {} if not is_op else crossed_of(ours, theirs, matches, tokens_a, tokens_b)
+    if is_op and (crossed := crossed or exchanged(ours, theirs, matches, tokens_a, tokens_b)):
         found.pairs += [_pair(a, b, ours[i], theirs[j]) for i, j in crossed.items()]
         ours = [node for i, node in enumerate(ours) if i not in crossed]
         theirs = [node for j, node in enumerate(theirs) if j not in crossed.values()]
-        matches = _matches(ours, theirs, tokens_a, tokens_b)
+        matches = matches_of(ours, theirs, tokens_a, tokens_b)
     if same_sizes:  # what makes other shapes inside is another way of writing
         matches = [(i, j) for i, j in matches if a.sizes(ours[i])[:1] == b.sizes(theirs[j])[:1]]
     _take(found, a, b, ours, theirs, matches)
@@ -152,10 +153,43 @@ def _match_the_rest(found: Alignment, a: StepFrame, b: StepFrame, tokens_a: Toke
     """Match what is left over across modules: where modules have other names, what lay in one may lie in another."""
     rest_a, rest_b = (sorted(only, key=lambda node: node.rows[-1]) for only in (found.only_a, found.only_b))
     found.only_a, found.only_b = [], []
-    for key in {(node.kind, node.phase, node.micro) for node in [*rest_a, *rest_b]}:
+    keys = {(node.kind, node.phase, node.micro) for node in [*rest_a, *rest_b]}
+    for key in sorted(
+        keys, key=lambda key: key[0] != "parameter"
+    ):  # whose counterparts tell those of gradients and updates
         ours, theirs = ([n for n in rest if (n.kind, n.phase, n.micro) == key] for rest in (rest_a, rest_b))
-        fit = [(i, j) for i, j in _matches(ours, theirs, tokens_a, tokens_b) if may_be_one(a, ours[i], b, theirs[j])]
+        fits = _fits_between(found) if key[0] == "parameter" else _of_matched_parameters(found)
+        fit = [
+            (i, j)
+            for i, j in matches_of(ours, theirs, tokens_a, tokens_b)
+            if may_be_one(a, ours[i], b, theirs[j]) and fits(ours[i], theirs[j])
+        ]
         _take(found, a, b, ours, theirs, fit)
+
+
+def _fits_between(found: Alignment) -> Callable[[Node, Node], bool]:
+    """Return what tells whether two parameters lie between the same ones of those that are matched: alike in shape are many."""
+    known = sorted((pair.a.number, pair.b.number) for pair in found.weights)
+
+    def fits(x: Node, y: Node) -> bool:
+        place = bisect_left(known, (x.number, 0))
+        after_last = not known[:place] or y.number > known[place - 1][1]
+        return after_last and (not known[place:] or y.number < known[place][1])
+
+    return fits
+
+
+def _of_matched_parameters(found: Alignment) -> Callable[[Node, Node], bool]:
+    """Return what tells whether two nodes are of the same parameter, if they are of one; of others nothing is known."""
+    names = {pair.a.parameter: pair.b.parameter for pair in found.weights}
+
+    def fits(x: Node, y: Node) -> bool:
+        if x.kind not in ("gradient", "optimizer") or not names:
+            return True
+        mine, other = (node.module if node.kind == "optimizer" else node.parameter for node in (x, y))
+        return names.get(mine) == other
+
+    return fits
 
 
 def _by_place(frame: StepFrame, modules: Mapping[str, str]) -> dict[Place, list[Node]]:
@@ -166,93 +200,6 @@ def _by_place(frame: StepFrame, modules: Mapping[str, str]) -> dict[Place, list[
         kind = "state" if node.kind in ("parameter", "gradient", "buffer", "optimizer") else node.kind
         lists.setdefault((kind, node.phase, module, node.micro), []).append(node)
     return lists
-
-
-def _matches(ours: list[Node], theirs: list[Node], a: Tokens, b: Tokens) -> list[tuple[int, int]]:
-    """Return the matched positions of two lists, ascending."""
-    ops_a, ops_b = [a.word(node) for node in ours], [b.word(node) for node in theirs]
-    if ops_a == ops_b:  # the usual case, and far cheaper
-        return [(i, i) for i in range(len(ours))]
-    if max(len(ours), len(theirs)) > _LONGEST:
-        blocks = difflib.SequenceMatcher(None, ops_a, ops_b, autojunk=False).get_matching_blocks()
-        return [(block.a + i, block.b + i) for block in blocks for i in range(block.size)]
-    return _best(ours, theirs, ops_a, ops_b, a, b)
-
-
-def _best(
-    ours: list[Node], theirs: list[Node], ops_a: list[str], ops_b: list[str], a: Tokens, b: Tokens
-) -> list[tuple[int, int]]:
-    """Align by the method of Needleman and Wunsch (1970): a match scores 3 and less than 3 for likeness, a gap nothing."""
-    rows, columns = len(ours), len(theirs)
-    score = np.zeros((rows + 1, columns + 1))
-    gain: dict[tuple[int, int], float] = {}
-    for i in range(rows - 1, -1, -1):
-        for j in range(columns - 1, -1, -1):
-            best = max(score[i + 1, j], score[i, j + 1])
-            if ops_a[i] == ops_b[j] and (likeness := a.likeness(ours[i], theirs[j], b)) is not None:
-                # A match outweighs any likeness: two nodes of one operator and shape are never left over side by side.
-                gain[i, j] = 3.0 + likeness
-                best = max(best, score[i + 1, j + 1] + gain[i, j])
-            score[i, j] = best
-    matches, i, j = [], 0, 0
-    while i < rows and j < columns:
-        if (i, j) in gain and score[i, j] == score[i + 1, j + 1] + gain[i, j]:
-            matches.append((i, j))
-            i, j = i + 1, j + 1
-        elif score[i, j] == score[i + 1, j]:
-            i += 1
-        else:
-            j += 1
-    return matches
-
-
-def _crossed(
-    ours: list[Node], theirs: list[Node], matches: list[tuple[int, int]], a: Tokens, b: Tokens
-) -> dict[int, int]:
-    """Return, by their positions, the nodes that match and are in another order in each run: of a backward, and casts.
-
-    Autograd calls the parts of a node in an order of its own: a layer's product for its weight comes before or after that for
-    its input. What would match a node of other shapes, or none, matches one of its own operator and shapes; of several with
-    the same shapes, the one whose inputs the same operators made.
-    """
-
-    def key(tokens: Tokens, node: Node) -> Any:
-        if node.phase == "backward":
-            return tokens.op(node), tokens.shapes(node)
-        cast = tokens.cast(node)
-        return (cast, tokens.shapes(node)) if cast else None
-
-    fitting = [(i, j) for i, j in matches if a.shapes(ours[i]) == b.shapes(theirs[j])]
-    fixed_a, fixed_b = {i for i, _ in fitting}, {j for _, j in fitting}
-    free: dict[Any, list[int]] = {}
-    for j, node in enumerate(theirs):
-        if j not in fixed_b:
-            free.setdefault(key(b, node), []).append(j)
-    free.pop(None, None)
-    crossed: dict[int, int] = {}
-    for i, node in enumerate(ours):
-        if i not in fixed_a and (fit := free.get(key(a, node))):
-            crossed[i] = fit.pop(0)
-    return crossed | _exchanged(ours, theirs, [(i, j) for i, j in fitting if ours[i].phase == "backward"], a, b)
-
-
-def _exchanged(
-    ours: list[Node], theirs: list[Node], matches: list[tuple[int, int]], a: Tokens, b: Tokens
-) -> dict[int, int]:
-    """Return, by their positions, matched nodes of which each fits another's counterpart: all shapes are the same."""
-    alike: dict[Any, list[tuple[int, int]]] = {}
-    for i, j in matches:
-        alike.setdefault((a.op(ours[i]), a.shapes(ours[i])), []).append((i, j))
-    exchanged: dict[int, int] = {}
-    for places in alike.values():
-        doubtful = [(i, j) for i, j in places if len(places) > 1 and a.makers(ours[i]) != b.makers(theirs[j])]
-        left = {j: b.makers(theirs[j]) for _, j in doubtful}
-        for i, _ in doubtful:
-            made = a.makers(ours[i])
-            if (fit := next((j for j, other in left.items() if other == made), None)) is not None:
-                exchanged[i] = fit
-                del left[fit]
-    return exchanged
 
 
 def _take(
@@ -277,6 +224,8 @@ def _pair(a: StepFrame, b: StepFrame, x: Node, y: Node) -> Pair:
     pair = Pair(x, y, _by_slot(a, b, x.inputs, y.inputs), _by_slot(a, b, x.outputs, y.outputs))
     if x.op != y.op and len(pair.inputs) > 1:  # another tool's name for it, which may take its inputs in another order
         pair.inputs = _by_shape(a, b, x.inputs, y.inputs)
+    if x.kind == "op":
+        pair.inputs = in_order(a, b, x.op, pair.inputs)
     return pair
 
 

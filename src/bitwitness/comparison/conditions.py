@@ -23,9 +23,11 @@ def conditions(differences: Differences) -> str:
             flags = [arguments(frame.text("args", node.rows[0])).get("k", {}).get("training") for frame, node in frames]
             if flags in ([True, False], [False, True]):
                 return f"run {'AB'[flags.index(False)]} has the model in evaluation mode"
-    (given_a, count_a), (given_b, count_b) = _given(differences.a), _given(differences.b)
+    given_a, given_b = _given(differences.a), _given(differences.b)
     for names, others, run, other in ((given_a, given_b, "A", "B"), (given_b, given_a, "B", "A")):
-        if others and count_a != count_b and (more := sorted(names - others)):
+        there = set(others.values())  # by position perhaps what the other run gives by name
+        more = sorted(name for name in names.keys() - others.keys() if names[name] not in there)
+        if others and len(given_a) != len(given_b) and more:
             return f"run {run}'s model is given {', '.join(more)}, and run {other}'s is not"
     if text := _other_parameters(differences):
         return text
@@ -48,8 +50,8 @@ def of_forwards(frame: StepFrame) -> npt.NDArray[np.bool_]:
     return found
 
 
-def _given(frame: StepFrame) -> tuple[set[str], int]:
-    """Return the names of what the model is given in its first call, where that was recorded, and how many values that is.
+def _given(frame: StepFrame) -> dict[str, tuple[float, ...]]:
+    """Return the names of what the model is given in its first call, where that was recorded, and what it holds.
 
     They go by their places in the call: two may have one name, as ids that are their own labels, or parts of one tensor.
     """
@@ -60,8 +62,12 @@ def _given(frame: StepFrame) -> tuple[set[str], int]:
     )
     rows &= frame.micro == frame.micro[rows].min(initial=0)
     inputs = [row for row in np.flatnonzero(rows).tolist() if frame.text("name", row).startswith("input ")]
-    given = [slot.removeprefix("in.") for slot in (frame.text("slot", row) for row in inputs) if slot.startswith("in")]
-    return set(given), len(given)
+    slots = {row: frame.text("slot", row) for row in inputs}
+    return {slot.removeprefix("in."): _held(frame, row) for row, slot in slots.items() if slot.startswith("in")}
+
+
+def _held(frame: StepFrame, row: int) -> tuple[float, ...]:
+    return float(frame.count[row]), *(float(frame.numbers[name][row]) for name in ("min", "max", "mean", "l2"))
 
 
 def _other_parameters(differences: Differences) -> str:

@@ -76,11 +76,17 @@ def argument_differences(
             continue
         if precisions and all(_is_extreme(value) for value in (x, y)) and (x > 0) == (y > 0):
             continue
-        if name == "group" and "." not in kinds[0]:  # of an optimizer's parameters; a GroupNorm's matters
-            continue
+        if "." not in kinds[0] and (name == "group" or not (name in first and name in second) or _unlike(name, x, y)):
+            continue  # of an optimizer, of which another class of that name has other settings; a GroupNorm's matters
         if x != y and name not in _UNIMPORTANT and name not in _PLACES and not _is_tensor(x, y):
             found.append(f"{name} {_meant(name, x)} against {_meant(name, y)}")
     return found
+
+
+def _unlike(name: str, x: Any, y: Any) -> bool:
+    """Return whether what is known of two optimizers' states is not of one kind: steps of one, the keys of the other."""
+    counted = [str(one).startswith("of ") for one in (x, y)]
+    return name == "state" and any(counted) and not all(counted) and "none" not in (x, y)
 
 
 def _counted(value: Any, rank: int) -> Any:

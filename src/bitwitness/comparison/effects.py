@@ -29,14 +29,14 @@ class Effects:
     ----------
     differences
         The step.
-    agrees
-        Tells whether all results of a pair agree within rounding.
+    agree
+        Tells whether two rows, of A and B, agree within rounding.
 
     """
 
-    def __init__(self, differences: Differences, agrees: Callable[[Pair], bool]) -> None:
+    def __init__(self, differences: Differences, agree: Callable[[int, int], bool]) -> None:
         self._differences = differences
-        self._agrees = agrees
+        self._agree = agree
 
     def end(self, node: Node, *, first: bool) -> set[int] | None:
         """Return where all that a node of run A (``first``) or B leads to ends; None if something of it does not.
@@ -60,7 +60,7 @@ class Effects:
                 return None  # what read it was not recorded
             for reader in found:
                 pair = pairs.get(reader.number)
-                if pair is not None and self._tells(pair):
+                if pair is not None and self._tells(pair, one.number, first=first):
                     ends.add(pair.a.number)
                 elif reader.kind != "op":
                     return None
@@ -69,14 +69,22 @@ class Effects:
                     waiting.append(reader)
         return ends
 
-    def _tells(self, pair: Pair) -> bool:
-        """Return whether the results of a pair agree, and would not if something of a difference were left."""
-        if not self._agrees(pair):
+    def _tells(self, pair: Pair, maker: int, *, first: bool) -> bool:
+        """Return whether the results of a pair agree, and would not if something of a difference were left.
+
+        Of a few numbers, as a bias's gradient has, what was summed up to them tells: the values of ``maker``.
+        """
+        if not all(self._agree(*rows) for rows in pair.outputs):
             return False
+        if pair.a.kind != "op" or any(self._is_telling(row) for row, _ in pair.outputs):
+            return True
+        made = (self._differences.a if first else self._differences.b).producer
+        read = [(i, j) for i, j in pair.inputs if int(made[i if first else j]) == maker]
+        return bool(read) and all(self._is_telling(i) and self._agree(i, j) for i, j in read)
+
+    def _is_telling(self, row: int) -> bool:
         a = self._differences.a
-        return pair.a.kind != "op" or any(
-            _is_large(a, row) and a.numbers["min"][row] < a.numbers["max"][row] for row, _ in pair.outputs
-        )
+        return _is_large(a, row) and bool(a.numbers["min"][row] < a.numbers["max"][row])
 
     @cached_property
     def _pairs_a(self) -> dict[int, Pair]:

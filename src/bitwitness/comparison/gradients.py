@@ -27,6 +27,7 @@ from bitwitness.comparison.chains import (
 )
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.frame import StepFrame
+from bitwitness.comparison.late import scaled_within
 from bitwitness.comparison.losses import computed_otherwise, loss_ratio
 from bitwitness.comparison.relation import factor, in_times, tolerance
 from bitwitness.comparison.scalers import is_power_of_two, multiplied_by_scalers
@@ -221,9 +222,7 @@ class GradientChains:
         loss = loss_ratio(self._differences)
         micros = self._a.micros, self._b.micros
         ranks = self._a.ranks, self._b.ranks
-        kept = loss is not None and self._is_one(
-            loss
-        )  # the losses are divided, then, where micro-batches' are added up
+        kept = loss is not None and self._is_one(loss)  # losses are divided, then, where micro-batches' are added up
         by_ranks = ranks[0] != ranks[1] and self._is_one(ratio * ranks[0] / ranks[1])
         if micros[0] != micros[1] and self._is_one(ratio * micros[0] / micros[1]) and not (by_ranks and kept):
             counts = f"{micros[0]} against {micros[1]}"
@@ -235,6 +234,8 @@ class GradientChains:
             why = "so is the loss that the backward starts from: a loss scale, an accumulation divisor, or a sum for a mean"
         elif self._is_one(-ratio):
             why = "the loss is to be lowered in one run, and raised in the other"
+        elif kept and (within := scaled_within(self._differences, [chain.name for chain in self._weighty])):
+            why = f"the loss agrees, and what comes back to {within}: a factor in there, of what is zero as yet"
         else:
             why = SOME_FACTOR
         return Cause("scaled", STAGES[0], f"{said}: {why}", self._row(0), ratio)

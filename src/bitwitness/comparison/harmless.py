@@ -7,6 +7,7 @@ import re
 from bitwitness.comparison.align import Pair
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.effects import Effects
+from bitwitness.comparison.inside import APART
 from bitwitness.comparison.otherwise import computing
 from bitwitness.comparison.settled import SettledModules
 from bitwitness.comparison.suspect import Suspect
@@ -34,6 +35,8 @@ _LOSSES = ("log_softmax", "nll_loss", "mse_loss", "binary_cross_entropy_with_log
 
 _OTHER_DIMENSION = re.compile(r": dim \S+ against \S+$")
 _NUMBERS = re.compile(r": \w+ (-?[\d.]+(?:e[+-]?\d+)?) against (-?[\d.]+(?:e[+-]?\d+)?)$")
+_LARGE = 0.05
+"""Relative change that no rounding would hide in what is made of it."""
 _FILLING = 1e3
 """Magnitude of numbers by which what is masked is multiplied."""
 
@@ -56,7 +59,7 @@ class Harmless:
     def __init__(self, differences: Differences, settled: SettledModules) -> None:
         self._differences = differences
         self._settled = settled
-        self._effects = Effects(differences, settled.agrees)
+        self._effects = Effects(differences, settled.agree)
         self.ends: set[int] = set()
         self._other_dtypes: dict[str, Suspect] = {}
 
@@ -65,6 +68,12 @@ class Harmless:
         # One run may be more exact in some operators than both are in their products, but not in what losses are made of.
         loss = pair.a.kind == "op" and canonical(pair.a.op) in _LOSSES and self._differences.precisions is None
         exact = suspect.reason == "dtype" and self._differences.rewritten > 0.0 and not loss
+        if self._is_elsewhere(pair, suspect):
+            return self._has_no_effect(pair, suspect)
+        forward = (pair.a.kind, pair.a.phase) == ("op", "forward")
+        large = suspect.reason in ("missing", "view") and suspect.change >= _LARGE
+        if forward and large and self._settled.loss_is_the_same:
+            return True
         if not (
             suspect.reason in _HARMLESS or exact or (suspect.reason == "argument" and self._is_written(pair, suspect))
         ):
@@ -95,6 +104,18 @@ class Harmless:
         means = op in _FILLED or (op in _ARITHMETIC and (self._is_made_up_for(pair) or _fills(suspect.text)))
         along = _OTHER_DIMENSION.search(suspect.text) is not None
         return other or means or along or pair.a.phase == "backward" or "reduction '" in suspect.text
+
+    def _is_elsewhere(self, pair: Pair, suspect: Suspect) -> bool:
+        """Return whether a result is so different that it would show if anything of it mattered, by a way of writing.
+
+        Positions that are counted from another number, or the rows of a batch in another order, may be such; a running
+        statistic is kept, whoever reads it.
+        """
+        slot = self._differences.a.text("slot", pair.outputs[0][0]) if pair.outputs else ""
+        kept = suspect.site.rpartition(".")[2].startswith("running") or slot.startswith("running")
+        written = suspect.reason == "argument" and canonical(pair.a.op) in _ARITHMETIC
+        others = suspect.reason == "computed" and pair.a.kind == "module" and APART in suspect.text
+        return suspect.lone is None and not kept and (written or others) and suspect.change >= _LARGE
 
     def _is_made_up_for(self, pair: Pair) -> bool:
         """Return whether something else is written otherwise in a node's module, or in the one around it."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
 from bitwitness.comparison.absent import Absence
 from bitwitness.comparison.differences import NEGLIGIBLE, Differences
-from bitwitness.comparison.gradients import Cause
+from bitwitness.comparison.gradients import OF_ALL_GRADIENTS, Cause
 from bitwitness.comparison.suspect import Suspect
 
 _SLOTS = {"backward": "local", "reduced": "reduced", "read": "read"}
@@ -55,3 +56,28 @@ def of_absence(absence: Absence, differences: Differences, rank: int, step: int)
         order=(step, -1 if absence.structural else row),
         side=absence.side.lower(),
     )
+
+
+def cause_first(suspects: list[Suspect], differences: Differences) -> list[Suspect]:
+    """Return a step's suspects without what only looks like a cause beside that of all gradients.
+
+    Where a module is written otherwise in each run, its backward's operators read other tensors, and are no counterparts.
+    """
+    if not any(one.reason in OF_ALL_GRADIENTS for one in suspects):
+        return suspects
+    lone = [node for first in (True, False) for node in differences.alignment.lone(first=first)]
+    written = {node.module for node in lone if (node.kind, node.phase) == ("op", "forward")}
+    return [one for one in suspects if not (one.reason == "view" and _is_backward_in(one, written))]
+
+
+def _is_backward_in(suspect: Suspect, modules: set[str]) -> bool:
+    pair = suspect.pair
+    return pair is not None and pair.a.phase == "backward" and pair.a.module in modules
+
+
+def in_recomputation(suspect: Suspect) -> Suspect:
+    """Say of a suspect that it is computed again for the backward, under activation checkpointing, if it is."""
+    node = suspect.lone or (suspect.pair.a if suspect.pair is not None else None)
+    if node is None or not node.recomputed:
+        return suspect
+    return replace(suspect, text=f"{suspect.text} (in the recomputation of activation checkpointing)")

@@ -233,7 +233,8 @@ class Reasons:
         agreed = before is not None and before <= limit and not self._written.get(name)
         if agreed and self._begun.get(name, 0.0) > limit:
             words += _SINCE
-        return Reason("source", f"{called} differs: {words}", rows=(row_a, row_b))
+        outside = ", made before the model is called, of which nothing is recorded" * name.startswith("input ")
+        return Reason("source", f"{called} differs: {words}{outside}", rows=(row_a, row_b))
 
     def _moved_since(self, name: str, row_a: int, row_b: int) -> bool:
         """Return whether a parameter is not what it was when the step began: an optimizer evaluates the model several times."""

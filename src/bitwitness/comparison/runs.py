@@ -21,6 +21,7 @@ from bitwitness.comparison.frame import Node, StepFrame
 from bitwitness.comparison.gradients import OF_ALL_GRADIENTS
 from bitwitness.comparison.inside import with_module
 from bitwitness.comparison.lined import Place, line_up
+from bitwitness.comparison.noted import cause_first, in_recomputation
 from bitwitness.comparison.otherwise import written_otherwise
 from bitwitness.comparison.parts import models_of, recorded_in_parts
 from bitwitness.comparison.relation import in_times
@@ -144,6 +145,7 @@ def _compare_step(
     found = list(search.suspects())
     kept = found if values is None else [one for one in map(values.refine, found) if one is not None]
     kept = choice_first([with_module(one, search.apart, differences) for one in kept], differences)
+    kept = [in_recomputation(one) for one in cause_first(kept, differences)]
     if not kept and search.apart:
         kept, known.parted = [*search.apart.values()][:1], True
     if found and not kept and not search.exceeding:

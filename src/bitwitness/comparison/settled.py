@@ -24,6 +24,8 @@ _ENOUGH = 16
 """Numbers that a module has to return for their agreement to clear what is inside: a loss may agree by chance."""
 _MOST = 0.02
 """The same as a relative change, for dtypes whose unit roundoff is large."""
+_SAME_LOSS, _LOSS_BY_CHANCE = 16.0, 1e-5
+"""Unit roundoffs up to which a loss is the same one, and the most that may be as a relative change."""
 _AS_LARGE = 1e-3
 """By which the norm of a gradient may differ that lies in another order: more says nothing of its values."""
 _AS_NOTHING = 1e-6
@@ -77,6 +79,35 @@ class SettledModules:
         told = [self._results.get((pair.a.module, "forward", micro)) for micro in range(self._differences.a.micros)]
         return all(told) and self._differences.a.text("name", pair.outputs[0][0]) in self._turned
 
+    def orders_otherwise(self, pair: Pair) -> bool:
+        """Return whether results hold the same values in another order, of which nothing is left: a batch's samples, sorted."""
+        a, b = self._differences.a, self._differences.b
+        other = [(i, j) for i, j in pair.outputs if self._differences.change_of[i] > 0.0]
+        return bool(other) and all(is_reordered(a, i, b, j) for i, j in other) and self._outcome_agrees
+
+    @cached_property
+    def _outcome_agrees(self) -> bool:
+        """Whether all losses and all gradients of parameters agree, and there are some."""
+        return (
+            bool(self._gradients)
+            and self._gradients_agree(".")
+            and bool(self._losses)
+            and all(map(self.agrees, self._losses))
+        )
+
+    @cached_property
+    def loss_is_the_same(self) -> bool:
+        """Whether all that modules return in the forward agrees, and each loss but for its rounding: by no chance."""
+        numbers = [rows for pair in self._losses for rows in pair.outputs]
+        limits = [_SAME_LOSS * self._differences.roundoff(*rows) for rows in numbers]
+        told = [self._differences.change_of[i] <= limit for (i, _), limit in zip(numbers, limits, strict=True)]
+        fine = max(limits, default=1.0) < _LOSS_BY_CHANCE  # one of few bits may be the same by chance
+        return bool(told) and fine and all(told) and self.forward_agrees
+
+    @cached_property
+    def _losses(self) -> list[Pair]:
+        return [pair for pair in self._differences.alignment.pairs if pair.a.kind == "saved" and pair.a.op == "loss"]
+
     def lies_otherwise(self, pair: Pair) -> bool:
         """Return whether a module reads and returns the same values in other shapes: as a product what is a convolution."""
         if pair.a.kind != "module":
@@ -110,15 +141,15 @@ class SettledModules:
     @property
     def _by_losses(self) -> dict[Call, bool]:
         """Where the root's forward was not recorded, its results are its losses, and what they lead to."""
-        losses = [pair for pair in self._differences.alignment.pairs if pair.a.kind == "saved" and pair.a.op == "loss"]
-        agree = self._gradients_agree(".") and all(map(self.agrees, losses))
+        agree = self._gradients_agree(".") and all(map(self.agrees, self._losses))
         return {(".", "forward", micro): agree for micro in range(self._differences.a.micros)}
 
     def agrees(self, pair: Pair) -> bool:
         """Return whether all results of a node agree within rounding."""
-        return all(self._agree(*rows) for rows in pair.outputs)
+        return all(self.agree(*rows) for rows in pair.outputs)
 
-    def _agree(self, row_a: int, row_b: int) -> bool:
+    def agree(self, row_a: int, row_b: int) -> bool:
+        """Return whether two rows, of A and B, agree within rounding."""
         differences = self._differences
         own = max(differences.roundoff(row_a, row_b), differences.rewritten)
         limit = max(_AGREE * own, _NOISE * differences.earlier.noise)

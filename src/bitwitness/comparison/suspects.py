@@ -158,7 +158,7 @@ class SuspectSearch:
         if worst > explained or (differing and worst > 0 and pair.a.number not in self._harmless.ends):
             differences.real.add(pair.a.number)
             self._recorded.real.add(pair.a.module)
-            innocent = differences.is_cancelled(pair) or self.settled.holds(pair)
+            innocent = differences.is_cancelled(pair) or self.settled.holds(pair) or self.settled.orders_otherwise(pair)
             if innocent and self.made_up_for is None and worst > explained and (pair.a.kind, pair.a.phase) == _RETURNED:
                 self.made_up_for = self._exceeding(pair, worst, explained)
             if self.unexplained is None and worst > explained and not innocent:

@@ -26,7 +26,7 @@ class Tokens:
     """
 
     def __init__(self, frame: StepFrame, modules: Mapping[str, str]) -> None:
-        self._frame = frame
+        self.frame = frame
         self._modules = modules
         self._by_number = {node.number: node for node in frame.nodes}
         self.matched: dict[int, int] = {}
@@ -37,7 +37,7 @@ class Tokens:
         if node.kind in ("module", "optimizer"):
             return node.kind  # known by its path; the class may have been replaced
         if node.kind == "gradient":  # one that was edited since the backward has two
-            return f"{node.op}.{self._frame.text('slot', node.rows[0])}"
+            return f"{node.op}.{self.frame.text('slot', node.rows[0])}"
         return canonical(node.op) if node.kind in ("op", "collective") else node.op
 
     def word(self, node: Node) -> str:
@@ -52,7 +52,7 @@ class Tokens:
         """
         if node.op not in CASTS or not node.inputs:
             return ""
-        name, layout = (self._frame.text(column, node.inputs[0]) for column in ("name", "layout"))
+        name, layout = (self.frame.text(column, node.inputs[0]) for column in ("name", "layout"))
         return f" of {name.rpartition('.')[2]} {layout}" if name else ""
 
     def likeness(self, node: Node, other: Node, others: Tokens) -> float | None:
@@ -67,24 +67,24 @@ class Tokens:
 
     def args(self, node: Node) -> str:
         """Return what an operator was called with beside its inputs, as it was recorded."""
-        return self._frame.text("args", node.rows[0]) if node.kind == "op" else ""
+        return self.frame.text("args", node.rows[0]) if node.kind == "op" else ""
 
     def shape(self, node: Node) -> tuple[int, ...]:
         """Return the shape of a node's first result."""
-        return self._frame.shapes[node.outputs[0]] if node.outputs else ()
+        return self.frame.shapes[node.outputs[0]] if node.outputs else ()
 
     def shapes(self, node: Node) -> tuple[tuple[int, ...], ...]:
         """Return the shapes of a node's inputs and results."""
-        return tuple(self._frame.shapes[row] for row in (*node.inputs, *node.outputs))
+        return tuple(self.frame.shapes[row] for row in (*node.inputs, *node.outputs))
 
     def makers(self, node: Node) -> list[str]:
         """Return the names of a node's inputs, or what made them: the very node where that was matched, or its operator."""
         return [self._maker(row) for row in node.inputs]
 
     def _maker(self, row: int) -> str:
-        made = self._by_number.get(int(self._frame.producer[row]))
+        made = self._by_number.get(int(self.frame.producer[row]))
         if made is None:
-            return self._frame.text("name", row)
+            return self.frame.text("name", row)
         if made.number in self.matched:
             return f"#{self.matched[made.number]}"
         return f"{self._modules.get(made.module, made.module)}/{canonical(made.op)}"
@@ -101,4 +101,4 @@ def renamed(node: Node, modules: Mapping[str, str]) -> str:
 def may_be_one(a: StepFrame, x: Node, b: StepFrame, y: Node) -> bool:
     """Return whether two nodes in modules of other names may be one: not where a module's class or a size differs."""
     sizes = [[int(frame.count[row]) for row in node.outputs[:1]] for frame, node in ((a, x), (b, y))]
-    return x.kind == "op" or ((x.kind != "module" or x.op == y.op) and sizes[0] == sizes[1])
+    return (x.kind != "module" or x.op == y.op) and sizes[0] == sizes[1]
