@@ -13,12 +13,15 @@ from numpy.typing import NDArray
 from bitwitness.stats import figures_of, in_hex
 from bitwitness.stats.figures import COLUMNS
 from bitwitness.stats.host import to_host
+from bitwitness.stats.launches import Launches, row_of
 from bitwitness.stats.local import local_values
 from bitwitness.tap.identity import Identities
 
 Numbers = NDArray[np.float64]
 _SCALED = ("grad", "activation_grad")
 """What a loss scale has multiplied."""
+_LAUNCHED = 1 << 40
+"""From which on a place is one among what was launched."""
 _WHOLE = -1  # the micro-batch of what is of the step as a whole
 
 
@@ -92,6 +95,8 @@ class Sheet:
         self._hashes: list[torch.Tensor] = []
         self._identities = Identities()
         self._seen: dict[object, int] = {}
+        self._launches: dict[torch.device, Launches] = {}
+        self._launched: list[int] = []
 
     def measure(self, kind: str, name: str, slot: str, tensor: torch.Tensor) -> None:
         """Take a tensor's statistics now; of one that was measured before and holds the same, those."""
@@ -99,11 +104,24 @@ class Sheet:
         _, identity = self._identities.key(values)
         place = self._seen.get(identity)
         if place is None:
-            place = self._height
-            self._blocks.append(figures_of([values], zeros=self._zeros))
-            self._height += 1
+            place = self._launch(values)
+            if place is None:
+                place = self._height
+                self._blocks.append(figures_of([values], zeros=self._zeros))
+                self._height += 1
             self._seen[identity] = place
         self._add(Key(kind, name, slot, None, self.micro), values.numel(), place)
+
+    def _launch(self, values: torch.Tensor) -> int | None:
+        """Read a tensor by one launch, if its device has that; return its place."""
+        if not Launches.takes(values):
+            return None
+        launches = self._launches.setdefault(values.device, Launches(values.device))
+        place = _LAUNCHED + len(self._launched)
+        if not launches.add(len(self._launched), values, signed=False):
+            return None
+        self._launched.append(values.numel())
+        return place
 
     def forget(self) -> None:
         """Measure anew from now on: a collective writes into tensors without torch counting it as a change."""
@@ -165,14 +183,17 @@ class Sheet:
             ]
         )
         hashes = _to_host([value.reshape(1) for value in self._hashes])
-        keys, counts, places, values = self._keys, self._counts, self._places, self._values
+        launched = self._join()
+        keys, counts, places, values = self._keys, self._counts, np.asarray(self._places), self._values
         step, scale, scaled, norm_of = self.step, self.scale, self.scaled, self.norm_of
 
         def read() -> StepRows:
             table = np.full((len(keys), len(COLUMNS)), np.nan)
-            there = np.asarray(places) >= 0
+            there, late = (places >= 0) & (places < _LAUNCHED), places >= _LAUNCHED
             if there.any():
-                table[there] = figures().reshape(-1, len(COLUMNS))[np.asarray(places)[there]]
+                table[there] = figures().reshape(-1, len(COLUMNS))[places[there]]
+            if late.any():
+                table[late] = launched()[places[late] - _LAUNCHED]
             column = np.full(len(keys), np.nan)
             arrived = iter(numbers().tolist())
             for index, value in values:
@@ -183,6 +204,21 @@ class Sheet:
                 column[[i for i, key in enumerate(keys) if key.metric == "loss"]] /= scale
             batch = tuple(in_hex(int(number)) for number in hashes())
             return StepRows(step, keys, np.asarray(counts, dtype=np.float64), table, column, scaled, batch, norm_of)
+
+        return read
+
+    def _join(self) -> Callable[[], Numbers]:
+        """Begin the transfer of what was launched; return what waits for it: [L, 7] in the order of launching."""
+        joined = [one for launches in self._launches.values() for one in launches.join()]
+        blocks = [_to_host([one.figures]) for one in joined]
+        counts, zeros = self._launched, self._zeros
+
+        def read() -> Numbers:
+            table = np.full((len(counts), len(COLUMNS)), np.nan)
+            for one, block in zip(joined, blocks, strict=True):
+                for key, row in zip(one.keys, block().tolist(), strict=True):
+                    table[key] = row_of(row, counts[key], zeros=zeros)
+            return table
 
         return read
 

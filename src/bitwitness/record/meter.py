@@ -16,6 +16,7 @@ from bitwitness.errors import UsageError
 from bitwitness.record.staging import Rows, Staging
 from bitwitness.stats import HashBatch, exact_sketch, read, reader, sketch, sketch_of, sketch_rows, stats_of
 from bitwitness.stats.host import to_host
+from bitwitness.stats.launches import Launches
 from bitwitness.store.rows import Measured
 from bitwitness.tap.identity import unseen
 
@@ -53,6 +54,8 @@ class Meter:
         self._done: dict[int, Measured] = {}
         self._hashes, self._hashed_numbers = HashBatch(), list[int]()
         self._later: list[_Later] = []
+        self._launches: dict[torch.device, Launches] = {}
+        self._launched: dict[int, int] = {}
         self._staging = Staging()
 
     def measured(self, number: int) -> Measured | None:
@@ -122,8 +125,10 @@ class Meter:
         return Measured(count, 0, 0, 0, none, found.low, found.high, total, l2, found.signed)
 
     def _collects(self, values: torch.Tensor) -> bool:
-        """Tell whether a tensor is measured together with others: the compiled reader needs no company."""
-        return self._staging.takes(values) and (self._waits_for_nothing(values) or reader.built() is None)
+        """Tell whether a tensor is measured together with others: what reads in one call needs no company."""
+        if self._waits_for_nothing(values):
+            return self._staging.takes(values) and not Launches.takes(values)
+        return self._staging.takes(values) and reader.built() is None
 
     def _waits_for_nothing(self, values: torch.Tensor) -> bool:
         return self._deferred or values.device.type != "cpu"
@@ -167,11 +172,21 @@ class Meter:
             self._done[number] = Measured(0, 0, 0, 0, 0 if self._zeros else None, None, None, None, 0.0)
             return
         values = _real(values)
-        if values.dtype.itemsize == 1:
+        if values.dtype.itemsize == 1 and not Launches.takes(values):
             values = values.float()
+        if self._launch(number, values):
+            return
         if not values.is_floating_point():
             values = values.to(_wide(values))
         self._later.append(_Later([number], values.numel(), self._figures(values.reshape(1, -1))))
+
+    def _launch(self, number: int, values: torch.Tensor) -> bool:
+        """Read a tensor by one launch, if its device has that."""
+        if not Launches.takes(values):
+            return False
+        launches = self._launches.setdefault(values.device, Launches(values.device))
+        self._launched[number] = values.numel()
+        return launches.add(number, values, signed=True)
 
     def _figures(self, rows: torch.Tensor) -> torch.Tensor:
         """Return what `_read_later` reads of each row of a matrix: [7 or 8, R], in the widest dtype of its device."""
@@ -199,17 +214,34 @@ class Meter:
         later, self._later = self._later, []
         places = [(number, found.length) for found in later for number in found.numbers]
         figures = _fetch([found.figures for found in later])
+        joined = [one for launches in self._launches.values() for one in launches.join()]
+        counts, self._launched = self._launched, {}
+        launched = [(one.keys, _bring(one.figures)) for one in joined]
         digests = _fetch([digest.view(1, 1) for digest in hashes.finish()])
 
         def read() -> dict[int, Measured]:
             for (number, count), numbers in zip(places, figures(), strict=True):
                 done[number] = self._read_later(count, numbers)
+            for keys, rows in launched:
+                for key, row in zip(keys, rows(), strict=True):
+                    done[key] = self._read_launched(counts[key], row)
             for number, (digest,) in zip(numbers_hashed, digests(), strict=True):
                 if number in done:  # else Ctrl-C came between the two, and no row has it
                     done[number] = done[number]._replace(hash=int(digest))
             return done
 
         return read
+
+    def _read_launched(self, count: int, row: list[float]) -> Measured:
+        nan, above, below, there = (int(x) for x in row[:4])
+        low, high, total, squares, signed = row[4:]
+        odd = nan + above + below
+        zeros = count - there if self._zeros else None
+        if odd == count:
+            return Measured(count, nan, above, below, zeros, None, None, None, 0.0, None)
+        sums = [x if math.isfinite(x) else None for x in (squares, signed)]
+        l2 = None if sums[0] is None else math.sqrt(sums[0])
+        return Measured(count, nan, above, below, zeros, low, high, total / (count - odd), l2, None if odd else sums[1])
 
     def _read_later(self, count: int, numbers: list[float]) -> Measured:
         nan, pos_inf, neg_inf = (int(x) for x in numbers[:3])

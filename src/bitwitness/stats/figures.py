@@ -11,6 +11,8 @@ from torch import Tensor
 
 from bitwitness.errors import UsageError
 from bitwitness.stats import reader
+from bitwitness.stats.host import to_device
+from bitwitness.stats.launches import Launches
 from bitwitness.stats.local import local_values
 from bitwitness.stats.parts import read
 from bitwitness.stats.summary import stats_of
@@ -42,8 +44,8 @@ def figures_of(tensors: Sequence[Tensor], *, zeros: bool = False) -> Tensor:
     Tensor
         [N, 7] with `COLUMNS`, float64 (float32 where an accelerator has none), on the first accelerator that holds one of the
         tensors, else on the CPU. ``inf``: both signs; ``zeros``: -1 where not counted; ``min`` to ``l2`` are of the finite
-        values, and ``min`` and ``max`` NaN where there are none. On an accelerator, where nothing may wait to look again, the
-        last four are NaN as soon as one value is not finite.
+        values, and ``min`` and ``max`` NaN where there are none. On an accelerator without Triton, where nothing may wait to
+        look again, the last four are NaN as soon as one value is not finite.
 
     Raises
     ------
@@ -145,7 +147,27 @@ def _exactly(values: Tensor, *, zeros: bool) -> list[float]:
 # -- on an accelerator -------------------------------------------------------------------------------------------
 
 
+def _launched(values: list[Tensor], *, zeros: bool) -> Tensor | None:
+    """Measure by a launch each; None where not all can be."""
+    if not values or not all(map(Launches.takes, values)):
+        return None
+    device = values[0].device
+    launches = Launches(device)
+    if not all(launches.add(index, value, signed=False) for index, value in enumerate(values)):
+        return None
+    joined = launches.join()
+    found = torch.cat([one.figures for one in joined])
+    nan, inf, there = found[:, 0], found[:, 1] + found[:, 2], found[:, 3]
+    low, high = (found[:, i].where(found[:, i].isfinite(), torch.nan) for i in (4, 5))
+    empty = torch.full_like(there, _UNCOUNTED)
+    if zeros:
+        empty = to_device([value.numel() for value in values], device) - there
+    return torch.stack([nan, inf, empty, low, high, found[:, 6], found[:, 7].sqrt()], 1)
+
+
 def _fused(values: list[Tensor], *, zeros: bool) -> Tensor:
+    if (launched := _launched(values, zeros=zeros)) is not None:
+        return launched
     wide = torch.float64 if values[0].device.type in _WIDE_DEVICES else torch.float32
     nothing = [i for i, value in enumerate(values) if not value.numel()]
     full = [value.float() if value.dtype not in _PLAIN else value for value in values if value.numel()]

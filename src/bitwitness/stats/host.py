@@ -1,8 +1,8 @@
-"""What lies on a device brought to the host, for which nobody has to wait until it is read."""
+"""What lies on a device brought to the host, for which nobody has to wait until it is read; and numbers the other way."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -14,3 +14,9 @@ def to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
     event = torch.Event(tensor.device)
     event.record()
     return host, event.synchronize
+
+
+def to_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Return whole numbers on a device, int64, without waiting for it."""
+    here = torch.tensor(numbers, dtype=torch.int64)
+    return here if device.type == "cpu" else here.pin_memory().to(device, non_blocking=True)

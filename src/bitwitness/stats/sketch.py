@@ -52,7 +52,7 @@ def sketch(values: Tensor) -> Tensor:
     whole = count // BLOCK
     sums = torch.mv(flat[: whole * BLOCK].view(whole, BLOCK), first_weights(BLOCK, flat.dtype, flat.device))
     # Blocks are known by powers of two, so that few lists of signs are made.
-    blocks = _signs_of_blocks(1 << whole.bit_length(), flat.dtype, flat.device)
+    blocks = signs_of_blocks(1 << whole.bit_length(), flat.dtype, flat.device)
     total = torch.dot(sums, blocks[:whole])
     rest = count - whole * BLOCK
     if not rest:
@@ -116,7 +116,8 @@ def _weights(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _signs_of_blocks(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def signs_of_blocks(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the signs of the first ``count`` blocks."""
     return torch.from_numpy(_signs(_random(_OF_BLOCKS, count))).to(device=device, dtype=dtype)
 
 

@@ -1,0 +1,142 @@
+"""Reads tensors on an accelerator, each by one launch and at once, and joins what was found when it is asked for.
+
+Nothing waits for the device; memory is some 72 bytes for each 32,768 elements until then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bitwitness.stats.host import to_device
+from bitwitness.stats.sketch import BLOCK, first_weights, signs_of_blocks
+
+FIGURES = ("nan", "pos_inf", "neg_inf", "there", "low", "high", "total", "squares", "signed")
+"""What is found of each tensor; from ``low`` on of the finite values."""
+_ROWS = 8192  # of a piece of memory: some half a megabyte
+_DEVICES = ("cuda",)  # ROCm's, too
+_HALVES = (torch.float16, torch.bfloat16)
+_EXACT = (torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+
+
+def row_of(figures: Sequence[float], count: int, *, zeros: bool) -> list[float]:
+    """Return one tensor's ``FIGURES`` as `bitwitness.stats.figures.COLUMNS`."""
+    nan, above, below, there, low, high, total, squares = figures[:8]
+    if nan + above + below == count:
+        low = high = math.nan
+    return [nan, above + below, count - there if zeros else -1.0, low, high, total, math.sqrt(squares)]
+
+
+class Joined(NamedTuple):
+    """The keys of tensors and their ``FIGURES``, [N, 9] in float64 on their device."""
+
+    keys: list[Any]
+    figures: Tensor
+
+
+@dataclass(slots=True)
+class _Piece:
+    memory: Tensor
+    stream: Any
+    used: int = 0
+    keys: list[Any] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+
+
+@cache
+def kernels() -> ModuleType | None:
+    """Return Triton's kernels; None where there is no Triton."""
+    try:
+        from bitwitness.stats import kernels as found
+    except Exception:  # whatever another release of it raises
+        return None
+    return found
+
+
+class Launches:
+    """Takes tensors of one device."""
+
+    broken = False
+    """A launch failed once, in this process: Triton needs a C compiler, and a device that it knows."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pieces: list[_Piece] = []
+        self._open: dict[Any, _Piece] = {}
+
+    @classmethod
+    def takes(cls, values: Tensor) -> bool:
+        """Tell whether a plain tensor is one that `add` takes."""
+        dtype = values.dtype
+        known = dtype == torch.float32 or dtype in _HALVES or dtype in _EXACT or dtype == torch.bool
+        return (
+            known
+            and values.device.type in _DEVICES
+            and not cls.broken
+            and values.is_contiguous()
+            and values.numel() > 0
+            and not values.is_neg()
+            and values.device.index == torch.accelerator.current_device_index()
+            and kernels() is not None
+        )
+
+    def add(self, key: Any, values: Tensor, *, signed: bool) -> bool:
+        """Read a tensor that `takes`; return False if it was not possible, which it will not be again."""
+        found, exact = kernels(), values.dtype in _EXACT or values.dtype == torch.bool
+        if found is None:
+            return False
+        count = values.numel()
+        segments = -(-count // BLOCK)
+        stream = torch.accelerator.current_stream(self._device)
+        piece = self._open.get(stream)
+        if piece is None or piece.used + segments > len(piece.memory):
+            piece = self._open[stream] = self._new(segments, stream)
+        wide = torch.float64 if exact else torch.float32
+        weights = first_weights(BLOCK, wide, self._device)
+        raw = values.view(torch.uint8) if values.dtype == torch.bool else values
+        try:
+            found.read_segments[(segments,)](
+                raw, weights, piece.memory, count, piece.used, WIDE=found.types[wide], SIGNED=signed, num_warps=8
+            )
+        except Exception:
+            Launches.broken = True
+            return False
+        piece.keys.append(key)
+        piece.starts.append(piece.used)
+        piece.counts.append(segments)
+        piece.used += segments
+        return True
+
+    def _new(self, segments: int, stream: Any) -> _Piece:
+        with torch.inference_mode(mode=False):
+            memory = torch.empty(max(_ROWS, segments), len(FIGURES), dtype=torch.float64, device=self._device)
+        piece = _Piece(memory, stream)
+        self._pieces.append(piece)
+        return piece
+
+    def join(self) -> list[Joined]:
+        """Return what was found since the last call, on the current stream."""
+        pieces, self._pieces = self._pieces, []
+        self._open.clear()
+        return [self._joined(piece) for piece in pieces if piece.keys]
+
+    def _joined(self, piece: _Piece) -> Joined:
+        found, current = kernels(), torch.accelerator.current_stream(self._device)
+        assert found is not None  # noqa: S101 - it has read them
+        if piece.stream != current:
+            current.wait_stream(piece.stream)
+            piece.memory.record_stream(current)
+        starts, counts = to_device([*piece.starts, *piece.counts], self._device).view(2, -1)
+        signs = signs_of_blocks(1 << max(piece.counts).bit_length(), torch.float64, self._device)
+        with torch.inference_mode(mode=False):
+            joined = torch.empty(len(piece.keys), len(FIGURES), dtype=torch.float64, device=self._device)
+        found.join_segments[(len(piece.keys),)](piece.memory, starts, counts, signs, joined)
+        return Joined(piece.keys, joined)
