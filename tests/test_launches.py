@@ -88,5 +88,5 @@ def test_a_recording_and_a_monitor_of_a_training_wait_for_nothing(tmp_path: Path
             step()
             torch.cuda.set_sync_debug_mode("default")
         step()
-    assert not [one for one in heard if "synchroniz" in str(one.message).lower()]
+    assert not [one for one in heard if "called a synchronizing" in str(one.message).lower()]
     assert not Launches.broken

@@ -22,8 +22,9 @@ FIGURES = ("nan", "pos_inf", "neg_inf", "there", "low", "high", "total", "square
 """What is found of each tensor; from ``low`` on of the finite values."""
 _ROWS = 8192  # of a piece of memory: some half a megabyte
 _DEVICES = ("cuda",)  # ROCm's, too
-_HALVES = (torch.float16, torch.bfloat16)
-_EXACT = (torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_WHOLE = (torch.bool, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+_TILE, _JOINED = 2048, 256  # values and rows that a program has before it at a time
 
 
 def row_of(figures: Sequence[float], count: int, *, zeros: bool) -> list[float]:
@@ -75,10 +76,8 @@ class Launches:
     @classmethod
     def takes(cls, values: Tensor) -> bool:
         """Tell whether a plain tensor is one that `add` takes."""
-        dtype = values.dtype
-        known = dtype == torch.float32 or dtype in _HALVES or dtype in _EXACT or dtype == torch.bool
         return (
-            known
+            (values.dtype in _FLOATS or values.dtype in _WHOLE)
             and values.device.type in _DEVICES
             and not cls.broken
             and values.is_contiguous()
@@ -90,7 +89,7 @@ class Launches:
 
     def add(self, key: Any, values: Tensor, *, signed: bool) -> bool:
         """Read a tensor that `takes`; return False if it was not possible, which it will not be again."""
-        found, exact = kernels(), values.dtype in _EXACT or values.dtype == torch.bool
+        found = kernels()
         if found is None:
             return False
         count = values.numel()
@@ -99,13 +98,13 @@ class Launches:
         piece = self._open.get(stream)
         if piece is None or piece.used + segments > len(piece.memory):
             piece = self._open[stream] = self._new(segments, stream)
-        wide = torch.float64 if exact else torch.float32
-        weights = first_weights(BLOCK, wide, self._device)
+        weights = first_weights(BLOCK, torch.float64, self._device)
         raw = values.view(torch.uint8) if values.dtype == torch.bool else values
         try:
             found.read_segments[(segments,)](
-                raw, weights, piece.memory, count, piece.used, WIDE=found.types[wide], SIGNED=signed, num_warps=8
-            )
+                raw, weights, piece.memory, count, piece.used,
+                SIGNED=signed, SEGMENT=BLOCK, WIDTH=len(FIGURES), TILE=_TILE, num_warps=8,
+            )  # fmt: skip
         except Exception:
             Launches.broken = True
             return False
@@ -138,5 +137,23 @@ class Launches:
         signs = signs_of_blocks(1 << max(piece.counts).bit_length(), torch.float64, self._device)
         with torch.inference_mode(mode=False):
             joined = torch.empty(len(piece.keys), len(FIGURES), dtype=torch.float64, device=self._device)
-        found.join_segments[(len(piece.keys),)](piece.memory, starts, counts, signs, joined)
+        try:
+            found.join_segments[(len(piece.keys),)](
+                piece.memory, starts, counts, signs, joined, WIDTH=len(FIGURES), ROWS=_JOINED
+            )
+        except Exception:
+            Launches.broken = True
+            joined = _joined_by_torch(piece, signs)
         return Joined(piece.keys, joined)
+
+
+def _joined_by_torch(piece: _Piece, signs: Tensor) -> Tensor:
+    """Return the same by torch's operators, some for each tensor."""
+    rows = []
+    for start, count in zip(piece.starts, piece.counts, strict=True):
+        mine = piece.memory[start : start + count]
+        signed = (mine[:, 8] * (signs[:count] if count > 1 else 1.0)).sum(0, keepdim=True)
+        rows.append(
+            torch.cat([mine[:, :4].sum(0), mine[:, 4:5].amin(0), mine[:, 5:6].amax(0), mine[:, 6:8].sum(0), signed])
+        )
+    return torch.stack(rows)

@@ -81,9 +81,9 @@ class Reader:
     def read(self, values: Tensor, *, signed: bool = False, zeros: bool = False) -> Figures:
         """Read a tensor that `takes`.
 
-        ``signed``: take the sketch; ``zeros``: count what is not zero. Sums of up to 1,024 values are of float32 (of float64
-        for a float64), 16 side by side, and of float64 over these; of what is not finite the squares' sum is not, and the
-        extremes mean nothing.
+        ``signed``: take the sketch, in float64; ``zeros``: count what is not zero. Other sums of up to 1,024 values are of
+        float32 (of float64 for a float64), 16 side by side, and of float64 over these; of what is not finite the squares' sum
+        is not, and the extremes mean nothing.
         """
         kind, count = _KINDS[values.dtype], values.numel()
         found = (ctypes.c_double * len(Figures._fields))()

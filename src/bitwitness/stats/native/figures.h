@@ -29,16 +29,16 @@ INLINE void NAMED(figures)(const T *x, ptrdiff_t count, T *low, T *high, double 
     out[SQUARES] += squares;
 }
 
+/* In double, whose products of floats are exact: equal values have equal sketches, on whatever device they are taken. */
 INLINE double NAMED(product)(const T *x, const T *weights, ptrdiff_t count)
 {
-    T sum[LANES] = {0};
-    double total = 0;
+    double sum[LANES] = {0}, total = 0;
     ptrdiff_t i = 0;
     for (; i + LANES <= count; i += LANES)
         for (int j = 0; j < LANES; j++)
-            sum[j] += x[i + j] * weights[i + j];
+            sum[j] += (double)x[i + j] * (double)weights[i + j];
     for (int j = 0; i < count; i++, j++)
-        sum[j] += x[i] * weights[i];
+        sum[j] += (double)x[i] * (double)weights[i];
     for (int j = 0; j < LANES; j++)
         total += sum[j];
     return total;
