@@ -28,7 +28,9 @@ KINDS = (
 """What can be looked at; `bitwitness.store.monitored` tells what each is."""
 METRICS = ("attention", "router", "stable_rank", "kurtosis")
 """What is computed on request only: it costs more than statistics."""
-RULES = ("nonfinite", "vanished", "frozen", "exploding", "drift", "spike", "rank_apart", "replicas")
+RULES = (
+    "nonfinite", "vanished", "frozen", "exploding", "drift", "spike", "learning_rate", "loss_scale", "rank_apart", "replicas"
+)  # fmt: skip
 _MOST = 1 << 31
 
 

@@ -28,6 +28,8 @@ FAINT = 1e-5
 """Times the middle of a kind's sizes: what is and was below is the rounding of larger numbers, as gradients of a bias are
 before a normalisation, or of a key's, and moves as chance will have it."""
 _KINDS_OF_GRADIENTS = ("activation_grad", "grad", "comm", "grad_reduced", "update")
+_FEW = 8
+"""Elements below which a tensor's size says little: a bias of one element crosses zero now and then."""
 _TOGETHER = 8  # series whose median may stand for what all of them do
 
 
@@ -37,7 +39,7 @@ class Moved:
 
     ``places`` in the step's numbers, and for each, [F]: ``sizes``, ln of the L2 norm or the ratio, without the level, NaN
     where it is zero or absent; ``gap``, how far that is from its mean; ``scores`` and ``drifts`` as `History` has them;
-    ``seen``, values learned before. ``level``: what all of them do together.
+    ``seen``, values learned before; ``few``, whether it has few elements. ``level``: what all of them do together.
     """
 
     places: NDArray[np.int64]
@@ -46,6 +48,7 @@ class Moved:
     scores: Numbers
     drifts: Numbers
     seen: Numbers
+    few: NDArray[np.bool_]
     level: float
     threshold: float
     drift_threshold: float
@@ -68,6 +71,7 @@ class Movement:
         self._warmup = warmup
         self._z = z
         self._places: list[int] = []
+        self._few: list[bool] = []
         self._history: History | None = None
         self._known = 0
 
@@ -90,6 +94,7 @@ class Movement:
             scores,
             history.drifts(scores),
             history.seen.copy(),
+            np.asarray(self._few, dtype=bool),
             level,
             history.threshold,
             history.drift_threshold,
@@ -104,6 +109,7 @@ class Movement:
         for place in range(self._known, len(numbers.keys)):
             if numbers.keys[place].kind == self.kind:
                 self._places.append(place)
+                self._few.append(_elements(numbers, place) < _FEW)
         self._known = len(numbers.keys)
         old, size = self._history, len(self._places)
         if old is None or old.mean.size != size:
@@ -113,6 +119,13 @@ class Movement:
             self._history = new
             return new
         return old
+
+
+def _elements(numbers: StepNumbers, place: int) -> float:
+    """Return how many elements a series' tensor has, of an update those of its parameter; infinite where that is not known."""
+    name = numbers.keys[place].name
+    counts = [numbers.count[place], *(numbers.count[i] for i, key in enumerate(numbers.keys) if key.name == name)]
+    return float(max((count for count in counts if count > 0), default=np.inf))
 
 
 def _is_faint(sizes: Numbers, usual: Numbers) -> NDArray[np.bool_]:

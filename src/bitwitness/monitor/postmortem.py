@@ -77,13 +77,8 @@ class PostMortem:
         if moved and share < _FEW and not _is_input(moved[0][0]):
             key, factor = moved[0]
             return "one_layer", f"one layer: {named(key)} moved first, to {factor:.3g} times its usual", key
-        if earlier and (weights := _moved(earlier[-1], ("param",))):
-            key, factor = weights[0]
-            return "one_layer", f"one layer: the {named(key)} changed before it, to {factor:.3g} times their usual", key
-        if (weights := _moved(spike, ("param",))) and not _moved(spike, ("update",)):
-            key, factor = weights[0]  # the optimizer did not do that
-            text = f"one layer: the {named(key)} are {factor:.3g} times their usual, and its updates were as usual"
-            return "one_layer", text, key
+        if (found := self._weights(spike, earlier) or (None if self._is_large() else self._alone(spike))) is not None:
+            return found
         loss = SeriesKey("training", ".", None, "loss")
         batch = self._batch(spike)
         if moved and _is_input(moved[0][0]):
@@ -91,9 +86,32 @@ class PostMortem:
             return "data", f"the data: {named(key)} is {factor:.3g} times its usual ({batch})", key
         if earlier or "update" in spike.moved:
             who = "the data" if self._is_large() else "the data, or chance"
-            text = f"{who}: updates and weights before it were as usual, and the batch ({batch}) was not"
+            text = f"{who}: updates and weights before it were as usual, which leaves the batch ({batch})"
             return "data", text, loss
         return "data", f"probably the data ({batch}): nothing else that was looked at moved before it", loss
+
+    @staticmethod
+    def _weights(spike: View, earlier: list[View]) -> tuple[str, str, SeriesKey] | None:
+        """Return that a parameter changed, before the spike or without its update."""
+        if earlier and (weights := _moved(earlier[-1], ("param",))):
+            key, factor = weights[0]
+            return "one_layer", f"one layer: the {named(key)} changed before it, to {factor:.3g} times their usual", key
+        if (weights := _moved(spike, ("param",))) and not _moved(spike, ("update",)):
+            key, factor = weights[0]  # the optimizer did not do that
+            text = f"one layer: the {named(key)} are {factor:.3g} times their usual, and its updates were as usual"
+            return "one_layer", text, key
+        return None
+
+    @staticmethod
+    def _alone(spike: View) -> tuple[str, str, SeriesKey] | None:
+        """Return that a few parameters' gradients grew and no others': a batch moves them all."""
+        for kind in ("grad", "grad_reduced"):
+            grown = _moved(spike, (kind,))
+            if grown and len(grown) < max(2.0, _FEW * np.isfinite(spike.moved[kind].sizes).sum()):
+                key, factor = max(grown, key=lambda one: one[1])
+                text = f"one layer: the {named(key)} is {factor:.3g} times its usual, and most others' are as usual"
+                return "one_layer", text, key
+        return None
 
     def _is_large(self) -> bool:
         """Tell whether the loss has doubled: what random batches do by themselves now and then is less."""

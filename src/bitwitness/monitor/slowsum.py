@@ -32,6 +32,8 @@ class SlowSum:
         self._difference = np.zeros(size)
         self._seen = np.zeros(size)
         self._up, self._down = np.zeros(size), np.zeros(size)
+        self.gap = np.zeros(size)
+        """How far the last values were from their places."""
 
     def step(self, values: Numbers) -> Numbers:
         """Take a step in (NaN where there is none); return how near each is to its limit, signed: beyond 1 it drifted."""
@@ -47,7 +49,7 @@ class SlowSum:
             if len(self._first) == _FIRST:
                 self._mean = _median(np.stack(self._first))
             return np.zeros_like(self._mean)
-        gap = values - self._mean
+        gap = self.gap = values - self._mean
         z = np.nan_to_num(gap / np.maximum(_TO_SIGMA * self._difference, self._floor)).clip(-_CLIP, _CLIP)
         self._up = np.maximum(self._up + z - _SLACK, 0.0)
         self._down = np.maximum(self._down - z - _SLACK, 0.0)

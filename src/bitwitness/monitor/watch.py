@@ -16,16 +16,20 @@ from bitwitness.monitor.rules.exploding import Exploding
 from bitwitness.monitor.rules.frozen import Frozen
 from bitwitness.monitor.rules.nonfinite import Nonfinite
 from bitwitness.monitor.rules.rank_apart import RankApart
+from bitwitness.monitor.rules.rates import LearningRate, LossScale
 from bitwitness.monitor.rules.replicas import Replicas
 from bitwitness.monitor.rules.rule import Alert, Peers, Rule, View
 from bitwitness.monitor.rules.spike import Spike
 from bitwitness.monitor.rules.vanished import Vanished
 from bitwitness.monitor.series import SeriesKey, StepNumbers
 
-RULES: tuple[type[Rule], ...] = (Nonfinite, Vanished, Frozen, Exploding, Drift, Spike, RankApart, Replicas)
+RULES: tuple[type[Rule], ...] = (
+    Nonfinite, Vanished, Frozen, Exploding, Drift, Spike, LearningRate, LossScale, RankApart, Replicas
+)  # fmt: skip
 _LEARNS_FROM = ("exploding", "drift", "vanished")
 """Rules whose alarms raise the threshold of the kind that they spoke of."""
-
+_OF_SIZES = ("vanished", "exploding", "drift", "spike")
+"""Rules that look away from a step that a gradient scaler skips."""
 _EPISODE = 20  # steps in which a rule does not say the same of the same again
 _WAKE = 32
 """Steps after an alert in which what moves is taken for its consequence: it is recorded, and no alert of its own."""
@@ -71,8 +75,9 @@ class Watch:
         moved = {kind: one for kind, m in self._movements.items() if (one := m.look(numbers)).places.size}
         view = View(numbers, moved)
         self.looked_at += len(numbers.order)
-        said = [alert for rule in self._rules for alert in rule.look(view)]
-        for kind, one in moved.items():
+        overflowed = view.overflowed
+        said = [a for rule in self._rules if not (overflowed and rule.name in _OF_SIZES) for a in rule.look(view)]
+        for kind, one in moved.items() if not overflowed else ():
             alarmed = any(alert.rule in _LEARNS_FROM and alert.key.kind == kind for alert in said)
             self._movements[kind].learn(one, alarmed=alarmed)
         self._post_mortem.step(view)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from bitwitness.finding import Finding, Note, Severity
+from bitwitness.site import Site
 from bitwitness.store.folder import Run
 from bitwitness.store.monitored import monitored_ranks, read_series
 from bitwitness.store.seal import SEAL
@@ -18,6 +20,8 @@ from bitwitness.store.seal import SEAL
 PREFIX = "monitor."
 NONFINITE = "monitor.nonfinite"
 SLOW = ("drift", "rank_apart")
+_ORDER = ("forward.in", "forward.out", "forward", "backward", "grad.local", "comm", "grad.reduced", "optim", "param")
+"""Phases and slots of sites in the order in which a step makes them."""
 """Rules of what goes on for a while: what happens at one step says more."""
 _POST_MORTEM = "monitor.post_mortem"
 _KEY = ["kind", "name", "slot", "metric"]
@@ -74,8 +78,17 @@ class Watched:
 
     @property
     def first(self) -> Finding | None:
-        """The alert to begin with: the first, but for those of rules that slow changes set off before something happens."""
-        return min(self.alerts, key=lambda one: one.sensor.removeprefix(PREFIX) in SLOW, default=None)
+        """The alert to begin with: the first, but for those of rules that slow changes set off before something happens.
+
+        Of one step the one that is nearest to the origin: in the order in which a step computes, on the rank that says most.
+        """
+        said = Counter((one.step, one.rank) for one in self.alerts)
+
+        def turn(one: Finding) -> tuple[bool, int, int, int]:
+            slow = one.sensor.removeprefix(PREFIX) in SLOW
+            return slow, one.step, _turn(one.site), -said[one.step, one.rank]
+
+        return min(self.alerts, key=turn, default=None)
 
     @property
     def nonfinite(self) -> Finding | None:
@@ -132,6 +145,12 @@ def watched_in(
     told.steps, told.series = sorted(steps), len(series)
     told.broken = min(broken, key=lambda one: (one.step, one.rank), default=None)
     return told, problems
+
+
+def _turn(site: Site) -> int:
+    """Return when in a step the value of a site comes about."""
+    place = f"{site.phase}.{site.slot}"
+    return next((i for i, one in enumerate(_ORDER) if place.startswith(one)), len(_ORDER))
 
 
 def _rules(settings: Mapping[str, Any]) -> tuple[str, ...]:

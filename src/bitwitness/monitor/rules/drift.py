@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 
 import numpy as np
 
 from bitwitness.config.monitoring import MonitorConfig
 from bitwitness.monitor.movement import Moved
-from bitwitness.monitor.rules.rule import Alert, Rule, View, named
+from bitwitness.monitor.rules.rule import Alert, Rule, View, brothers, named
 from bitwitness.monitor.sheet import Numbers
 
 _KINDS = ("activation", "activation_grad", "grad", "grad_reduced", "param")
@@ -19,6 +19,8 @@ _SPREADS = 12.0
 _LEAST = float(np.log(1.5))  # what the cumulative sum's drift has to be off by
 _YOUNG = 128  # steps of a training in which its sizes still find their place: a warm-up moves final norms by factors
 _SMOOTH = 0.1
+_GOES = 0.3  # of the threshold, from which on a series goes somewhere
+_FEW_SERIES = 8  # below which what a kind does together is not taken away
 
 
 class Drift(Rule):
@@ -45,10 +47,12 @@ class Drift(Rule):
             moved = view.moved.get(kind)
             if moved is None or not moved.places.size:
                 continue
-            judged = (moved.seen >= max(_YOUNG, 2 * self._config.warmup)) & (np.abs(moved.gap) > _LEAST)
+            judged = (moved.seen >= max(_YOUNG, 2 * self._config.warmup)) & (np.abs(moved.gap) > _LEAST) & ~moved.few
             summed = np.where(judged, moved.drifts / moved.drift_threshold, 0.0)
+            summed[_in_company(view, moved, moved.drifts / moved.drift_threshold)] = 0.0
             slow = kind in _SLOW_KINDS
             shifted = self._shifted(kind, moved, view.numbers.step) if slow else np.zeros_like(summed)
+            shifted[_in_company(view, moved, shifted)] = 0.0
             share = np.where(np.abs(summed) >= np.abs(shifted), summed, shifted)
             others += moved.places[np.abs(share) > 1].tolist()
             index = int(np.abs(share).argmax())
@@ -80,7 +84,7 @@ class Drift(Rule):
         if old is None or _YOUNG + self._config.warmup > moved.seen.max(initial=0.0):
             return np.zeros_like(smooth)
         shift = smooth - np.pad(old, (0, smooth.size - old.size), constant_values=np.nan)
-        known = np.isfinite(shift) & np.isfinite(moved.sizes)
+        known = np.isfinite(shift) & np.isfinite(moved.sizes) & ~moved.few
         if known.sum() < 4:
             return np.zeros_like(smooth)
         shift = np.where(known, shift - np.median(shift[known]), 0.0)
@@ -91,3 +95,22 @@ class Drift(Rule):
             ):  # it was told of, and what it moved from lies before that
                 share[number] = 0.0
         return share
+
+
+def _in_company(view: View, moved: Moved, share: Numbers) -> np.ndarray:
+    """Return which go the way that most of their brothers go, or of their kind where that has few series.
+
+    ``share``: how far each has gone, of what is put up with.
+    """
+    ways = np.where(np.abs(share) > _GOES, np.sign(share), 0.0)
+    result = np.zeros(ways.size, dtype=bool)
+    groups: dict[str, list[int]] = defaultdict(list)
+    for number, place in enumerate(moved.places.tolist()):
+        groups[brothers(view.numbers.keys[place].name)].append(number)
+    known = np.flatnonzero(np.isfinite(moved.sizes) & ~moved.few)
+    for members in (*groups.values(), *([known.tolist()] if known.size < _FEW_SERIES else [])):
+        for way in (1.0, -1.0):
+            going = [number for number in members if ways[number] == way]
+            if len(members) > 2 and len(going) > 0.5 * len(members):
+                result[going] = True
+    return result

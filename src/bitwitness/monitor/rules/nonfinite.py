@@ -5,10 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from bitwitness.config.monitoring import MonitorConfig
-from bitwitness.monitor.rules.rule import Alert, Rule, View, named
+from bitwitness.monitor.rules.rule import OVERFLOWING, Alert, Rule, View, named
 
-_ORDINARY = ("grad", "grad_reduced", "activation_grad")
-"""What overflows now and then under a gradient scaler, which skips such steps; so does the scaled loss itself."""
 _MASKS = ("activation", "comm")
 """Where an infinity that was there from the first step on is meant: a mask."""
 
@@ -38,7 +36,7 @@ class Nonfinite(Rule):
             masked = place in self._masked and not numbers.nan[place] > 0
             # the norm of gradients that overflowed is NaN; the loss itself is not NaN for that
             of_step = key.kind == "training" and (key.metric == "grad_norm" or np.isinf(numbers.value[place]))
-            overflowed = key.kind in _ORDINARY or of_step
+            overflowed = key.kind in OVERFLOWING or of_step  # so does the scaled loss itself
             if masked or (numbers.scaled and overflowed):
                 bad[place] = False
         spreading, self._spreading = self._spreading, bool(bad.any())

@@ -62,7 +62,8 @@ class RankApart(Rule):
             return []
         key = peers.keys[index]
         how = "is" if apart[index] >= drifting[index] else "slowly went"
-        factor = float(np.exp(peers.distance[index] - usual))
+        gap = float(peers.distance[index] - usual) if how == "is" else float(self._slow.gap[index])
+        factor = float(np.exp(gap))
         text = f"{named(key)} {how} apart from {peers.others}: {factor:.3g} times its usual size against them"
         beyond = [peers.keys[int(i)] for i in np.flatnonzero(share > 1)]
         return [

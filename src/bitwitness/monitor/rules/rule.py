@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -28,6 +29,9 @@ CAUSAL = (
     "param",
 )
 """Kinds in the order in which a step makes them: the first that goes wrong is nearest to the origin."""
+OVERFLOWING = ("grad", "grad_reduced", "activation_grad")
+"""What overflows now and then under a gradient scaler, which skips such steps."""
+_NUMBER = re.compile(r"\d+")
 _NAMED = 8  # others that are named beside the first
 
 
@@ -74,6 +78,13 @@ class View:
 
     numbers: StepNumbers
     moved: Mapping[str, Moved] = field(default_factory=dict)
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether a scaler skips this step: what is left of its gradients is no measure of them."""
+        numbers = self.numbers
+        bad = (np.nan_to_num(numbers.nan) > 0) | (np.nan_to_num(numbers.inf) > 0)
+        return numbers.scaled and any(numbers.keys[i].kind in OVERFLOWING for i in np.flatnonzero(bad))
 
     def first(self, places: Iterable[int]) -> list[int]:
         """Return places in causal order: by kind, then as the step made them."""
@@ -135,3 +146,8 @@ def named(key: SeriesKey) -> str:
     if key.kind == "training":
         return f"the {key.metric}"
     return f"{words.get(key.kind, key.kind)} {key.name}{tail}"
+
+
+def brothers(name: str) -> str:
+    """Return a name but for its numbers: the same in each layer, of each of a mixture's experts."""
+    return _NUMBER.sub("*", name)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 
 from bitwitness.config.monitoring import MonitorConfig
-from bitwitness.monitor.rules.rule import Alert, Rule, View, named
+from bitwitness.monitor.rules.rule import Alert, Rule, View, brothers, named
 from bitwitness.monitor.series import StepNumbers
 
 _RIPE = 16  # steps in which a series was never zero, before a zero means something
 _FALL = float(np.log(1000.0))  # of what is not zero
 _KINDS = ("activation", "activation_grad", "grad", "comm", "grad_reduced", "update")
 _AT_REST = 1e-3  # times the largest learning rate
-_NUMBER = re.compile(r"\d+")
 
 
 class Vanished(Rule):
@@ -48,13 +45,13 @@ class Vanished(Rule):
             fallen = (moved.gap < -_FALL) & (moved.scores < -moved.threshold)
             # what left no number at all (no gradient) is as good as zero, and so is what is NaN: not here
             absent = np.isnan(sizes)
-            ripe = moved.seen >= _RIPE
+            ripe = (moved.seen >= _RIPE) & ~moved.few
             before = self._gone.setdefault(kind, set())
             here = {int(p) for p in moved.places[ripe & (zero | fallen)]}
             self._note(view, moved.places, zero | absent, moved.seen)
-            new = [p for p in here - before if _brothers(numbers.keys[p].name) not in self._ordinary]
+            new = [p for p in here - before if brothers(numbers.keys[p].name) not in self._ordinary]
             returned = before - here  # what goes to zero and comes back does so as a matter of course
-            self._ordinary.update(_brothers(numbers.keys[p].name) for p in returned)
+            self._ordinary.update(brothers(numbers.keys[p].name) for p in returned)
             before.clear()
             before |= here
             if 2 * len(new) <= max(int(ripe.sum()), 2) or self._loss_stays(view):
@@ -89,8 +86,4 @@ class Vanished(Rule):
     def _note(self, view: View, places: np.ndarray, none: np.ndarray, seen: np.ndarray) -> None:
         """Learn whose absence is ordinary: of those that were away and not only just now vanished."""
         for place in places[none & (seen > 0) & (seen < _RIPE)]:
-            self._ordinary.add(_brothers(view.numbers.keys[int(place)].name))
-
-
-def _brothers(name: str) -> str:
-    return _NUMBER.sub("*", name)
+            self._ordinary.add(brothers(view.numbers.keys[int(place)].name))

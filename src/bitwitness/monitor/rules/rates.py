@@ -1,0 +1,83 @@
+"""What a script sets: a learning rate that leaps, a loss scale under which nothing is learned any more."""
+
+from __future__ import annotations
+
+from bitwitness.config.monitoring import MonitorConfig
+from bitwitness.monitor.rules.rule import Alert, Rule, View, named
+
+_LEAP = 3.0
+"""Times the largest rate so far, and the last one, that no warm-up and no restart reaches from one step to the next."""
+_LEARNED = 20  # steps
+_SKIPPED = 16  # steps in a row
+_SMALLEST = 1.0
+
+
+class LearningRate(Rule):
+    """Alerts where a learning rate leaps to more than three times the largest that it ever was.
+
+    Exact: warm-ups rise by small steps, and a restart ends where it was.
+    """
+
+    name = "learning_rate"
+    rate = 0.0
+
+    def __init__(self, config: MonitorConfig) -> None:
+        super().__init__(config)
+        self._most: dict[int, float] = {}
+        self._last: dict[int, float] = {}
+        self._steps: dict[int, int] = {}
+
+    def look(self, view: View) -> list[Alert]:
+        """Return the first group whose rate leaps."""
+        found: list[Alert] = []
+        for place in view.numbers.places("training", "lr"):
+            rate = float(view.numbers.value[place])
+            if not rate > 0:
+                continue
+            most, last = self._most.get(place, rate), self._last.get(place, rate)
+            seen = self._steps.get(place, 0)
+            self._most[place], self._last[place], self._steps[place] = max(most, rate), rate, seen + 1
+            if seen >= _LEARNED and rate > _LEAP * max(most, last) and not found:
+                key = view.numbers.keys[place]
+                which = "" if key.name == "0" else f" of group {key.name}"
+                text = f"the learning rate{which} leaps to {rate:.3g}, {rate / most:.3g} times the largest before"
+                found = [self.alert(key, text, rate=rate, largest_before=most)]
+        return found
+
+
+class LossScale(Rule):
+    """Alerts where a gradient scaler skips sixteen steps in a row, or its scale is below one, where float16 loses gradients.
+
+    Exact: each skip halves the scale, so that the largest that is usual (2^16) is gone by then.
+    """
+
+    name = "loss_scale"
+    rate = 0.0
+
+    def __init__(self, config: MonitorConfig) -> None:
+        super().__init__(config)
+        self._skipped = 0
+        self._told = False
+
+    def look(self, view: View) -> list[Alert]:
+        """Return that no step is made any more, or that the scale is too small; once until it is well again."""
+        numbers = view.numbers
+        places = numbers.places("training", "loss_scale")
+        scale = numbers.number("training", "loss_scale")
+        if not places or not scale > 0:
+            return []
+        self._skipped = self._skipped + 1 if view.overflowed else 0
+        small = scale < _SMALLEST
+        if self._skipped < _SKIPPED and not small:
+            self._told = False
+            return []
+        if self._told:
+            return []
+        self._told = True
+        key = numbers.keys[places[0]]
+        why = (
+            f"gradients overflowed in the last {self._skipped} steps, all of which the scaler skips"
+            if self._skipped >= _SKIPPED
+            else "below 1 small gradients are zero in float16"
+        )
+        return [self.alert(key, f"{named(key)} is {scale:.3g}: {why}", scale=scale, skipped=self._skipped)]
