@@ -288,7 +288,7 @@ def waits(training: Training) -> int | str:
     return sum("synchroniz" in str(one.message).lower() for one in heard)
 
 
-def cost(device: str, quick: bool, folder: Path) -> list[str]:
+def cost(device: str, quick: bool, folder: Path, watched_by: list[str]) -> list[str]:
     """Time steps of one training under each instrument, by turns."""
     setting, rounds = (SMALL[0], 3) if quick else (large(), 6)
     lines = [
@@ -300,6 +300,8 @@ def cost(device: str, quick: bool, folder: Path) -> list[str]:
     seconds: dict[str, list[float]] = {}
     plain: list[float] = []
     for name, watch in COSTS.items():
+        if name not in watched_by:
+            continue
         training, other = Training(setting, device), Training(setting, device)
         shuffle = random.Random(2)
         spent: dict[bool, list[float]] = {True: [], False: []}
@@ -342,6 +344,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--only", nargs="+", default=PARTS)
+    parser.add_argument(
+        "--watched-by", nargs="+", default=list(COSTS), choices=list(COSTS), help="whose cost is measured"
+    )
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
@@ -354,7 +359,7 @@ def main() -> int:
             "bits": lambda: bits(args.device, args.quick),
             "faults": lambda: faults(args.device, args.quick),
             "record": lambda: record(args.device, args.quick, folder),
-            "cost": lambda: cost(args.device, args.quick, folder),
+            "cost": lambda: cost(args.device, args.quick, folder, args.watched_by),
         }
         for name in args.only:
             try:

@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from bitwitness.device import this_device
 from bitwitness.guard.selftest import prove
+from bitwitness.stats import reader
+from bitwitness.stats.launches import kernels
 from bitwitness.tap.compat import lacking
 
 _EXPLAINED = {
@@ -41,6 +43,10 @@ def examine() -> dict[str, Any]:
         "proven": {name: failed.get(name, "sees") for name in _EXPLAINED},
         "lacking": lacking(),
         "not_covered": list(_NOT_COVERED),
+        "readers": {
+            "CPU": "compiled code" if reader.built() is not None else "torch's operators: built without a C compiler",
+            "accelerator": "Triton's kernels" if kernels() is not None else "torch's operators: no Triton here",
+        },
     }
 
 
@@ -64,5 +70,7 @@ def show(found: dict[str, Any]) -> None:
             print(f"          {result}")
     for name in found["lacking"]:
         print(f"  FAILED  this torch has no {name}, which bitwitness stands on")
+    for where, how in found["readers"].items():
+        print(f"  tensors on the {where} are read for recordings and monitors by: {how}")
     for gap in found["not_covered"]:
         print(f"  not covered: {gap}")
