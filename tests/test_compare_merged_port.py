@@ -213,7 +213,7 @@ def test_a_factor_of_an_adapter_is_not_the_losss(tmp_path: Path) -> None:
 
     report = compared(tmp_path, (model(2.0, merged=False), model(5.0, merged=True)), (square, square))
     assert "2.5 times as large in run B" in report.conclusion
-    assert "the loss agrees, and what comes back to" in report.conclusion
+    assert "the loss agrees, and so does what comes back to" in report.conclusion
     assert "a factor of the loss" not in report.conclusion
 
 

@@ -235,7 +235,7 @@ class GradientChains:
         elif self._is_one(-ratio):
             why = "the loss is to be lowered in one run, and raised in the other"
         elif kept and (within := scaled_within(self._differences, [chain.name for chain in self._weighty])):
-            why = f"the loss agrees, and what comes back to {within}: a factor in there, of what is zero as yet"
+            why = f"the loss agrees, and so does what comes back to {within}: a factor in there, of what is zero as yet"
         else:
             why = SOME_FACTOR
         return Cause("scaled", STAGES[0], f"{said}: {why}", self._row(0), ratio)

@@ -49,7 +49,8 @@ class AutoMonitor(EveryModel[Monitor]):
                 continue
             found = sum(finding.sensor != "monitor.post_mortem" for finding in one.findings)
             if one.is_empty:
-                sys.stderr.write(f"bitwitness: {one.folder} holds no series: no step that was asked for ended\n")
+                why = one.problem or "no step that was asked for ended"
+                sys.stderr.write(f"bitwitness: {one.folder} holds no series: {why}\n")
             elif not quiet or found or one.problem:
                 how = f", NOT ALL of it: {one.problem}" if one.problem else ""
                 told = f"{found} alert{'s' * (found > 1)}" if found else "no alerts"

@@ -84,7 +84,7 @@ class ModelMonitoring(Instrument):
             known = ", ".join(name for name, _ in islice(root.named_modules(), 1, 1 + _NAMED)) or "none"
             self._note(
                 f"targets {', '.join(map(repr, config.targets))} match no module and no parameter of "
-                f"{type(root).__name__} (its modules: {known}, …): of these nothing is looked at; print_struct shows all"
+                f"{type(root).__name__} (its modules: {known}, …; bw.Monitor(print_struct=True) shows all)"
             )
         if any(is_compiled(module) for module in (session.model, *root.modules())) and config.looks_at("activation"):
             self._note(

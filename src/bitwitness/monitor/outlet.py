@@ -151,8 +151,8 @@ class Outlet:
 
     def _ended(self, problem: str) -> None:
         self._note(
-            f"the series in {self._run.path} end: {problem}. The training goes on; what was written before is readable. "
-            "Free the space or give another --out"
+            f"the series in {self._run.path} end: {problem}. The training goes on; what was written before, if anything was, "
+            "is readable. Free the space or give another --out"
         )
 
 

@@ -134,7 +134,12 @@ class Answer:
             *_not_written(run, description),
         ]
         if nothing and "config" not in description:
-            problems.append("there is nothing to tell of: no guard was on, and no rows were recorded")
+            what = (
+                "its monitor wrote no series"
+                if "monitor" in description
+                else "no guard was on, and no rows were recorded"
+            )
+            problems.append(f"there is nothing to tell of: {what}")
         self.health: Health = health_of(tables, self.verdicts, self.life, problems=list(dict.fromkeys(problems)))
         self._tell(findings)
 
@@ -158,6 +163,8 @@ class Answer:
         elif "config" in description and not self.tables:
             steps = description.get("steps", "some")
             health.sentence = health.sentence.replace("no guard was on", f"no verdict in {steps} steps")
+        if "monitor" in description and not judged and not self._monitors:
+            health.sentence = health.sentence.removesuffix("; no guard was on")
         origin = next((one.message for one in findings if one.evidence.get("kind") and one.severity == "error"), "")
         if origin:
             health.sentence = health.sentence.replace(", named above", f" ({shown(origin, None)})")
