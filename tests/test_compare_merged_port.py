@@ -139,6 +139,19 @@ def test_factors_of_a_product_may_be_exchanged(tmp_path: Path) -> None:
     assert report.status == "fine", report.conclusion
 
 
+def test_terms_of_which_one_has_a_factor_are_not_exchanged(tmp_path: Path) -> None:
+    def loss(swapped: bool) -> Loss:
+        def of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            first, second = model["a"](x), model["b"](x)
+            return (torch.add(second, first, alpha=2) if swapped else torch.add(first, second, alpha=2)).square().mean()
+
+        return of
+
+    report = compared(tmp_path, (two_heads(), two_heads()), (loss(swapped=False), loss(swapped=True)))
+    assert report.status == "findings"
+    assert report.first.site.startswith("./add"), report.conclusion
+
+
 class Turned(nn.Module):
     """Scores depend on the differences of positions alone, from wherever these are counted."""
 

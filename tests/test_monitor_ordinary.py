@@ -95,7 +95,9 @@ def test_a_learning_rate_that_leaps_is_told_of_and_schedules_are_not() -> None:
     assert "the learning rate leaps to 0.3, 30 times the largest before" in one.message
     warm = [0.01 * min(1.0, (i + 1) / 50) for i in range(120)]
     restarts = [0.01 * (0.5 + 0.5 * np.cos(np.pi * (i % 40) / 40)) for i in range(120)]
-    for schedule in (warm, restarts, [0.01] * 60 + [0.001] * 30 + [0.01] * 30):
+    tenth = [0.001] * 60 + [0.01] * 60  # a warm-up at a tenth, which is noted and no alert
+    assert [one.severity for one in watched(rates(tenth))[0]] == [Severity.INFO]
+    for schedule in (warm, restarts, tenth, [0.01] * 60 + [0.001] * 30 + [0.01] * 30):
         assert not alerts(rates(schedule))
 
 

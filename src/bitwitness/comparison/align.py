@@ -225,7 +225,7 @@ def _pair(a: StepFrame, b: StepFrame, x: Node, y: Node) -> Pair:
     if x.op != y.op and len(pair.inputs) > 1:  # another tool's name for it, which may take its inputs in another order
         pair.inputs = _by_shape(a, b, x.inputs, y.inputs)
     if x.kind == "op":
-        pair.inputs = in_order(a, b, x.op, pair.inputs)
+        pair.inputs = in_order(a, b, x, y, pair.inputs)
     return pair
 
 

@@ -47,10 +47,12 @@ def exchanged(
     return found
 
 
-def in_order(a: StepFrame, b: StepFrame, op: str, inputs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def in_order(a: StepFrame, b: StepFrame, x: Node, y: Node, inputs: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the inputs of one operator of both runs, matched by their values where their order does not matter."""
-    if canonical(op) not in _COMMUTATIVE or len(inputs) != 2:
+    if canonical(x.op) not in _COMMUTATIVE or len(inputs) != 2:
         return inputs
+    if any('"alpha":' in frame.text("args", node.rows[0]) for frame, node in ((a, x), (b, y))):
+        return inputs  # one of two that are added is multiplied before
     (first, other_first), (second, other_second) = inputs
     crossed = [(first, other_second), (second, other_first)]
     if max(_row_gap(a, i, b, j) for i, j in crossed) <= _SAME and max(_row_gap(a, i, b, j) for i, j in inputs) > _OTHER:

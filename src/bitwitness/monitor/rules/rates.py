@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from bitwitness.config.monitoring import MonitorConfig
+from bitwitness.finding import Severity
 from bitwitness.monitor.rules.rule import Alert, Rule, View, named
 
-_LEAP = 3.0
-"""Times the largest rate so far, and the last one, that no warm-up and no restart reaches from one step to the next."""
+_LEAP, _MEANT = 3.0, 12.0
+"""Times the largest rate so far, and the last one, that no warm-up by steps and no restart reaches from one step to the next;
+and up to which a script may mean it: some warm up at a tenth of the rate."""
 _LEARNED = 20  # steps
 _SKIPPED = 16  # steps in a row
 _SMALLEST = 1.0
 
 
 class LearningRate(Rule):
-    """Alerts where a learning rate leaps to more than three times the largest that it ever was.
+    """Alerts where a learning rate leaps to more than twelve times the largest that it ever was; notes it from three times on.
 
-    Exact: warm-ups rise by small steps, and a restart ends where it was.
+    Exact: warm-ups rise by small steps, or once by ten, and a restart ends where it was.
     """
 
     name = "learning_rate"
@@ -41,7 +45,8 @@ class LearningRate(Rule):
                 key = view.numbers.keys[place]
                 which = "" if key.name == "0" else f" of group {key.name}"
                 text = f"the learning rate{which} leaps to {rate:.3g}, {rate / most:.3g} times the largest before"
-                found = [self.alert(key, text, rate=rate, largest_before=most)]
+                severity = Severity.WARNING if rate > _MEANT * most else Severity.INFO
+                found = [replace(self.alert(key, text, rate=rate, largest_before=most), severity=severity)]
         return found
 
 
