@@ -138,8 +138,8 @@ def _align_place(
     ours, theirs = lists
     matches = matches_of(ours, theirs, tokens_a, tokens_b)
     is_op = bool(ours) and ours[0].kind == "op"
-    crossed = {} if not is_op else crossed_of(ours, theirs, matches, tokens_a, tokens_b)
-    if is_op and (crossed := crossed or exchanged(ours, theirs, matches, tokens_a, tokens_b)):
+    lists_and_tokens = ours, theirs, matches, tokens_a, tokens_b
+    if is_op and (crossed := crossed_of(*lists_and_tokens) or exchanged(*lists_and_tokens)):
         found.pairs += [_pair(a, b, ours[i], theirs[j]) for i, j in crossed.items()]
         ours = [node for i, node in enumerate(ours) if i not in crossed]
         theirs = [node for j, node in enumerate(theirs) if j not in crossed.values()]
@@ -154,9 +154,8 @@ def _match_the_rest(found: Alignment, a: StepFrame, b: StepFrame, tokens_a: Toke
     rest_a, rest_b = (sorted(only, key=lambda node: node.rows[-1]) for only in (found.only_a, found.only_b))
     found.only_a, found.only_b = [], []
     keys = {(node.kind, node.phase, node.micro) for node in [*rest_a, *rest_b]}
-    for key in sorted(
-        keys, key=lambda key: key[0] != "parameter"
-    ):  # whose counterparts tell those of gradients and updates
+    # parameters first: their counterparts tell those of gradients and updates
+    for key in sorted(keys, key=lambda key: key[0] != "parameter"):
         ours, theirs = ([n for n in rest if (n.kind, n.phase, n.micro) == key] for rest in (rest_a, rest_b))
         fits = _fits_between(found) if key[0] == "parameter" else _of_matched_parameters(found)
         fit = [

@@ -30,7 +30,8 @@ before a normalisation, or of a key's, and moves as chance will have it."""
 _KINDS_OF_GRADIENTS = ("activation_grad", "grad", "comm", "grad_reduced", "update")
 _FEW = 8
 """Elements below which a tensor's size says little: a bias of one element crosses zero now and then."""
-_TOGETHER = 8  # series whose median may stand for what all of them do
+TOGETHER = 8
+"""Series whose median may stand for what all of them do."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Movement:
         sizes = _sizes(self.kind, numbers, places)
         gap = sizes - history.mean
         ripe = np.isfinite(gap) & (history.seen >= min(8, self._warmup))
-        level = float(np.median(gap[ripe])) if ripe.sum() >= _TOGETHER else 0.0
+        level = float(np.median(gap[ripe])) if ripe.sum() >= TOGETHER else 0.0
         if self.kind in _KINDS_OF_GRADIENTS:
             sizes = np.where(_is_faint(sizes, history.mean), np.nan, sizes)
         sizes, gap = sizes - level, np.where(np.isfinite(sizes), gap - level, np.nan)
@@ -106,10 +107,11 @@ class Movement:
             self._history.learn(moved.sizes, false_alarm=alarmed)
 
     def _grown(self, numbers: StepNumbers) -> History:
-        for place in range(self._known, len(numbers.keys)):
-            if numbers.keys[place].kind == self.kind:
-                self._places.append(place)
-                self._few.append(_elements(numbers, place) < _FEW)
+        added = [p for p in range(self._known, len(numbers.keys)) if numbers.keys[p].kind == self.kind]
+        if added:
+            elements = _elements(numbers)
+            self._places += added
+            self._few += [elements.get(numbers.keys[place].name, np.inf) < _FEW for place in added]
         self._known = len(numbers.keys)
         old, size = self._history, len(self._places)
         if old is None or old.mean.size != size:
@@ -121,17 +123,19 @@ class Movement:
         return old
 
 
-def _elements(numbers: StepNumbers, place: int) -> float:
-    """Return how many elements a series' tensor has, of an update those of its parameter; infinite where that is not known."""
-    name = numbers.keys[place].name
-    counts = [numbers.count[place], *(numbers.count[i] for i, key in enumerate(numbers.keys) if key.name == name)]
-    return float(max((count for count in counts if count > 0), default=np.inf))
+def _elements(numbers: StepNumbers) -> dict[str, float]:
+    """Return how many elements the largest tensor of each name has, where that is known: an update's row has none itself."""
+    found: dict[str, float] = {}
+    for key, count in zip(numbers.keys, numbers.count.tolist(), strict=True):
+        if count > 0:
+            found[key.name] = max(found.get(key.name, 0.0), count)
+    return found
 
 
 def _is_faint(sizes: Numbers, usual: Numbers) -> NDArray[np.bool_]:
     """Return which are, and were, far below what is in the middle."""
     known = sizes[np.isfinite(sizes)]
-    if known.size < _TOGETHER:
+    if known.size < TOGETHER:
         return np.zeros(sizes.shape, dtype=bool)
     largest: NDArray[np.bool_] = np.fmax(sizes, usual) < float(np.median(known)) + np.log(FAINT)
     return largest

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from bitwitness.stats import figures_of, in_hex
-from bitwitness.stats.figures import COLUMNS
+from bitwitness.stats.figures import COLUMNS, columns_of
 from bitwitness.stats.host import to_host
-from bitwitness.stats.launches import Launches, row_of
+from bitwitness.stats.launches import Launches
 from bitwitness.stats.local import local_values
 from bitwitness.tap.identity import Identities
 
@@ -210,14 +210,14 @@ class Sheet:
     def _join(self) -> Callable[[], Numbers]:
         """Begin the transfer of what was launched; return what waits for it: [L, 7] in the order of launching."""
         joined = [one for launches in self._launches.values() for one in launches.join()]
-        blocks = [_to_host([one.figures]) for one in joined]
-        counts, zeros = self._launched, self._zeros
+        counts = self._launched
+        each = [[counts[key] for key in one.keys] if self._zeros else None for one in joined]
+        blocks = [_to_host([columns_of(one.figures, n)]) for one, n in zip(joined, each, strict=True)]
 
         def read() -> Numbers:
             table = np.full((len(counts), len(COLUMNS)), np.nan)
             for one, block in zip(joined, blocks, strict=True):
-                for key, row in zip(one.keys, block().tolist(), strict=True):
-                    table[key] = row_of(row, counts[key], zeros=zeros)
+                table[one.keys] = block().reshape(-1, len(COLUMNS))
             return table
 
         return read

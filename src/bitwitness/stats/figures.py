@@ -14,7 +14,7 @@ from bitwitness.stats import reader
 from bitwitness.stats.host import to_device
 from bitwitness.stats.launches import Launches
 from bitwitness.stats.local import local_values
-from bitwitness.stats.parts import read
+from bitwitness.stats.parts import Read, read
 from bitwitness.stats.summary import stats_of
 
 COLUMNS = ("nan", "inf", "zeros", "min", "max", "sum", "l2")
@@ -89,10 +89,8 @@ def _compiled(values: list[Tensor], *, zeros: bool) -> dict[int, list[float]]:
     if compiled is None:
         return {}
     members = [index for index, value in enumerate(values) if compiled.takes(value)]
-    found = compiled.read_all([values[index] for index in members], zeros=zeros).tolist()
-    return {
-        index: row_of(values[index], row[:4], row[5], zeros=zeros) for index, row in zip(members, found, strict=True)
-    }
+    found = compiled.read_all([values[index] for index in members], zeros=zeros)
+    return {index: row_of(values[index], one, zeros=zeros) for index, one in zip(members, found, strict=True)}
 
 
 def _by_rows(values: list[Tensor], *, zeros: bool) -> dict[int, list[float]]:
@@ -118,18 +116,17 @@ def _alone(values: Tensor, *, zeros: bool = False) -> list[float]:
     """Return one tensor's figures on the CPU."""
     if values.dtype not in _PLAIN or not values.numel():
         return _exactly(values, zeros=zeros)
-    found = read(values, zeros=zeros)
-    figures = (found.low, found.high, found.total, found.squares)
-    return row_of(values, figures, -1 if found.there is None else found.there, zeros=zeros)
+    return row_of(values, read(values, zeros=zeros), zeros=zeros)
 
 
-def row_of(values: Tensor, figures: Sequence[float], there: float, *, zeros: bool) -> list[float]:
-    """Return a tensor's row: of what was read of it (its extremes, its sum, its squares' sum) where that tells."""
-    low, high, total, squares = figures
-    largest = max(-low, high)
-    if not (math.isfinite(squares) and math.isfinite(total)) or not (_LEAST < largest < _MOST or largest == 0.0):
+def row_of(values: Tensor, found: Read | reader.Figures, *, zeros: bool) -> list[float]:
+    """Return a tensor's row: of what was read of it where that tells, and else of another look at it."""
+    largest = max(-found.low, found.high)
+    finite = math.isfinite(found.squares) and math.isfinite(found.total)
+    if not finite or not (_LEAST < largest < _MOST or largest == 0.0):
         return _exactly(values, zeros=zeros)
-    return [0.0, 0.0, values.numel() - there if zeros else _UNCOUNTED, low, high, total, math.sqrt(squares)]
+    none = values.numel() - (found.there or 0) if zeros else _UNCOUNTED
+    return [0.0, 0.0, none, found.low, found.high, found.total, math.sqrt(found.squares)]
 
 
 def _exactly(values: Tensor, *, zeros: bool) -> list[float]:
@@ -155,14 +152,19 @@ def _launched(values: list[Tensor], *, zeros: bool) -> Tensor | None:
     launches = Launches(device)
     if not all(launches.add(index, value, signed=False) for index, value in enumerate(values)):
         return None
-    joined = launches.join()
-    found = torch.cat([one.figures for one in joined])
-    nan, inf, there = found[:, 0], found[:, 1] + found[:, 2], found[:, 3]
-    low, high = (found[:, i].where(found[:, i].isfinite(), torch.nan) for i in (4, 5))
-    empty = torch.full_like(there, _UNCOUNTED)
-    if zeros:
-        empty = to_device([value.numel() for value in values], device) - there
-    return torch.stack([nan, inf, empty, low, high, found[:, 6], found[:, 7].sqrt()], 1)
+    found = torch.cat([one.figures for one in launches.join()])
+    return columns_of(found, [value.numel() for value in values] if zeros else None)
+
+
+def columns_of(launched: Tensor, counts: Sequence[int] | None) -> Tensor:
+    """Return what was launched, [N, 9] with `bitwitness.stats.launches.FIGURES`, as [N, 7] with `COLUMNS`.
+
+    ``counts``: how many values each tensor has, if zeros are counted.
+    """
+    nan, above, below, there, low, high, total, squares = launched[:, :8].unbind(1)
+    low, high = (one.where(one.isfinite(), torch.nan) for one in (low, high))  # infinite where no value is finite
+    empty = torch.full_like(there, _UNCOUNTED) if counts is None else to_device(counts, there.device) - there
+    return torch.stack([nan, above + below, empty, low, high, total, squares.sqrt()], 1)
 
 
 def _fused(values: list[Tensor], *, zeros: bool) -> Tensor:

@@ -5,8 +5,6 @@ Nothing waits for the device; memory is some 72 bytes for each 32,768 elements u
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import ModuleType
@@ -25,14 +23,6 @@ _DEVICES = ("cuda",)  # ROCm's, too
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _WHOLE = (torch.bool, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 _TILE, _JOINED = 2048, 256  # values and rows that a program has before it at a time
-
-
-def row_of(figures: Sequence[float], count: int, *, zeros: bool) -> list[float]:
-    """Return one tensor's ``FIGURES`` as `bitwitness.stats.figures.COLUMNS`."""
-    nan, above, below, there, low, high, total, squares = figures[:8]
-    if nan + above + below == count:
-        low = high = math.nan
-    return [nan, above + below, count - there if zeros else -1.0, low, high, total, math.sqrt(squares)]
 
 
 class Joined(NamedTuple):

@@ -107,12 +107,11 @@ class Moving:
             for one, square in zip(unknown, norms, strict=True):
                 one.square = square
         sizes = [one.square or 0.0 for one in kept]
-        found = compiled.read_all(values, before=[one.values for one in kept]).tolist()
+        every = compiled.read_all(values, before=[one.values for one in kept])
         ratios, rows = [], []
-        for one, value, figures, size in zip(kept, values, found, sizes, strict=True):
-            moved = figures[6]
-            ratios.append((moved / size) ** 0.5 if size else float(moved > 0))
-            rows.append(row_of(value, figures[:4], -1.0, zeros=False))
+        for one, value, found, size in zip(kept, values, every, sizes, strict=True):
+            ratios.append((found.moved / size) ** 0.5 if size else float(found.moved > 0))
+            rows.append(row_of(value, found, zeros=False))
             l2 = rows[-1][COLUMNS.index("l2")]
             one.square = l2**2 if rows[-1][0] + rows[-1][1] == 0 else None
         return torch.tensor(ratios), torch.tensor(rows, dtype=torch.float64)

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from bitwitness.stats.sketch import BLOCK, first_weights
@@ -101,8 +100,8 @@ class Reader:
 
     def read_all(
         self, tensors: Sequence[Tensor], *, zeros: bool = False, before: Sequence[Tensor] | None = None
-    ) -> NDArray[np.float64]:
-        """Read many tensors that `takes`, in one call; ``[N, 7]`` as `Figures`, without sketches.
+    ) -> list[Figures]:
+        """Read many tensors that `takes`, in one call, without sketches.
 
         ``before``: as many, of the same lengths and types, whose squared distances are taken, and which then hold the values.
         """
@@ -121,7 +120,7 @@ class Reader:
             zeros,
             found.ctypes.data,
         )
-        return found
+        return list(map(Figures._make, found.tolist()))
 
 
 @cache

@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 import numpy as np
 
 from bitwitness.config.monitoring import MonitorConfig
-from bitwitness.monitor.movement import Moved
+from bitwitness.monitor.movement import TOGETHER, Moved
 from bitwitness.monitor.rules.rule import Alert, Rule, View, brothers, named
 from bitwitness.monitor.sheet import Numbers
 
@@ -20,7 +20,6 @@ _LEAST = float(np.log(1.5))  # what the cumulative sum's drift has to be off by
 _YOUNG = 128  # steps of a training in which its sizes still find their place: a warm-up moves final norms by factors
 _SMOOTH = 0.1
 _GOES = 0.3  # of the threshold, from which on a series goes somewhere
-_FEW_SERIES = 8  # below which what a kind does together is not taken away
 
 
 class Drift(Rule):
@@ -48,11 +47,11 @@ class Drift(Rule):
             if moved is None or not moved.places.size:
                 continue
             judged = (moved.seen >= max(_YOUNG, 2 * self._config.warmup)) & (np.abs(moved.gap) > _LEAST) & ~moved.few
-            summed = np.where(judged, moved.drifts / moved.drift_threshold, 0.0)
-            summed[_in_company(view, moved, moved.drifts / moved.drift_threshold)] = 0.0
+            drifts = moved.drifts / moved.drift_threshold
+            summed = _alone(view, moved, np.where(judged, drifts, 0.0), drifts)
             slow = kind in _SLOW_KINDS
             shifted = self._shifted(kind, moved, view.numbers.step) if slow else np.zeros_like(summed)
-            shifted[_in_company(view, moved, shifted)] = 0.0
+            shifted = _alone(view, moved, shifted, shifted)
             share = np.where(np.abs(summed) >= np.abs(shifted), summed, shifted)
             others += moved.places[np.abs(share) > 1].tolist()
             index = int(np.abs(share).argmax())
@@ -97,6 +96,13 @@ class Drift(Rule):
         return share
 
 
+def _alone(view: View, moved: Moved, share: Numbers, going: Numbers) -> Numbers:
+    """Return a share without what goes in company; nobody is asked where nothing is beyond its threshold, as in most steps."""
+    if not (np.abs(share) > 1).any():
+        return share
+    return np.where(_in_company(view, moved, going), 0.0, share)
+
+
 def _in_company(view: View, moved: Moved, share: Numbers) -> np.ndarray:
     """Return which go the way that most of their brothers go, or of their kind where that has few series.
 
@@ -108,7 +114,7 @@ def _in_company(view: View, moved: Moved, share: Numbers) -> np.ndarray:
     for number, place in enumerate(moved.places.tolist()):
         groups[brothers(view.numbers.keys[place].name)].append(number)
     known = np.flatnonzero(np.isfinite(moved.sizes) & ~moved.few)
-    for members in (*groups.values(), *([known.tolist()] if known.size < _FEW_SERIES else [])):
+    for members in (*groups.values(), *([known.tolist()] if known.size < TOGETHER else [])):
         for way in (1.0, -1.0):
             going = [number for number in members if ways[number] == way]
             if len(members) > 2 and len(going) > 0.5 * len(members):

@@ -7,10 +7,11 @@ from dataclasses import replace
 from bitwitness.config.monitoring import MonitorConfig
 from bitwitness.finding import Severity
 from bitwitness.monitor.rules.rule import Alert, Rule, View, named
+from bitwitness.monitor.series import SeriesKey
 
 _LEAP, _MEANT = 3.0, 12.0
-"""Times the largest rate so far, and the last one, that no warm-up by steps and no restart reaches from one step to the next;
-and up to which a script may mean it: some warm up at a tenth of the rate."""
+"""Times the largest rate so far that no warm-up by steps and no restart reaches from one step to the next; and up to which a
+script may mean it: some warm up at a tenth of the rate."""
 _LEARNED = 20  # steps
 _SKIPPED = 16  # steps in a row
 _SMALLEST = 1.0
@@ -28,7 +29,6 @@ class LearningRate(Rule):
     def __init__(self, config: MonitorConfig) -> None:
         super().__init__(config)
         self._most: dict[int, float] = {}
-        self._last: dict[int, float] = {}
         self._steps: dict[int, int] = {}
 
     def look(self, view: View) -> list[Alert]:
@@ -38,10 +38,9 @@ class LearningRate(Rule):
             rate = float(view.numbers.value[place])
             if not rate > 0:
                 continue
-            most, last = self._most.get(place, rate), self._last.get(place, rate)
-            seen = self._steps.get(place, 0)
-            self._most[place], self._last[place], self._steps[place] = max(most, rate), rate, seen + 1
-            if seen >= _LEARNED and rate > _LEAP * max(most, last) and not found:
+            most, seen = self._most.get(place, rate), self._steps.get(place, 0)
+            self._most[place], self._steps[place] = max(most, rate), seen + 1
+            if seen >= _LEARNED and rate > _LEAP * most and not found:
                 key = view.numbers.keys[place]
                 which = "" if key.name == "0" else f" of group {key.name}"
                 text = f"the learning rate{which} leaps to {rate:.3g}, {rate / most:.3g} times the largest before"
@@ -66,10 +65,9 @@ class LossScale(Rule):
 
     def look(self, view: View) -> list[Alert]:
         """Return that no step is made any more, or that the scale is too small; once until it is well again."""
-        numbers = view.numbers
-        places = numbers.places("training", "loss_scale")
-        scale = numbers.number("training", "loss_scale")
-        if not places or not scale > 0:
+        key = SeriesKey("training", ".", None, "loss_scale")
+        scale = view.numbers.number(key.kind, "loss_scale")
+        if not scale > 0:
             return []
         self._skipped = self._skipped + 1 if view.overflowed else 0
         small = scale < _SMALLEST
@@ -79,7 +77,6 @@ class LossScale(Rule):
         if self._told:
             return []
         self._told = True
-        key = numbers.keys[places[0]]
         why = (
             f"gradients overflowed in the last {self._skipped} steps, all of which the scaler skips"
             if self._skipped >= _SKIPPED

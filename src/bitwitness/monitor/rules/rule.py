@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -79,12 +80,14 @@ class View:
     numbers: StepNumbers
     moved: Mapping[str, Moved] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def overflowed(self) -> bool:
         """Whether a scaler skips this step: what is left of its gradients is no measure of them."""
         numbers = self.numbers
+        if not numbers.scaled:
+            return False
         bad = (np.nan_to_num(numbers.nan) > 0) | (np.nan_to_num(numbers.inf) > 0)
-        return numbers.scaled and any(numbers.keys[i].kind in OVERFLOWING for i in np.flatnonzero(bad))
+        return any(numbers.keys[i].kind in OVERFLOWING for i in np.flatnonzero(bad))
 
     def first(self, places: Iterable[int]) -> list[int]:
         """Return places in causal order: by kind, then as the step made them."""

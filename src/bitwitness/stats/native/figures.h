@@ -71,24 +71,31 @@ INLINE double NAMED(there)(const T *x, ptrdiff_t count)
     return found;
 }
 
-/* The sketch: each block's weighted sum with the sign of the block, where there are several (stats/sketch.py). */
+/* Adds a chunk to the sum of its `block`; where that ends, returns the block's part of the sketch (stats/sketch.py), and else 0:
+   the sum with the sign of the block, where there are several. */
+INLINE double NAMED(part)(const T *x, const T *weights, ptrdiff_t start, ptrdiff_t length, ptrdiff_t count, double *block)
+{
+    *block += NAMED(product)(x, weights + start % BLOCK, length);
+    if ((start + CHUNK) % BLOCK != 0 && start + CHUNK < count)
+        return 0;
+    double whole = count > BLOCK ? *block * sign_of_block((uint64_t)(start / BLOCK)) : *block;
+    *block = 0;
+    return whole;
+}
+
 INLINE double NAMED(sketch)(int kind, const void *values, ptrdiff_t count, const T *weights)
 {
     T wide[CHUNK];
     double total = 0, block = 0;
     for (ptrdiff_t start = 0; start < count; start += CHUNK) {
         ptrdiff_t length = count - start < CHUNK ? count - start : CHUNK;
-        block += NAMED(product)(NAMED(widened)(kind, values, start, length, wide), weights + start % BLOCK, length);
-        if ((start + CHUNK) % BLOCK == 0 || start + CHUNK >= count) {
-            total += count > BLOCK ? block * sign_of_block((uint64_t)(start / BLOCK)) : block;
-            block = 0;
-        }
+        total += NAMED(part)(NAMED(widened)(kind, values, start, length, wide), weights, start, length, count, &block);
     }
     return total;
 }
 
 INLINE void NAMED(read)(int kind, const void *values, ptrdiff_t count, const T *weights, void *before, int zeros,
-                               double *out)
+                        double *out)
 {
     T low[LANES], high[LANES], wide[CHUNK], old[CHUNK];
     double block = 0;
@@ -100,13 +107,8 @@ INLINE void NAMED(read)(int kind, const void *values, ptrdiff_t count, const T *
         ptrdiff_t length = count - start < CHUNK ? count - start : CHUNK;
         const T *x = NAMED(widened)(kind, values, start, length, wide);
         NAMED(figures)(x, length, low, high, out);
-        if (weights) { /* the very operations of `sketch`, so that the bits are the same */
-            block += NAMED(product)(x, weights + start % BLOCK, length);
-            if ((start + CHUNK) % BLOCK == 0 || start + CHUNK >= count) {
-                out[SIGNED] += count > BLOCK ? block * sign_of_block((uint64_t)(start / BLOCK)) : block;
-                block = 0;
-            }
-        }
+        if (weights)
+            out[SIGNED] += NAMED(part)(x, weights, start, length, count, &block);
         if (zeros)
             out[THERE] += NAMED(there)(x, length);
         if (before) {
