@@ -13,15 +13,14 @@ from typing import Any, NamedTuple
 import torch
 
 from bitwitness.errors import UsageError
+from bitwitness.record.atonce import compiled, compiled_sketch, in_range, of_figures
 from bitwitness.record.staging import Rows, Staging
 from bitwitness.stats import HashBatch, exact_sketch, read, reader, sketch, sketch_of, sketch_rows, stats_of
 from bitwitness.stats.host import to_host
 from bitwitness.stats.launches import Launches
 from bitwitness.store.rows import Measured
-from bitwitness.tap.identity import unseen
+from bitwitness.tap.identity import in_memory_order, unseen
 
-_SMALL = 1e-15  # squares of float32 numbers below this lose digits
-_LARGE = 1e18  # and above this they overflow
 _HALVES = (torch.float16, torch.bfloat16)
 _WIDE_DEVICES = ("cpu", "cuda")  # that compute in float64
 
@@ -51,6 +50,7 @@ class Meter:
         self._hashed = hashed
         self._zeros = zeros
         self._deferred = deferred
+        self._reads_at_once = stats and not (hashed or deferred)
         self._done: dict[int, Measured] = {}
         self._hashes, self._hashed_numbers = HashBatch(), list[int]()
         self._later: list[_Later] = []
@@ -69,6 +69,14 @@ class Meter:
 
         ``expected``: what it held in the step before; where the sketch is still that, so is the rest.
         """
+        if self._reads_at_once and (found := compiled(values, expected, zeros=self._zeros)) is not None:
+            self._done[number] = found
+            return
+        with unseen():
+            # One order for all: strided sums are slow, and their rounding depends on the number of threads.
+            self._measure(number, values if values.is_contiguous() else in_memory_order(values), expected)
+
+    def _measure(self, number: int, values: torch.Tensor, expected: Measured | None) -> None:
         count = values.numel()
         if self._hashed:
             self._hashes.add(values)
@@ -91,10 +99,13 @@ class Meter:
 
     def still(self, number: int, values: torch.Tensor) -> bool:
         """Tell whether a plain tensor holds what was measured, as far as its sketch tells; False where that must wait."""
-        before = self.measured(number)
-        if not self._stats:
-            return before is not None
-        return before is not None and self._is(values, before)
+        if self._reads_at_once and number in self._done and (signed := compiled_sketch(values)) is not None:
+            return signed == self._done[number].sketch
+        with unseen():
+            before = self.measured(number)
+            if not self._stats:
+                return before is not None
+            return before is not None and self._is(in_memory_order(values), before)
 
     def _is(self, values: torch.Tensor, before: Measured) -> bool:
         """Return whether a tensor's sketch is still what it was."""
@@ -116,13 +127,8 @@ class Meter:
     def _measure_now(self, values: torch.Tensor, count: int) -> Measured:
         if not values.dtype.is_floating_point or count == 0:
             return self._exactly(values)
-        found = read(values, signed=True, zeros=self._zeros)
-        largest = max(-found.low, found.high)
-        if not math.isfinite(found.squares) or (not _SMALL < largest < _LARGE and largest != 0.0):
-            return self._exactly(values)
-        none = None if found.there is None else count - found.there
-        total, l2 = found.total / count, math.sqrt(found.squares)
-        return Measured(count, 0, 0, 0, none, found.low, found.high, total, l2, found.signed)
+        found = of_figures(count, read(values, signed=True, zeros=self._zeros), zeros=self._zeros)
+        return found or self._exactly(values)
 
     def _collects(self, values: torch.Tensor) -> bool:
         """Tell whether a tensor is measured together with others: what reads in one call needs no company."""
@@ -151,8 +157,7 @@ class Meter:
             zip(rows.numbers, torch.stack([low, high, *sums, *zeros]).t().tolist(), strict=True)
         ):
             low, high, total, squares, signed = figures[:5]
-            largest = max(-low, high)
-            if not _SMALL < largest < _LARGE and largest != 0.0:
+            if not in_range(max(-low, high)):
                 self._done[number] = self._exactly(values[index])  # NaN and Inf, too
                 continue
             none = int(figures[5]) if self._zeros else None

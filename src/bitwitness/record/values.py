@@ -110,13 +110,10 @@ class Values:
         known = self._known.get(key)
         if known is None:
             number, self._next = self._next, self._next + 1
-            with unseen():
-                # One order for all: strided sums are slow, and their rounding depends on the number of threads.
-                ordered = values if values.is_contiguous() else in_memory_order(values)
-                # Expected once: after that, whatever lies there is new.
-                expected = self._before.pop(_place(storage, values), None) if self._before else None
-                self._meter.measure(number, ordered, expected)
-                kept = None if self._keeper is None else self._keeper.keep(number, values, site.short)
+            # Expected once: after that, whatever lies there is new.
+            expected = self._before.pop(_place(storage, values), None) if self._before else None
+            self._meter.measure(number, values, expected)
+            kept = None if self._keeper is None else self._keep(self._keeper, number, values, site)
             known = self._known[key] = number, kept
             if overwritten:
                 self._known[self._identities.key(values, ahead=1)[1], key[1]] = known
@@ -131,6 +128,11 @@ class Values:
             kept,
             layout_of(values),
         )
+
+    @staticmethod
+    def _keep(keeper: Keeper, number: int, values: torch.Tensor, site: Site) -> str | None:
+        with unseen():
+            return keeper.keep(number, values, site.short)
 
     def made(self, tensor: torch.Tensor, node: int) -> None:
         """Say that a node wrote a tensor; what was known of its memory may be outdated."""
@@ -149,11 +151,8 @@ class Values:
             values = plain(tensor)
             storage, content = self._identities.key(values)
             known = self._known.get((content, self._changes.get(storage, 0)))
-            if known is not None:
-                with unseen():
-                    same = self._meter.still(known[0], in_memory_order(values))
-                if not same:
-                    self._changes[storage] = self._changes.get(storage, 0) + 1
+            if known is not None and not self._meter.still(known[0], values):
+                self._changes[storage] = self._changes.get(storage, 0) + 1
 
     def name(self, tensor: torch.Tensor, name: str) -> None:
         """Give what lies in a tensor's memory a name: a parameter's, a buffer's, an input's."""

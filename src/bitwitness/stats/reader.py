@@ -38,6 +38,9 @@ class Figures(NamedTuple):
     moved: float
 
 
+_Found = ctypes.c_double * len(Figures._fields)
+
+
 class Reader:
     """Calls the library.
 
@@ -71,7 +74,7 @@ class Reader:
         """Tell whether a plain tensor is one that is read here: contiguous, of a common type, in memory."""
         return (
             values.dtype in _KINDS
-            and values.device.type == "cpu"
+            and values.is_cpu
             and values.is_contiguous()
             and not values.is_neg()  # whose sign is elsewhere
             and values.data_ptr() != 0  # else empty, or zeros that have no memory
@@ -85,11 +88,11 @@ class Reader:
         is not, and the extremes mean nothing.
         """
         kind, count = _KINDS[values.dtype], values.numel()
-        found = (ctypes.c_double * len(Figures._fields))()
+        found = _Found()
         weights = self._weights[kind].data_ptr() if signed else None
         library = self._quick if count <= _QUICK else self._long
         library.bitwitness_read(kind, values.data_ptr(), count, weights, None, zeros, found)
-        return Figures(*found)
+        return Figures._make(found[:])
 
     def sketch(self, values: Tensor) -> float:
         """Return the sketch that `read` takes, bit by bit."""

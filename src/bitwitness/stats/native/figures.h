@@ -1,25 +1,30 @@
 /* Loops over tensors of one type, T, written once for float and for double: LANES sums each, side by side, and in the first of
-   them what is left over after the last whole row. A chunk stays in the nearest cache while it is read again. */
+   them what is left over after the last whole row. A chunk stays in the nearest cache while it is read again, and meanwhile the
+   next is on its way. */
 
-INLINE void NAMED(figures)(const T *x, ptrdiff_t count, T *low, T *high, double *out)
+INLINE void NAMED(figures_of_row)(const T *x, ptrdiff_t width, T *low, T *high, T *sum, T *square)
 {
-    T sum[LANES] = {0}, square[LANES] = {0};
-    ptrdiff_t i = 0;
-    for (; i + LANES <= count; i += LANES)
-        for (int j = 0; j < LANES; j++) {
-            T value = x[i + j];
-            low[j] = value < low[j] ? value : low[j];
-            high[j] = value > high[j] ? value : high[j];
-            sum[j] += value;
-            square[j] += value * value;
-        }
-    for (int j = 0; i < count; i++, j++) {
-        T value = x[i];
+    for (int j = 0; j < width; j++) {
+        T value = x[j];
         low[j] = value < low[j] ? value : low[j];
         high[j] = value > high[j] ? value : high[j];
         sum[j] += value;
         square[j] += value * value;
     }
+}
+
+INLINE void NAMED(figures)(const T *x, ptrdiff_t count, T *low, T *high, double *out)
+{
+    T sum[LANES] = {0}, square[LANES] = {0};
+    ptrdiff_t i = 0;
+    for (; i + PIECE <= count; i += PIECE) {
+        fetch(x + i + CHUNK, PIECE * sizeof(T));
+        for (int row = 0; row < PIECE; row += LANES)
+            NAMED(figures_of_row)(x + i + row, LANES, low, high, sum, square);
+    }
+    for (; i + LANES <= count; i += LANES)
+        NAMED(figures_of_row)(x + i, LANES, low, high, sum, square);
+    NAMED(figures_of_row)(x + i, count - i, low, high, sum, square);
     double total = 0, squares = 0;
     for (int j = 0; j < LANES; j++) {
         total += sum[j];
@@ -29,19 +34,36 @@ INLINE void NAMED(figures)(const T *x, ptrdiff_t count, T *low, T *high, double 
     out[SQUARES] += squares;
 }
 
+INLINE void NAMED(product_of_row)(const T *x, const T *weights, ptrdiff_t width, double *sum)
+{
+    for (int j = 0; j < width; j++)
+        sum[j] += (double)x[j] * (double)weights[j];
+}
+
 /* In double, whose products of floats are exact: equal values have equal sketches, on whatever device they are taken. */
 INLINE double NAMED(product)(const T *x, const T *weights, ptrdiff_t count)
 {
     double sum[LANES] = {0}, total = 0;
     ptrdiff_t i = 0;
+    for (; i + PIECE <= count; i += PIECE) {
+        fetch(x + i + 2 * CHUNK, PIECE * sizeof(T));
+        for (int row = 0; row < PIECE; row += LANES)
+            NAMED(product_of_row)(x + i + row, weights + i + row, LANES, sum);
+    }
     for (; i + LANES <= count; i += LANES)
-        for (int j = 0; j < LANES; j++)
-            sum[j] += (double)x[i + j] * (double)weights[i + j];
-    for (int j = 0; i < count; i++, j++)
-        sum[j] += (double)x[i] * (double)weights[i];
+        NAMED(product_of_row)(x + i, weights + i, LANES, sum);
+    NAMED(product_of_row)(x + i, weights + i, count - i, sum);
     for (int j = 0; j < LANES; j++)
         total += sum[j];
     return total;
+}
+
+INLINE void NAMED(distance_of_row)(const T *x, const T *other, ptrdiff_t width, T *sum)
+{
+    for (int j = 0; j < width; j++) {
+        T gap = x[j] - other[j];
+        sum[j] += gap * gap;
+    }
 }
 
 INLINE double NAMED(distance)(const T *x, const T *other, ptrdiff_t count)
@@ -49,15 +71,14 @@ INLINE double NAMED(distance)(const T *x, const T *other, ptrdiff_t count)
     T sum[LANES] = {0};
     double total = 0;
     ptrdiff_t i = 0;
-    for (; i + LANES <= count; i += LANES)
-        for (int j = 0; j < LANES; j++) {
-            T gap = x[i + j] - other[i + j];
-            sum[j] += gap * gap;
-        }
-    for (int j = 0; i < count; i++, j++) {
-        T gap = x[i] - other[i];
-        sum[j] += gap * gap;
+    for (; i + PIECE <= count; i += PIECE) {
+        fetch(other + i + CHUNK, PIECE * sizeof(T));
+        for (int row = 0; row < PIECE; row += LANES)
+            NAMED(distance_of_row)(x + i + row, other + i + row, LANES, sum);
     }
+    for (; i + LANES <= count; i += LANES)
+        NAMED(distance_of_row)(x + i, other + i, LANES, sum);
+    NAMED(distance_of_row)(x + i, other + i, count - i, sum);
     for (int j = 0; j < LANES; j++)
         total += sum[j];
     return total;
