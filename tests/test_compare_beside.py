@@ -39,14 +39,14 @@ def test_what_differs_in_the_second_model_is_found(tmp_path: Path, capsys: pytes
     code, said = compared(a, b, capsys)
     assert code == 1
     first, second, *_ = said.splitlines()
-    assert first.startswith("beside them, a-2 against b-2: the runs part at 0.weight/SGD#0:optim.out")
+    assert first.startswith("beside them, a-2 against b-2 (Sequential): the runs part at 0.weight/SGD#0:optim.out")
     assert second == "no difference: everything that was compared is equal"
     assert said.count("beside them") == 1
     assert "lr 0.1 against 0.01" in said
     main(["compare", "--json", "-", str(a), str(b)])
     told = json.loads(capsys.readouterr().out)
     assert told["status"] == "findings"
-    assert told["conclusion"].startswith("beside them, a-2 against b-2: the runs part at")
+    assert told["conclusion"].startswith("beside them, a-2 against b-2 (Sequential): the runs part at")
     assert [one["status"] for one in told["beside"]] == ["findings"]
 
 

@@ -12,6 +12,7 @@ from bitwitness.comparison.align import Alignment
 from bitwitness.comparison.conditions import of_forwards
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.frame import Node
+from bitwitness.comparison.ownranks import changed_before, never_shared
 
 _NAMED = 3  # parameters that are named in a sentence
 
@@ -29,7 +30,7 @@ def absences(differences: Differences) -> list[Absence]:
     """Return what only one run has, of parameters that both have; nothing where the other recorded none of its kind."""
     found = [*_batches(differences), *_own_parameters(differences), *_updates(differences)]
     untold = {_name(node) for one in found for node in one.nodes}
-    gradients = [one for one in _gradients(differences.alignment) if not {*map(_name, one.nodes)} <= untold]
+    gradients = [one for one in _gradients(differences) if not {*map(_name, one.nodes)} <= untold]
     return [*found, *gradients]
 
 
@@ -110,12 +111,20 @@ def _skipped(differences: Differences, only: Sequence[Node], side: str, other: s
     return Absence(updates, side, f"run {other} takes no optimizer step in this step: its gradients are not used")
 
 
-def _gradients(alignment: Alignment) -> Iterable[Absence]:
+def _gradients(differences: Differences) -> Iterable[Absence]:
     """Yield parameters of which one run alone has a gradient."""
+    alignment = differences.alignment
     for only, side, other in _sides(alignment):
+        theirs = differences.b if side == "A" else differences.a
         have = set(map(_name, _matched(alignment, side, "gradient")))
         known = set(map(_name, _matched(alignment, side, "parameter"))) - have
         lone = [node for node in only if node.kind == "gradient" and _name(node) in known]
+        apart = [node for node in lone if never_shared(theirs, _name(node))]
+        if apart:
+            text = f"the gradient of {_listed(apart)} is each rank's own in run {other}: it is not reduced over the ranks there"
+            yield Absence(apart, side, f"{text} (a missing all-reduce)")
+        # What each rank changes before all are averaged is there, and told where the optimizer reads it.
+        lone = [node for node in lone if node not in apart and not changed_before(theirs, _name(node))]
         if lone and have:
             text = f"only run {side} has a gradient of {_listed(lone)}: frozen, or not used, in run {other}"
             yield Absence(lone, side, text)

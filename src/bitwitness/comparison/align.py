@@ -17,6 +17,7 @@ import numpy.typing as npt
 import pyarrow.compute as pc
 
 from bitwitness.comparison.alike import exchanged, in_order
+from bitwitness.comparison.calls import extra_calls
 from bitwitness.comparison.frame import Node, StepFrame
 from bitwitness.comparison.sequences import crossed_of, matches_of
 from bitwitness.comparison.tokens import Tokens, may_be_one, renamed
@@ -105,8 +106,12 @@ def _zipped(a: list[int], b: list[int]) -> list[tuple[int, int]]:
 def align(a: StepFrame, b: StepFrame, modules: Mapping[str, str]) -> Alignment:
     """Match two steps; ``modules`` maps module paths of A to those of B."""
     found = Alignment()
-    lists_a = _by_place(a, modules)
-    lists_b = _by_place(b, {})
+    alone = extra_calls(a, b)
+    found.only_a, found.only_b = (
+        [node for node in f.nodes if node.number in one] for f, one in zip((a, b), alone, strict=True)
+    )
+    lists_a = _by_place(a, modules, alone[0])
+    lists_b = _by_place(b, {}, alone[1])
     tokens_a, tokens_b = Tokens(a, modules), Tokens(b, {})
     sizes = a.sizes_of_modules(modules), b.sizes_of_modules({})
     for backward in (False, True):  # what a backward reads of the forward tells which node of it is which
@@ -191,9 +196,12 @@ def _of_matched_parameters(found: Alignment) -> Callable[[Node, Node], bool]:
     return fits
 
 
-def _by_place(frame: StepFrame, modules: Mapping[str, str]) -> dict[Place, list[Node]]:
+def _by_place(frame: StepFrame, modules: Mapping[str, str], alone: set[int]) -> dict[Place, list[Node]]:
+    """Return nodes by where they are, but for those that are known to have no counterpart."""
     lists: dict[Place, list[Node]] = {}
     for node in frame.nodes:
+        if node.number in alone:
+            continue
         module = renamed(node, modules)
         # These come once for each parameter and in no order of execution, so they are one list.
         kind = "state" if node.kind in ("parameter", "gradient", "buffer", "optimizer") else node.kind

@@ -12,7 +12,7 @@ from bitwitness.comparison.frame import Node, StepFrame
 from bitwitness.comparison.tokens import Tokens
 from bitwitness.oracle.names import canonical
 
-_SAME = 1e-4
+SAME = 1e-4
 """Relative difference of statistics up to which values are the same but for rounding."""
 _OTHER = 0.02
 """And from which on they are others."""
@@ -40,7 +40,7 @@ def exchanged(
             continue
         if i in partners and _gap(a.frame, node, b.frame, theirs[partners[i]]) <= _OTHER:
             continue
-        fit = next((j for j in left if _gap(a.frame, node, b.frame, theirs[j]) <= _SAME), None)
+        fit = next((j for j in left if _gap(a.frame, node, b.frame, theirs[j]) <= SAME), None)
         if fit is not None:
             found[i] = fit
             left.remove(fit)
@@ -55,7 +55,7 @@ def in_order(a: StepFrame, b: StepFrame, x: Node, y: Node, inputs: list[tuple[in
         return inputs  # one of two that are added is multiplied before
     (first, other_first), (second, other_second) = inputs
     crossed = [(first, other_second), (second, other_first)]
-    if max(_row_gap(a, i, b, j) for i, j in crossed) <= _SAME and max(_row_gap(a, i, b, j) for i, j in inputs) > _OTHER:
+    if max(row_gap(a, i, b, j) for i, j in crossed) <= SAME and max(row_gap(a, i, b, j) for i, j in inputs) > _OTHER:
         return crossed
     return inputs
 
@@ -72,10 +72,11 @@ def _gap(a: StepFrame, x: Node, b: StepFrame, y: Node) -> float:
     """Return how far apart what two operators read is, by statistics; infinite where nothing is known."""
     if len(x.inputs) != len(y.inputs):
         return float("inf")
-    return max(_row_gap(a, i, b, j) for i, j in zip(x.inputs, y.inputs, strict=True))
+    return max(row_gap(a, i, b, j) for i, j in zip(x.inputs, y.inputs, strict=True))
 
 
-def _row_gap(a: StepFrame, i: int, b: StepFrame, j: int) -> float:
+def row_gap(a: StepFrame, i: int, b: StepFrame, j: int) -> float:
+    """Return how far apart two rows are, by statistics, relative to their size; infinite where they cannot be one."""
     if a.count[i] != b.count[j]:
         return float("inf")
     size = max(float(a.numbers["l2"][i]), float(b.numbers["l2"][j]))

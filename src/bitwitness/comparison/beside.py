@@ -29,7 +29,9 @@ class Beside:
 
     def lines(self) -> list[str]:
         """Return a line for each."""
-        told = [f"beside them, {a.name} against {b.name}: {report.conclusion}" for a, b, report in self.reports]
+        told = [
+            f"beside them, {a.name} against {b.name}{_of_model(a)}: {report.conclusion}" for a, b, report in self.reports
+        ]
         return told + [f"not compared: {problem}" for problem in self.problems]
 
     def earlier(self, named: Report) -> str:
@@ -37,7 +39,8 @@ class Beside:
 
         In one step, one that knows what made the difference before one that reads it from outside: another model's result.
         """
-        parted = [(_parts(report), line) for (*_, report), line in zip(self.reports, self.lines(), strict=False)]
+        told = zip(self.reports, self.lines(), strict=False)
+        parted = [(_parts(report, _calls_a_step(report, named)), line) for (*_, report), line in told]
         first, line = min(parted, default=((math.inf, False), ""))
         return line if first < _parts(named) else ""
 
@@ -53,12 +56,26 @@ class Beside:
         return {"beside": reports, "beside_not_compared": self.problems}
 
 
-def _parts(report: Report) -> tuple[float, bool]:
+def _parts(report: Report, calls: int = 1) -> tuple[float, bool]:
     """Return the step in which two runs of a model part, and whether by something that came from outside it."""
     if report.status != "findings":
         return math.inf, False
-    steps = [one.step for one in (report.first, *report.exceeding[:1]) if one is not None]
+    steps = [one.step // calls for one in (report.first, *report.exceeding[:1]) if one is not None]
     return min(steps, default=math.inf), report.first is None or report.first.reason == "unknown"
+
+
+def _calls_a_step(report: Report, named: Report) -> int:
+    """Return how many steps a model counts in one of the named one's: a target network counts each of its calls."""
+    calls, rest = divmod(report.steps, max(named.steps, 1))
+    return calls if calls > 1 and not rest else 1
+
+
+def _of_model(run: Path) -> str:
+    try:
+        model = read_description(run).get("model")
+    except (UsageError, OSError):
+        return ""
+    return f" ({model})" if model else ""
 
 
 def compared_beside(a: str | os.PathLike[str], b: str | os.PathLike[str], **asked: Any) -> Beside:

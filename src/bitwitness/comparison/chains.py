@@ -59,10 +59,20 @@ def row_at(rows: Rows, stage: int) -> int | None:
     return rows[1] if stage == 2 and rows[2] is None else rows[stage]
 
 
+def gradients_in(frame: StepFrame, kind: str) -> dict[str, float]:
+    """Return the sketch of each parameter's gradient: complete (``gradient``), or as the optimizer read it (``optimizer``)."""
+    slot = "grad" if kind == "optimizer" else STAGES[1]
+    rows = np.flatnonzero(frame.texts["kind"].equals(kind) & frame.texts["slot"].equals(slot)).tolist()
+    modules = [frame.text("module", row) for row in rows]
+    if kind != "optimizer":
+        ops = [frame.text("op", row) for row in rows]
+        modules = [op if module == "." else f"{module}.{op}" for module, op in zip(modules, ops, strict=True)]
+    return {name: float(frame.numbers["sketch"][row]) for name, row in zip(modules, rows, strict=True)}
+
+
 def left_in_gradients(frame: StepFrame) -> dict[str, float]:
     """Return the sketch of each parameter's gradient as the optimizer read it, which stays there until it is zeroed."""
-    rows = np.flatnonzero(frame.texts["kind"].equals("optimizer") & frame.texts["slot"].equals("grad"))
-    return {frame.text("module", row): float(frame.numbers["sketch"][row]) for row in rows.tolist()}
+    return gradients_in(frame, "optimizer")
 
 
 def _local_rows(frame: StepFrame) -> dict[str, int]:

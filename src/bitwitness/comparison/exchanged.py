@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 
-from bitwitness.comparison.chains import left_in_gradients
+from bitwitness.comparison.chains import gradients_in
 from bitwitness.comparison.frame import StepFrame
 from bitwitness.comparison.lined import Place
 from bitwitness.comparison.suspect import Suspect
@@ -17,33 +17,51 @@ _SAME = 1e-6
 
 
 def name_not_exchanged(suspects: Iterable[Suspect], a: Source, b: Source, places: Sequence[Place]) -> None:
-    """Say of edited gradients that ranks read one in one run and each its own in the other, where that is what they are about.
+    """Say of gradients that ranks have one in one run and each its own in the other, where that is what they are about.
 
     Of each step all ranks are read, once.
     """
     step_in_b = {(place.rank, place.step): place.step_b for place in places}
-    shared_in_a, shared_in_b = (cache(partial(_shared, source)) for source in (a, b))
+    shared = {side: cache(partial(_shared, source)) for side, source in (("A", a), ("B", b))}
     for suspect in suspects:
-        if suspect.reason != "edited" or suspect.pair is None:
+        if suspect.pair is None or suspect.pair.a.kind not in ("gradient", "optimizer"):
             continue
         node = suspect.pair.a
         name = node.module if node.kind == "optimizer" else node.parameter
-        first = shared_in_a(suspect.step).get(name)
-        second = shared_in_b(step_in_b[suspect.rank, suspect.step]).get(name)
-        if first is not None and second is not None and first != second:
-            one, other = ("A", "B") if first else ("B", "A")
+        steps = {"A": suspect.step, "B": step_in_b[suspect.rank, suspect.step]}
+        if suspect.reason == "edited" and (sides := _one_has_its_own(shared, steps, name, "optimizer")):
+            one, other = sides
             suspect.text = (
                 f"the gradient of {name} is the same on all ranks in run {one}, and each rank's own in run {other}: it is "
                 "not reduced over the ranks there (a missing all-reduce)"
             )
+        elif node.kind == "gradient" and (sides := _one_has_its_own(shared, steps, name, "gradient")):
+            suspect.reason = "edited"
+            suspect.text = (
+                f"each rank changes its own gradient of {name} (clips it, scales it, edits it) before the ranks' are put "
+                f"together in run {sides[1]}, and not before that in run {sides[0]}"
+            )
 
 
-def _shared(source: Source, step: int) -> dict[str, bool]:
-    """Return of each gradient that the optimizers of all of several ranks have read whether that was the same one."""
+Shared = Callable[[int, str], dict[str, bool]]
+
+
+def _one_has_its_own(
+    shared: Mapping[str, Shared], steps: Mapping[str, int], name: str, kind: str
+) -> tuple[str, str] | None:
+    """Return the run whose ranks have one gradient in rows of a kind, and the one where each has its own; None for others."""
+    alike = {side: shared[side](steps[side], kind).get(name) for side in "AB"}
+    if None in alike.values() or alike["A"] == alike["B"]:
+        return None
+    return ("A", "B") if alike["A"] else ("B", "A")
+
+
+def _shared(source: Source, step: int, kind: str) -> dict[str, bool]:
+    """Return of each gradient that all of several ranks have, in rows of a kind, whether it is the same one."""
     ranks = source.ranks()
     if len(ranks) < 2:
         return {}
-    first, *others = (_known(left_in_gradients(StepFrame(source.table(rank, step)))) for rank in ranks)
+    first, *others = (_known(gradients_in(StepFrame(source.table(rank, step)), kind)) for rank in ranks)
     return {
         name: all(abs(one[name] - mine) <= _SAME * max(abs(one[name]), abs(mine)) for one in others)
         for name, mine in first.items()

@@ -26,6 +26,7 @@ from bitwitness.comparison.chains import (
     row_at,
 )
 from bitwitness.comparison.differences import Differences
+from bitwitness.comparison.dropped import last_alone
 from bitwitness.comparison.frame import StepFrame
 from bitwitness.comparison.late import scaled_within
 from bitwitness.comparison.losses import computed_otherwise, loss_ratio
@@ -34,7 +35,7 @@ from bitwitness.comparison.scalers import is_power_of_two, multiplied_by_scalers
 from bitwitness.comparison.settled import SettledModules
 from bitwitness.comparison.unzeroed import not_zeroed
 
-OF_ALL_GRADIENTS = ("scaled", "clipped", "kept", "weighed", "loss")
+OF_ALL_GRADIENTS = ("scaled", "clipped", "kept", "dropped", "weighed", "loss")
 """Kinds of what happened to all gradients at once."""
 SOME_FACTOR = "a factor of the loss, of its gradient, or another number of terms in its mean"
 """What is said of a factor whose cause is not known."""
@@ -90,8 +91,9 @@ class GradientChains:
         ratios = [self._common([(c.a[stage], c.b[stage]) for c in self._weighty]) for stage in range(len(STAGES))]
         if ratios[0] is not None and not self._is_one(ratios[0]):
             return self._from_backward(ratios[0])
-        if text := not_zeroed(self._differences, self._weighty):
-            return Cause("kept", STAGES[0], text, self._row(0), math.nan)
+        for kind, told in (("dropped", last_alone), ("kept", not_zeroed)):
+            if text := told(self._differences, self._weighty):
+                return Cause(kind, STAGES[0], text, self._row(0), math.nan)
         # Without a reduction it is the script's affair when it clips: what the optimizers read tells.
         for stage in (1, 2) if self._is_reduced else ():
             ratio, before = ratios[stage], ratios[stage - 1]

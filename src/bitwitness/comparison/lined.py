@@ -11,6 +11,7 @@ import numpy as np
 from bitwitness.comparison.changes import moved
 from bitwitness.comparison.evaluations import FirstMicros
 from bitwitness.comparison.frame import StepFrame
+from bitwitness.comparison.idle import WithoutIdle
 from bitwitness.comparison.merged import MergedMicros, MergedSource, spread_differently
 from bitwitness.comparison.shares import shared_out_otherwise
 from bitwitness.errors import UsageError
@@ -186,6 +187,14 @@ def _join_micros(found: Lined) -> None:
     place = found.places[0]
     first, second = StepFrame(found.a.table(place.rank, place.step)), StepFrame(found.b.table(place.rank, place.step_b))
     if first.micros == second.micros:
+        return
+    idle = WithoutIdle(found.a), WithoutIdle(found.b)
+    frames = [
+        StepFrame(one.table(place.rank, step)) for one, step in zip(idle, (place.step, place.step_b), strict=True)
+    ]
+    if frames[0].micros == frames[1].micros and frames[0].micros:
+        found.a, found.b = idle
+        found.notes.append("calls of the model from which no gradient comes back were left out: only one run has them")
         return
     if _weights_move(first) or _weights_move(second):
         least = min(first.micros, second.micros)

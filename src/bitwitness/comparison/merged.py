@@ -9,16 +9,17 @@ over ranks, as their gradients are, and the sum over micro-batches.
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
 import torch
 
+from bitwitness.comparison.dropped import LAST_ALONE, keeps_last_alone
 from bitwitness.comparison.frame import COMPUTED, MICROS, RANKS, StepFrame
 from bitwitness.comparison.losses import LOSS, told
+from bitwitness.comparison.ownranks import OWN, own_of_ranks
+from bitwitness.comparison.together import Cells, same, stacked, total, total_loss
 from bitwitness.errors import UsageError
 from bitwitness.store.rows import SCHEMA
 from bitwitness.store.source import Source
@@ -28,8 +29,6 @@ _SHARD = re.compile(r"(?:Shard\(dim=|S\()(\d+)\)")
 # Kinds of rows that mean the same on one rank as on several; the others are left out (see the module's text).
 _WHOLE = ("module", "parameter", "buffer", "optimizer", "saved", "gradient")
 _KEY = ("kind", "phase", "module", "op", "call", "slot", "micro")
-
-Cells = dict[str, Any]
 
 
 def spread_differently(a: Source, b: Source) -> bool:
@@ -102,6 +101,7 @@ class MergedSource:
                 MICROS: str(frame.micros),
                 COMPUTED: frame.computed,
                 LOSS: _loss_of(tables[0], recorded[0]),
+                OWN: own_of_ranks(keyed, same),
             }
         )
 
@@ -115,21 +115,21 @@ class MergedSource:
         if found and "P" in re.sub(r"S\(\d+\)", "", found["how"]):
             return None  # partial sums: what they add up to was never held by a rank
         is_part = first["kind"] == "module" and first["shape"] and first["shape"][0] == batch
-        alike = not is_part and all(_same(first, other) for _, other in parts[1:])
+        alike = not is_part and all(same(first, other) for _, other in parts[1:])
         if (found and not dims) or (alike and not dims):
             return row | {"placement": None}
         if not found and first["kind"] not in ("module", "saved"):
             return None
         if not found and first["op"] == "loss":
-            return _total_loss([cells for _, cells in parts], len(parts))
+            return total_loss([cells for _, cells in parts], len(parts))
         if not found and (first["phase"] == "backward" or not first["shape"]):
             return None  # each rank's loss is a mean over its own batch
-        shape = _whole_shape(found["shape"]) if found else _stacked(parts)
+        shape = _whole_shape(found["shape"]) if found else stacked(parts)
         # Shards over several dimensions of a mesh do not lie one after the other, so their values are not put together.
         self._keep(row, dims[0] if len(dims) == 1 else 0 if not found else None, parts)
         return (
             row
-            | _total([cells for _, cells in parts])
+            | total([cells for _, cells in parts])
             | {"shape": shape, "placement": None, "hash": None, "layout": None}
         )
 
@@ -202,12 +202,17 @@ class MergedMicros(MergedSource):
             if len(parts) == 1 or parts[0]["kind"] in ("parameter", "buffer"):
                 rows.append(parts[0] | {"producer": -1})
             elif parts[0]["op"] == "loss":
-                rows.append(_total_loss(parts, 1))
+                rows.append(total_loss(parts, 1))
             elif merged := self._merged([(rank, part) for part in parts], batch):
                 rows.append(merged | {"rank": rank})
-        table = pa.Table.from_pylist(rows, schema=SCHEMA)
-        return table.replace_schema_metadata(
-            {MICROS: str(len(micros)), COMPUTED: StepFrame(recorded).computed, LOSS: told(every)}
+        frame = StepFrame(recorded)
+        return pa.Table.from_pylist(rows, schema=SCHEMA).replace_schema_metadata(
+            {
+                MICROS: str(len(micros)),
+                COMPUTED: frame.computed,
+                LOSS: told(every),
+                LAST_ALONE: str(int(keeps_last_alone(frame))),
+            }
         )
 
     def tensor(self, rank: int, reference: str, dtype: str, shape: tuple[int, ...], layout: str | None) -> torch.Tensor:
@@ -227,21 +232,9 @@ def _batch_size(micros: list[dict[tuple[Any, ...], Cells]]) -> int | None:
     """Return the first size of the model's first input that differs between micro-batches; None if none does."""
     for key, row in micros[0].items() if micros else ():
         is_input = row["kind"] == "module" and row["module"] == "." and (row["name"] or "").startswith("input ")
-        if is_input and row["shape"] and any(key in other and not _same(row, other[key]) for other in micros[1:]):
+        if is_input and row["shape"] and any(key in other and not same(row, other[key]) for other in micros[1:]):
             return int(row["shape"][0])
     return None
-
-
-def _total_loss(parts: list[Cells], over: int) -> Cells:
-    """Return the sum of losses over a number: 1 for micro-batches, that of ranks for ranks."""
-    counts = {name: [part[name] for part in parts] for name in ("nan", "pos_inf", "neg_inf")}
-    counted = {name: None if None in found else sum(found) for name, found in counts.items()}
-    if any(part["mean"] is None for part in parts):  # one is not finite, and so is the sum
-        unknown = dict.fromkeys(("min", "max", "mean", "l2", "sketch", "hash", "tensor"))
-        return parts[0] | counted | unknown | {"producer": -1}
-    total = math.fsum(part["mean"] for part in parts) / over
-    same = {"min": total, "max": total, "mean": total, "l2": abs(total), "sketch": None, "hash": None, "tensor": None}
-    return parts[0] | same | {"producer": -1}
 
 
 def _keyed(rows: list[Cells]) -> dict[tuple[Any, ...], Cells]:
@@ -257,42 +250,5 @@ def _keyed(rows: list[Cells]) -> dict[tuple[Any, ...], Cells]:
     return found
 
 
-def _same(a: Cells, b: Cells) -> bool:
-    if a["hash"] is not None and b["hash"] is not None:
-        return bool(a["hash"] == b["hash"])
-    return all(a[name] == b[name] for name in ("count", "min", "max", "mean", "l2", "nan"))
-
-
 def _whole_shape(text: str) -> list[int]:
     return [int(size) for size in text.split(",") if size.strip()]
-
-
-def _stacked(parts: Sequence[tuple[int, Cells]]) -> list[int]:
-    shape = list(parts[0][1]["shape"])
-    if shape:
-        shape[0] = sum(cells["shape"][0] for _, cells in parts if cells["shape"])
-    return shape
-
-
-def _total(parts: list[Cells]) -> Cells:
-    """Return the statistics of all parts together."""
-    count = sum(part["count"] or 0 for part in parts)
-    known = [part for part in parts if part["l2"] is not None and part["mean"] is not None]
-    found: Cells = {"count": count, "sketch": None}  # whose signs go by places in the whole
-    for name in ("nan", "pos_inf", "neg_inf", "zeros"):
-        numbers = [part[name] for part in parts]
-        found[name] = None if None in numbers else sum(numbers)
-    if len(known) < len([part for part in parts if part["count"]]):
-        return found | {"min": None, "max": None, "mean": None, "l2": None}
-    return found | {
-        "min": min(part["min"] for part in known),
-        "max": max(part["max"] for part in known),
-        "mean": math.fsum(_exactly(part, part["mean"] * part["count"]) for part in known) / count if count else None,
-        "l2": math.sqrt(math.fsum(_exactly(part, part["l2"] ** 2) for part in known)),
-    }
-
-
-def _exactly(part: Cells, total: float) -> float:
-    """Return a sum of whole numbers without what the mean's division and the norm's root have rounded."""
-    floats = (part["dtype"] or "float").startswith(("float", "bfloat", "complex"))
-    return total if floats or not math.isfinite(total) else float(round(total))

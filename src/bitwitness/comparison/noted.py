@@ -9,6 +9,7 @@ import numpy as np
 
 from bitwitness.comparison.absent import Absence
 from bitwitness.comparison.differences import NEGLIGIBLE, Differences
+from bitwitness.comparison.dropped import adds_up
 from bitwitness.comparison.gradients import OF_ALL_GRADIENTS, Cause
 from bitwitness.comparison.suspect import Suspect
 
@@ -65,6 +66,8 @@ def cause_first(suspects: list[Suspect], differences: Differences) -> list[Suspe
     """
     if not any(one.reason in OF_ALL_GRADIENTS for one in suspects):
         return suspects
+    if any(one.reason == "dropped" for one in suspects):
+        suspects = [one for one in suspects if not adds_up(one)]
     lone = [node for first in (True, False) for node in differences.alignment.lone(first=first)]
     written = {node.module for node in lone if (node.kind, node.phase) == ("op", "forward")}
     return [one for one in suspects if not (one.reason == "view" and _is_backward_in(one, written))]

@@ -16,7 +16,9 @@ from bitwitness.oracle.names import canonical
 from bitwitness.store.source import Source
 
 _ENOUGH = 0.5
-"""Share of A's modules that B must have for their names to be taken as they are; of those with weights, for these to tell."""
+"""Share of A's modules that B must have for their names to be taken as they are."""
+_ENOUGH_WEIGHTS = 0.25
+"""Share of each run's modules with weights whose values the other must have for these to tell: a port may fuse most of them."""
 _TELLING = 3
 """Different weights that both runs must have: ones and zeros alone say nothing."""
 
@@ -62,14 +64,16 @@ def proposed(a: Source, b: Source) -> dict[str, str]:
     known = set(second)
     if not first or sum(path in known for path in first) >= _ENOUGH * len(first):
         return {}
-    _by_values(first, second, [_weights(frame) for frame in frames])
+    weights = [_weights(frame) for frame in frames]
+    _by_values(first, second, weights)
+    sizes = [{path: _sizes(values) for path, values in one.items()} for one in weights]
     paths_a, paths_b = list(first), list(second)
     matcher = difflib.SequenceMatcher(None, [first[p] for p in paths_a], [second[p] for p in paths_b], autojunk=False)
     pairs = {}
     for block in matcher.get_matching_blocks():
         for i in range(block.size):
             old, new = paths_a[block.a + i], paths_b[block.b + i]
-            if old != new:
+            if old != new and sizes[0].get(old, "") == sizes[1].get(new, ""):
                 pairs[old] = new
     return pairs
 
@@ -95,11 +99,16 @@ def _weights(frame: StepFrame) -> dict[str, str]:
     return {path: "; ".join(sorted(values)) for path, values in found.items()}
 
 
+def _sizes(weights: str) -> str:
+    """Return how many elements the parameters of `_weights` have."""
+    return "; ".join(values.partition(" ")[0] for values in weights.split("; "))
+
+
 def _by_values(first: dict[str, str], second: dict[str, str], weights: list[dict[str, str]]) -> None:
     """Have modules known by the values of their parameters, if enough of these are in both runs."""
     shared = set(weights[0].values()) & set(weights[1].values())
     fewest = min(sum(values in shared for values in one.values()) / max(1, len(one)) for one in weights)
-    if len(shared) < _TELLING or fewest < _ENOUGH:
+    if len(shared) < _TELLING or fewest < _ENOUGH_WEIGHTS:
         return
     for side, (modules, held) in enumerate(zip((first, second), weights, strict=True)):
         for path in modules.keys() & held.keys():

@@ -10,15 +10,18 @@ from bitwitness.comparison.align import Pair
 from bitwitness.comparison.decayed import decayed_by_hand
 from bitwitness.comparison.differences import FINE, FOLLOWED, Differences
 from bitwitness.comparison.gradients import GradientChains
+from bitwitness.comparison.ownranks import changed_before
 from bitwitness.comparison.reason import Reason
 from bitwitness.comparison.reasons import Reasons
-from bitwitness.comparison.relation import in_words_of_link
+from bitwitness.comparison.relation import in_words, in_words_of_link
 
 _GRADIENT = 1e-3
 """Relative change by which a gradient of which nothing else is known may differ.
 
 Far above rounding in float32, for nothing is known of how many operators' roundings it has gathered.
 """
+_UNTRACED = 0.01
+"""The same of one whose way to the optimizer is not known: a reduction in a coarse dtype leaves less, too."""
 _COARSE = 32.0
 """The same as unit roundoffs of the coarser precision, where two runs compute in different ones."""
 _LIKE_OTHERS, _LIKE_OTHERS_MOST = 8.0, 0.7
@@ -104,8 +107,28 @@ class Updates:
         if self.cause is not None or self._differences.earlier.parted or pair.a.module in self._decayed:
             return None
         rows = [rows[0] for rows in pair.inputs if self._differences.a.text("slot", rows[0]) == "grad"]
-        differs = any(self._differences.change_of[row] > _GRADIENT for row in rows)
-        return self._edited(pair.a.module) if differs else None
+        differs = max((self._differences.change_of[row] for row in rows), default=0.0)
+        if pair.a.module not in self._chain_of and differs > max(
+            _UNTRACED, self._differences.drifted, self._of_precision
+        ):
+            return self._untraced(pair)
+        return self._edited(pair.a.module) if differs > _GRADIENT else None
+
+    def _untraced(self, pair: Pair) -> Reason | None:
+        """Return that a gradient differs of which no more is known than that the optimizer reads it."""
+        if self._differences.is_cancelled(pair):
+            return None
+        frames = self._differences.a, self._differences.b
+        names = pair.a.module, pair.b.module
+        rows = next(rows for rows in pair.inputs if frames[0].text("slot", rows[0]) == "grad")
+        sides = [side for side, frame, name in zip("AB", frames, names, strict=True) if changed_before(frame, name)]
+        why = (
+            f", and in run {' and in run '.join(sides)} each rank changes its own (clips it, scales it, edits it) before the "
+            "ranks' are put together"
+            if sides
+            else ", and what it was before is not recorded in both runs"
+        )
+        return Reason("edited", f"the gradient that it reads differs ({in_words(*frames, *rows)}){why}")
 
     def _edited(self, name: str) -> Reason | None:
         """Return that a gradient was edited between backward and step, if it was, and otherwise in each run."""

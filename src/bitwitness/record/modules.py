@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -93,8 +94,7 @@ class ModuleRecorder:
         self._open: list[tuple[nn.Module, int, list[NodeValue], int, int]] = []
         self._hooks: list[ModuleHook] = []
         self._outermost = root
-        self.evaluating = False
-        """The forward that runs is none of a step's."""
+        self._evaluating = False
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def attach(self) -> None:
@@ -119,6 +119,15 @@ class ModuleRecorder:
         self._hooks = []
         self._open.clear()
 
+    @contextmanager
+    def evaluated(self) -> Iterator[None]:
+        """Look away meanwhile: the forward that runs is none of a step's."""
+        self._evaluating = True
+        try:
+            yield
+        finally:
+            self._evaluating = False
+
     def begin(self, part: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any], *, listed: bool) -> None:
         """Begin a forward: a call of the root, or of one of its parts where the script calls these.
 
@@ -136,7 +145,7 @@ class ModuleRecorder:
             self._after(self._root, (), {}, result)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if in_replay() or self.evaluating:
+        if in_replay() or self._evaluating:
             return
         try:
             with own_work():
@@ -173,7 +182,7 @@ class ModuleRecorder:
         self._open.append((module, call, entries, -1 if self._stacks is None else self._stacks.current(), backward))
 
     def _after(self, module: nn.Module, _args: Any, _kwargs: Any, result: Any) -> None:
-        if in_replay() or self.evaluating:
+        if in_replay() or self._evaluating:
             return
         try:
             with own_work():

@@ -162,17 +162,16 @@ class ModelRecording(Instrument):
     @contextmanager
     def around_forward(self, forward: Forward) -> Iterator[None]:
         """Record a call of the model, but for evaluations."""
+        if forward.kind is Kind.EVALUATION:
+            with self._window.interrupted(), self._modules.evaluated():
+                yield
+            return
         if forward.kind in (Kind.TRAINING, Kind.INFERENCE):
             with self._safely("steps"):
                 self._begin_forward(forward)
-        elif forward.kind is Kind.EVALUATION:
-            self._window.close()
-            self._modules.evaluating = True
         yield
-        if not self._modules.evaluating:
-            self._modules.end(forward.part, forward.result)
-        self._modules.evaluating = False
-        if not torch.is_grad_enabled():
+        self._modules.end(forward.part, forward.result)
+        if forward.is_detached:
             self._window.close()
 
     def _begin_forward(self, forward: Forward) -> None:

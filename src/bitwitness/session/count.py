@@ -40,6 +40,8 @@ class StepCount:
         self._training = TrainingForwards(root)
         self._asked = False
         self._backpropagated = False
+        self._accumulated = False  # by a backward into ``p.grad``; of a penalty's gradient a loss is made yet
+        self._accumulates = False
         self._looked_at = False
         self._followed = False  # by a forward, after its gradients were looked at
         self._in_closures = False
@@ -93,18 +95,22 @@ class StepCount:
         self._followed |= self._looked_at
         if kind is Kind.INFERENCE and self.clock.begun:
             self.clock.end_step()
-        if self._backpropagated and self.clock.begun and self._by_hand.stepped():
+        if self._backpropagated and self.clock.begun and (self._is_frozen() or self._by_hand.stepped()):
             self._end()
-        if self._backpropagated:
-            self._backpropagated = False
-            self.clock.micro += 1
+        self._backpropagated = False
+        self.clock.micro += self._accumulated
+        self._accumulated = False
         return self.begin_step()
+
+    def _is_frozen(self) -> bool:
+        """Tell whether nothing in the model is trained, so that no optimizer ends its steps: the next forward does."""
+        return not any(parameter.requires_grad for parameter in self._root.parameters())
 
     def begin_step(self) -> bool:
         """Say that the training computes; return whether a step begins with that."""
         first = self.clock.begin_forward()
         if first:
-            self._backpropagated = self._looked_at = self._followed = False
+            self._backpropagated = self._accumulated = self._looked_at = self._followed = False
             self._by_hand.step_begins()
         return first
 
@@ -115,12 +121,14 @@ class StepCount:
         if self._between:
             self._ledger.open()
         self._retained |= call.retains
+        self._accumulates = call.accumulates
 
     def backward_ended(self) -> bool:
         """Count a backward; return whether a step begins with it: of a model whose parts are called, nothing else tells."""
         self._backpropagated = True
+        self._accumulated |= self._accumulates
         self._backpropagated_evaluation = self.evaluated
-        unseen = not self.forwards or (self._between and self._ledger.moved())
+        unseen = (self._accumulates and not self.forwards) or (self._between and self._ledger.moved())
         self._between = False
         return unseen and self.begin_step()
 

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from bitwitness.tap.moments import StepListener
+from bitwitness.tap.slots import results_of
 
 if TYPE_CHECKING:
     from bitwitness.session.session import Session
@@ -52,6 +54,12 @@ class Forward:
     kind: Kind
     result: Any = None
     raised: bool = False
+
+    @property
+    def is_detached(self) -> bool:
+        """Whether no gradient comes back to it, once it has returned: none is asked for, or the model is frozen."""
+        returned = [tensor.requires_grad for _, tensor in results_of(self.result)]
+        return not torch.is_grad_enabled() or (bool(returned) and not any(returned))
 
 
 class Instrument(StepListener):

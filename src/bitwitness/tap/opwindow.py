@@ -6,13 +6,17 @@ tap is entered at one hook and left at another, and what the script enters meanw
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 
 from bitwitness.tap.compat import dynamo
 from bitwitness.tap.modules import in_backward
 from bitwitness.tap.operators import OperatorTap
+
+_MOST_INTERRUPTIONS = 16
+"""Evaluations of the model between its forward and its backward: a target made by itself, a reference's log-probabilities."""
 
 
 class OperatorWindow:
@@ -21,9 +25,25 @@ class OperatorWindow:
     def __init__(self, tap: OperatorTap) -> None:
         self._tap = tap
         self._eager: ExitStack | None = None
+        self._interruptions = 0
 
     def open(self) -> None:
         """Show operators from now on."""
+        self._interruptions = 0
+        self._open()
+
+    @contextmanager
+    def interrupted(self) -> Iterator[None]:
+        """Show none meanwhile, and go on after it, but for many of them: then an evaluation runs, and no backward comes."""
+        was_open, self._interruptions = self._eager is not None, self._interruptions + 1
+        self.close()
+        try:
+            yield
+        finally:
+            if was_open and self._interruptions <= _MOST_INTERRUPTIONS:
+                self._open()
+
+    def _open(self) -> None:
         if self._eager is not None:
             return
         self._eager = ExitStack()
