@@ -15,7 +15,7 @@ from bitwitness.store.opening import open_source
 
 JOB = Path(__file__).parent / "jobs" / "recording.py"
 CASES = [f"{wrapper}-{what}" for wrapper in ("ddp", "fsdp", "tp") for what in ("none", "weight")]
-CASES += ["ddp-residual", "hand-none", "hand-own"]
+CASES += ["ddp-residual", "hand-none", "hand-own", "hand-late", "hand-early"]
 pytestmark = pytest.mark.ranks
 
 
@@ -31,6 +31,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with bw.Recorder(net, out=folder / "alone"):
         for _ in range(2):
             net(torch.randn(6, 16, generator=generator)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.manual_seed(0)
+    net, generators = recording.Net(), [torch.Generator().manual_seed(7 + rank) for rank in range(2)]
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, foreach=False)
+    with bw.Recorder(net, out=folder / "alone-clipped"):
+        for _ in range(2):
+            net(torch.cat([torch.randn(6, 16, generator=one) for one in generators])).square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), recording.CLIPPED)
             optimizer.step()
             optimizer.zero_grad()
     return folder
@@ -55,6 +64,25 @@ def test_a_gradient_that_one_run_does_not_reduce_is_named(runs: Path) -> None:
     assert report.first.site.startswith("blocks.1.fc1/weight#0:grad")
     assert "is the same on all ranks in run A, and each rank's own in run B: it is not reduced" in report.first.text
     assert "'" not in compared(runs, "hand-none", "hand-none").conclusion
+
+
+def test_gradients_that_each_rank_clips_before_they_are_reduced_are_no_rounding(runs: Path) -> None:
+    both = compared(runs, "hand-late", "hand-early")
+    assert "each rank changes its own gradient of " in both.conclusion
+    assert "before the ranks' are put together in run B, and not before that in run A" in both.conclusion
+    merged = compared(runs, "alone-clipped", "hand-early")
+    assert merged.status == "findings"
+    assert "in run B each rank changes its own (clips it, scales it, edits it)" in merged.conclusion
+    assert compared(runs, "alone-clipped", "hand-late").status == "fine"
+
+
+def test_a_gradient_that_no_rank_of_several_reduces_is_there(runs: Path) -> None:
+    said = [suspect.text for suspect in compared(runs, "alone-clipped", "hand-own").suspects]
+    assert any(
+        "blocks.1.fc1.weight is each rank's own in run B: it is not reduced over the ranks there" in text
+        for text in said
+    )
+    assert not any("frozen, or not used" in text for text in said)
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp", "tp"])

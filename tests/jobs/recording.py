@@ -2,7 +2,7 @@
 
 A case is the wrapper (``ddp``, ``fsdp``, ``tp``; ``hand``: the script reduces the gradients), a dash, and what is different:
 ``none``, ``residual`` (rank 1 leaves one out), ``weight`` (one row of a weight is larger, on the rank that holds it), ``own``
-(one gradient is not reduced).
+(one gradient is not reduced), ``late`` (they are clipped), ``early`` (each rank clips its own before they are reduced).
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import bitwitness as bw
+
+CLIPPED = 1e-3
 
 
 class Block(nn.Module):
@@ -81,8 +83,12 @@ def train(case: str, out: Path, rank: int) -> None:
         for _ in range(2):
             loss = model(torch.randn(6, 16, generator=generator)).square().mean()
             loss.backward()
+            if case == "hand-early":
+                nn.utils.clip_grad_norm_(model.parameters(), CLIPPED)
             if case.startswith("hand"):
                 reduced_by_hand(model, case)
+            if case == "hand-late":
+                nn.utils.clip_grad_norm_(model.parameters(), CLIPPED)
             optimizer.step()
             optimizer.zero_grad()
     if rank == 0 or alike:

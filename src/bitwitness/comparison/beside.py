@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bitwitness.comparison.drift import calls_a_step
 from bitwitness.comparison.recordings import compare
 from bitwitness.comparison.report import Report
 from bitwitness.errors import UsageError
@@ -30,7 +31,8 @@ class Beside:
     def lines(self) -> list[str]:
         """Return a line for each."""
         told = [
-            f"beside them, {a.name} against {b.name}{_of_model(a)}: {report.conclusion}" for a, b, report in self.reports
+            f"beside them, {a.name} against {b.name}{_of_model(a)}: {report.conclusion}"
+            for a, b, report in self.reports
         ]
         return told + [f"not compared: {problem}" for problem in self.problems]
 
@@ -40,7 +42,7 @@ class Beside:
         In one step, one that knows what made the difference before one that reads it from outside: another model's result.
         """
         told = zip(self.reports, self.lines(), strict=False)
-        parted = [(_parts(report, _calls_a_step(report, named)), line) for (*_, report), line in told]
+        parted = [(_parts(report, calls_a_step(report.steps, named.steps)), line) for (*_, report), line in told]
         first, line = min(parted, default=((math.inf, False), ""))
         return line if first < _parts(named) else ""
 
@@ -62,12 +64,6 @@ def _parts(report: Report, calls: int = 1) -> tuple[float, bool]:
         return math.inf, False
     steps = [one.step // calls for one in (report.first, *report.exceeding[:1]) if one is not None]
     return min(steps, default=math.inf), report.first is None or report.first.reason == "unknown"
-
-
-def _calls_a_step(report: Report, named: Report) -> int:
-    """Return how many steps a model counts in one of the named one's: a target network counts each of its calls."""
-    calls, rest = divmod(report.steps, max(named.steps, 1))
-    return calls if calls > 1 and not rest else 1
 
 
 def _of_model(run: Path) -> str:

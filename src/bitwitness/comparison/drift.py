@@ -49,6 +49,7 @@ class DriftBeside:
 
     def __init__(self, a: Source, b: Source, models: Sequence[Sequence[Path]]) -> None:
         self._paths = [(x, y) for x, y in zip(*models, strict=False) if str(x) != a.path and str(y) != b.path]
+        self._named = a
         self._open: list[tuple[Source, Source]] | None = None
         self._found: dict[tuple[int, int, int], dict[str, float]] = {}
 
@@ -60,9 +61,16 @@ class DriftBeside:
         if place not in self._found:
             found = self._found[place] = {}
             for a, b in self._open:
-                for name, change in _of_model(a, b, *place).items():
+                calls = calls_a_step(len(self._named.steps(rank)), len(a.steps(rank)) if rank in a.ranks() else 0)
+                for name, change in _of_model(a, b, rank, step // calls, step_b // calls).items():
                     found[name] = max(change, found.get(name, 0.0))
         return self._found[place]
+
+
+def calls_a_step(steps: int, others: int) -> int:
+    """Return how many steps of one model are one of another's: a target network counts each of its calls."""
+    calls, rest = divmod(steps, max(others, 1))
+    return calls if calls > 1 and not rest and others else 1
 
 
 def drift(frame: StepFrame, weights: Iterable[Pair], change_of: Mapping[int, float], earlier: EarlierSteps) -> float:

@@ -29,7 +29,8 @@ KINDS = (
 METRICS = ("attention", "router", "stable_rank", "kurtosis")
 """What is computed on request only: it costs more than statistics."""
 RULES = (
-    "nonfinite", "vanished", "frozen", "exploding", "drift", "spike", "learning_rate", "loss_scale", "rank_apart", "replicas"
+    "nonfinite", "vanished", "frozen", "exploding", "drift", "spike", "diverging", "learning_rate", "loss_scale",
+    "rank_apart", "replicas",
 )  # fmt: skip
 _MOST = 1 << 31
 

@@ -180,8 +180,8 @@ class _Accumulated:
 
 
 def present(parameters: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Return the gradients that are there."""
-    return {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    """Return the gradients that are there; what was left in a parameter that a script has frozen is none."""
+    return {name: p.grad for name, p in parameters.items() if p.grad is not None and p.requires_grad}
 
 
 def _syncs(wrapper: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from bitwitness.finding import Finding, Severity
-from bitwitness.monitor.rules.rule import Peers, View, named
+from bitwitness.monitor.rules.rule import Alert, Peers, View, named
 from bitwitness.monitor.series import SeriesKey
 
 _KEPT = 8  # steps around a spike
@@ -19,9 +19,14 @@ _FEW = 0.34  # of a kind's series, so that what moved is one layer and not all
 _NAMED = 5
 _PLURAL = {"moment1": "first moments", "moment2": "second moments", "update": "updates"}
 _SAMPLES = 8  # that are named
+_REMEMBERED, _SINCE = 8, 32
+"""Alerts that are kept, and steps before a spike in which one may have led to it."""
+_LEADING = ("moment1", "moment2", "update", "param")
 _SEEN = 2  # updates before a spike that may have led to it
 
 
+Moved = list[tuple[SeriesKey, float]]
+"""Series that moved, and to how many times their usual."""
 IndicesOf = Callable[[Sequence[str]], Sequence[int]]
 
 
@@ -32,10 +37,15 @@ class PostMortem:
         self._indices_of = indices_of
         self._steps: deque[View] = deque(maxlen=_KEPT)
         self._peers: deque[tuple[int, Peers]] = deque(maxlen=_KEPT)
+        self._alerts: deque[tuple[int, Alert]] = deque(maxlen=_REMEMBERED)
 
     def step(self, view: View) -> None:
         """Keep a step."""
         self._steps.append(view)
+
+    def alerted(self, step: int, alerts: Sequence[Alert]) -> None:
+        """Keep what was alerted of a step that may lead to a spike later: of rates, updates, moments and weights."""
+        self._alerts += [(step, one) for one in alerts if one.key.kind in _LEADING or one.key.metric == "lr"]
 
     def compared(self, step: int, peers: Peers) -> None:
         """Keep how this rank lay among the others at a step."""
@@ -61,34 +71,53 @@ class PostMortem:
     def _cause(self, spike: View) -> tuple[str, str, SeriesKey]:
         """Return the cause in a word, in a sentence, and where it is; what was there first is asked first."""
         earlier = list(self._steps)[-_SEEN - 1 : -1]  # the updates that the spike's forward has seen
-        if (rate := self._rate()) is not None:
-            return rate
-        for view in reversed(earlier):
-            if found := self._state(view):
-                return found
-        if (apart := self._apart()) is not None:
-            return apart
         moved = _moved(spike, ("activation",))
-        share = (
-            len(moved) / max(1, sum(np.isfinite(spike.moved["activation"].sizes)))
-            if "activation" in spike.moved
-            else 1.0
+        asked = (
+            self._rate,
+            lambda: next(filter(None, map(self._state, reversed(earlier))), None),
+            self._apart,
+            lambda: _one_layer(spike, moved),
+            lambda: self._edited(earlier),
+            lambda: self._weights(spike, earlier),
+            lambda: None if self._is_large() else self._alone(spike),
         )
-        if moved and share < _FEW and not _is_input(moved[0][0]):
-            key, factor = moved[0]
-            return "one_layer", f"one layer: {named(key)} moved first, to {factor:.3g} times its usual", key
-        if (found := self._weights(spike, earlier) or (None if self._is_large() else self._alone(spike))) is not None:
-            return found
+        return next(filter(None, (ask() for ask in asked)), None) or self._data(spike, moved, known=bool(earlier))
+
+    def _data(self, spike: View, moved: Moved, *, known: bool) -> tuple[str, str, SeriesKey]:
+        """Return that it was the data, which is what is left; ``known``: something is known of the steps before."""
         loss = SeriesKey("training", ".", None, "loss")
         batch = self._batch(spike)
         if moved and _is_input(moved[0][0]):
             key, factor = moved[0]
             return "data", f"the data: {named(key)} is {factor:.3g} times its usual ({batch})", key
-        if earlier or "update" in spike.moved:
+        if (before := self._alerted_before(spike)) is not None:
+            return before
+        if known or "update" in spike.moved:
             who = "the data" if self._is_large() else "the data, or chance"
             text = f"{who}: updates and weights before it were as usual, which leaves the batch ({batch})"
             return "data", text, loss
         return "data", f"probably the data ({batch}): nothing else that was looked at moved before it", loss
+
+    def _edited(self, earlier: list[View]) -> tuple[str, str, SeriesKey] | None:
+        """Return that optimizers read larger gradients than before, while the backwards' own were as usual."""
+        for view in reversed(earlier):
+            rise = self._rise(view, "grad_reduced")
+            if rise > _FACTOR and "grad" in view.moved and abs(self._rise(view, "grad")) < _FACTOR / 2:
+                text = (
+                    f"the gradients between backward and step: at step {view.numbers.step} the optimizer read them "
+                    f"{np.exp(rise):.3g} times as large as before, and the backward left them as usual (clipping, a scale)"
+                )
+                return "edited", text, view.numbers.keys[int(view.moved["grad_reduced"].places[0])]
+        return None
+
+    def _alerted_before(self, spike: View) -> tuple[str, str, SeriesKey] | None:
+        """Return the first alert of the last steps that may have led to it."""
+        now = spike.numbers.step
+        found = [(step, one) for step, one in self._alerts if now - _SINCE <= step < now]
+        if not found:
+            return None
+        step, first = found[0]
+        return "alerted_before", f"what was told of step {step}: {first.message}", first.key
 
     @staticmethod
     def _weights(spike: View, earlier: list[View]) -> tuple[str, str, SeriesKey] | None:
@@ -209,7 +238,16 @@ class PostMortem:
         return told
 
 
-def _moved(view: View, kinds: tuple[str, ...]) -> list[tuple[SeriesKey, float]]:
+def _one_layer(spike: View, moved: Moved) -> tuple[str, str, SeriesKey] | None:
+    """Return that few activations moved, and none of what the model was called with."""
+    every = np.isfinite(spike.moved["activation"].sizes).sum() if "activation" in spike.moved else 0
+    if not moved or len(moved) >= _FEW * max(1, every) or _is_input(moved[0][0]):
+        return None
+    key, factor = moved[0]
+    return "one_layer", f"one layer: {named(key)} moved first, to {factor:.3g} times its usual", key
+
+
+def _moved(view: View, kinds: tuple[str, ...]) -> Moved:
     """Return what of some kinds grew far beyond its usual, in the order in which the step made it, and how far."""
     return list(_moved_in(view, kinds))
 

@@ -11,6 +11,7 @@ from bitwitness.config.monitoring import MonitorConfig
 from bitwitness.finding import Finding, Severity
 from bitwitness.monitor.movement import FLOORS, Movement
 from bitwitness.monitor.postmortem import IndicesOf, PostMortem
+from bitwitness.monitor.rules.diverging import Diverging
 from bitwitness.monitor.rules.drift import Drift
 from bitwitness.monitor.rules.exploding import Exploding
 from bitwitness.monitor.rules.frozen import Frozen
@@ -22,18 +23,19 @@ from bitwitness.monitor.rules.rule import Alert, Peers, Rule, View
 from bitwitness.monitor.rules.spike import Spike
 from bitwitness.monitor.rules.vanished import Vanished
 from bitwitness.monitor.series import SeriesKey, StepNumbers
+from bitwitness.store.watched import TURN
 
 RULES: tuple[type[Rule], ...] = (
-    Nonfinite, Vanished, Frozen, Exploding, Drift, Spike, LearningRate, LossScale, RankApart, Replicas
+    Nonfinite, Vanished, Frozen, Exploding, Drift, Spike, Diverging, LearningRate, LossScale, RankApart, Replicas
 )  # fmt: skip
 _LEARNS_FROM = ("exploding", "drift", "vanished")
 """Rules whose alarms raise the threshold of the kind that they spoke of."""
-_OF_SIZES = ("vanished", "exploding", "drift", "spike")
+_OF_SIZES = ("vanished", "exploding", "drift", "spike", "diverging")
 """Rules that look away from a step that a gradient scaler skips."""
 _EPISODE = 20  # steps in which a rule does not say the same of the same again
 _WAKE = 32
 """Steps after an alert in which what moves is taken for its consequence: it is recorded, and no alert of its own."""
-_FOLLOW = ("exploding", "drift")
+_FOLLOW = ("exploding", "drift", "diverging")
 """Rules of which that is so: what turns zero, freezes, spikes or is not finite is told whenever it happens."""
 
 
@@ -86,6 +88,7 @@ class Watch:
         findings = [self._finding(alert, numbers, follows=in_wake and alert.rule in _FOLLOW) for alert in alerts]
         if any(finding.severity is not Severity.INFO for finding in findings) and not in_wake:
             self._alerted = numbers.step
+        self._post_mortem.alerted(numbers.step, [alert for alert in alerts if alert.severity is not Severity.INFO])
         if any(alert.rule == "spike" for alert in alerts):
             findings.append(self._post_mortem.of(numbers.step, numbers.rank))
         for finding in findings:
@@ -109,6 +112,8 @@ class Watch:
         return step - before > _EPISODE
 
     def _finding(self, alert: Alert, numbers: StepNumbers, *, follows: bool) -> Finding:
+        if alert.key in numbers.keys:  # so that of one step's alerts whoever reads them knows which came about first
+            alert = replace(alert, evidence={**alert.evidence, TURN: View(numbers).turn(numbers.keys.index(alert.key))})
         if not follows:
             return _finding(alert, numbers.step, numbers.rank)
         message = f"{alert.message}, in the wake of step {self._alerted}"

@@ -18,9 +18,15 @@ from bitwitness.store.monitored import monitored_ranks, read_series
 from bitwitness.store.seal import SEAL
 
 PREFIX = "monitor."
+TURN = "turn"
+"""Where an alert's evidence says when in the step its series came about."""
+SURE = ("nonfinite", "replicas", "loss_scale")
+"""Rules that leave nothing to chance."""
+_BEFORE = 64
+"""Steps before what is sure, in which something else may have led to it."""
 NONFINITE = "monitor.nonfinite"
 SLOW = ("drift", "rank_apart")
-_ORDER = ("forward.in", "forward.out", "forward", "backward", "grad.local", "comm", "grad.reduced", "optim", "param")
+_ORDER = ("forward", "backward", "grad.local", "comm", "grad.reduced", "optim", "param")
 """Phases and slots of sites in the order in which a step makes them."""
 """Rules of what goes on for a while: what happens at one step says more."""
 _POST_MORTEM = "monitor.post_mortem"
@@ -83,10 +89,16 @@ class Watched:
         Of one step the one that is nearest to the origin: in the order in which a step computes, on the rank that says most.
         """
         said = Counter((one.step, one.rank) for one in self.alerts)
+        sure = [one.step for one in self.alerts if one.sensor.removeprefix(PREFIX) in SURE]
+        since = min(sure) - _BEFORE if sure else 0  # what chance may have set off long before it is not the beginning
 
-        def turn(one: Finding) -> tuple[bool, int, int, int]:
+        def turn(one: Finding) -> tuple[bool, bool, int, int, Sequence[float], int]:
             slow = one.sensor.removeprefix(PREFIX) in SLOW
-            return slow, one.step, _turn(one.site), -said[one.step, one.rank]
+            inner = one.evidence.get(TURN)
+            within = [float(not one.site.slot.startswith("in"))]
+            if isinstance(inner, list | tuple):
+                within = [float(number) for number in inner]
+            return one.step < since, slow, one.step, _turn(one.site), within, -said[one.step, one.rank]
 
         return min(self.alerts, key=turn, default=None)
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from dataclasses import replace
 
 import numpy as np
 
 from bitwitness.config.monitoring import MonitorConfig
+from bitwitness.finding import Severity
 from bitwitness.monitor.movement import TOGETHER, Moved
 from bitwitness.monitor.rules.rule import Alert, Rule, View, brothers, named
 from bitwitness.monitor.sheet import Numbers
 
 _KINDS = ("activation", "activation_grad", "grad", "grad_reduced", "param")
-_SLOW_KINDS = ("grad", "grad_reduced")  # what a branch of a residual network adds grows by itself
+_SLOW_KINDS = ("grad", "grad_reduced", "param")  # what a branch of a residual network adds grows by itself
+_NOTED = ("activation_grad", "grad", "grad_reduced")
+"""Kinds of which it is only noted: gradients grow and shrink as a training goes on, one layer's before another's."""
 _SPAN = 64  # steps over which what is slower than the history is looked for
 _SHIFT = float(np.log(3.0))
 _SPREADS = 12.0
@@ -27,7 +31,7 @@ class Drift(Rule):
 
     The first by the cumulative sum (Page, 1954) of its robust deviations, of which each alarm raises the threshold as that
     of ``exploding``. The second against what the others of its kind have done meanwhile: twelve times their median shift.
-    What all of a kind do together is taken away before.
+    What all of a kind do together is taken away before. Of gradients it is a note, and no alert.
     """
 
     name = "drift"
@@ -40,7 +44,7 @@ class Drift(Rule):
 
     def look(self, view: View) -> list[Alert]:
         """Return the series that is farthest beyond its threshold."""
-        best: tuple[float, str, int, float] | None = None
+        best: tuple[bool, float, str, int, float] | None = None
         others: list[int] = []
         for kind in _KINDS:
             moved = view.moved.get(kind)
@@ -51,15 +55,17 @@ class Drift(Rule):
             summed = _alone(view, moved, np.where(judged, drifts, 0.0), drifts)
             slow = kind in _SLOW_KINDS
             shifted = self._shifted(kind, moved, view.numbers.step) if slow else np.zeros_like(summed)
-            shifted = _alone(view, moved, shifted, shifted)
+            # Biases are zero at first, and grow by factors; that weights shrink so fast is no training's, whichever do.
+            shifted = np.minimum(shifted, 0.0) if kind == "param" else _alone(view, moved, shifted, shifted)
             share = np.where(np.abs(summed) >= np.abs(shifted), summed, shifted)
             others += moved.places[np.abs(share) > 1].tolist()
             index = int(np.abs(share).argmax())
-            if abs(share[index]) > 1 and (best is None or abs(share[index]) > abs(best[0])):
-                best = float(share[index]), kind, index, float(shifted[index])
+            ranked = kind not in _NOTED, abs(float(share[index]))
+            if ranked[1] > 1 and (best is None or ranked > (best[0], abs(best[1]))):
+                best = ranked[0], float(share[index]), kind, index, float(shifted[index])
         if best is None:
             return []
-        share_, kind, index, shift = best
+        alerts, share_, kind, index, shift = best
         place = int(view.moved[kind].places[index])
         self._told[place] = view.numbers.step
         way = "above" if share_ > 0 else "below"
@@ -70,7 +76,8 @@ class Drift(Rule):
             "threshold": 1.0,
             "factor": float(np.exp(view.moved[kind].gap[index])),
         }
-        return [self.alert(view.numbers.keys[place], text, (view.numbers.keys[p] for p in others), **evidence)]
+        alert = self.alert(view.numbers.keys[place], text, (view.numbers.keys[p] for p in others), **evidence)
+        return [alert if alerts else replace(alert, severity=Severity.INFO)]
 
     def _shifted(self, kind: str, moved: Moved, step: int) -> Numbers:
         """Return how far each has moved in some time, against the others, as a share of what is put up with."""

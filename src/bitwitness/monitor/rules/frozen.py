@@ -53,6 +53,7 @@ class Frozen(Rule):
                 continue  # nothing moves: no step was made, or it is the same batch again
             self._learn(places, same)
             resting = [int(p) for p in places if self._is_frozen(int(p)) and int(p) not in idle]
+            resting = [p for p in resting if not self._is_of_constants(view, p)]
             found += [p for p in resting if p not in self._told]
             self._told.update(resting)
             self._told -= {int(p) for p in places[~same[places]]}
@@ -77,6 +78,14 @@ class Frozen(Rule):
         if steps < _LEARNED or rest < _LEAST or not moved:
             return False
         return bool(rest * np.log((steps - moved + 1) / (steps + 1)) < np.log(self.rate))
+
+    def _is_of_constants(self, view: View, place: int) -> bool:
+        """Tell whether a module returns something, and was given the same at all steps: its weights tell of it themselves."""
+        key = view.numbers.keys[place]
+        if key.kind != "activation" or not (key.slot or "").startswith("out"):
+            return False
+        given = [i for i, k in enumerate(view.numbers.keys) if k[:2] == key[:2] and (k.slot or "").startswith("in")]
+        return bool(given) and not self._moved[given].any()
 
     @staticmethod
     def _without_gradient(view: View) -> set[int]:

@@ -42,7 +42,7 @@ class Nonfinite(Rule):
         spreading, self._spreading = self._spreading, bool(bad.any())
         if not bad.any() or spreading:
             return []
-        places = view.first(np.flatnonzero(bad).tolist())
+        places = _origins_first(view, view.first(np.flatnonzero(bad).tolist()))
         first = places[0]
         key = numbers.keys[first]
         nan, inf = (0 if np.isnan(x) else int(x) for x in (numbers.nan[first], numbers.inf[first]))
@@ -57,6 +57,29 @@ class Nonfinite(Rule):
                 self._known.add(int(place))
                 if bad[place] and view.numbers.keys[place].kind in _MASKS and view.numbers.inf[place] > 0:
                     self._masked.add(int(place))
+
+
+def _origins_first(view: View, places: list[int]) -> list[int]:
+    """Return places with those in front that a module makes of finite values.
+
+    A module that is called several times has one place in a step's order, its first call's.
+    """
+    keys = view.numbers.keys
+    given = {keys[p].name for p in places if keys[p].kind == "activation" and (keys[p].slot or "").startswith("in")}
+    if not places or keys[places[0]].kind != "activation" or keys[places[0]].name not in given - {"."}:
+        return places
+    around = {
+        ".",
+        *(name.rpartition(".")[0] for name in {key.name for key in keys if key.kind == "activation"}),
+    }  # what is made in them is theirs
+    origins = [
+        p
+        for p in places
+        if keys[p].kind == "activation"
+        and (keys[p].slot or "").startswith("out")
+        and keys[p].name not in given | around
+    ]
+    return [*origins[:1], *(p for p in places if p not in origins[:1])]
 
 
 def _bad_values(view: View) -> np.ndarray:

@@ -89,10 +89,17 @@ class View:
         bad = (np.nan_to_num(numbers.nan) > 0) | (np.nan_to_num(numbers.inf) > 0)
         return any(numbers.keys[i].kind in OVERFLOWING for i in np.flatnonzero(bad))
 
+    @cached_property
+    def _order(self) -> dict[int, int]:
+        return {int(place): number for number, place in enumerate(self.numbers.order)}
+
+    def turn(self, place: int) -> tuple[float, int]:
+        """Return when in the step a number came about: by kind, then as the step made it."""
+        return _turn(self.numbers.keys[place]), self._order.get(place, len(self._order))
+
     def first(self, places: Iterable[int]) -> list[int]:
-        """Return places in causal order: by kind, then as the step made them."""
-        order = {int(place): number for number, place in enumerate(self.numbers.order)}
-        return sorted(places, key=lambda p: (_turn(self.numbers.keys[p]), order.get(p, len(order))))
+        """Return places in causal order."""
+        return sorted(places, key=self.turn)
 
 
 def _turn(key: SeriesKey) -> float:

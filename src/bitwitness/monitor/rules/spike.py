@@ -17,6 +17,7 @@ _LEAST = (0.1, 1.1)
 """Jumps of asinh of the loss, and of ln of the norm, below which nothing is a spike: 10 % of a loss, three times a norm."""
 _USUAL = 9  # steps whose median is the usual: few, so that it does not lag behind a loss that falls
 _SPAN = 128  # steps whose jumps are remembered
+_LATELY, _ABOVE = 64, 0.25  # steps whose highest values a spike is above, by this share of the jump that makes one
 _TIMES = (2.0, 3.0)  # the largest of them that a spike is: a norm moves more by itself, towards the end above all
 _SHARE = 2.0 / 3.0  # of ``z`` that it is beyond the deviation from step to step
 _YOUNG = 64  # steps of a training that has shown few jumps as yet: more is asked for, by as much as it is younger
@@ -30,6 +31,7 @@ class _Jumps:
         self._least, self._times, self._z = least, times, z
         self._values: deque[float] = deque(maxlen=_SPAN)
         self._jumps: deque[float] = deque(maxlen=_SPAN)
+        self._lately: deque[float] = deque(maxlen=_LATELY)
         self.seen = 0
 
     @property
@@ -49,10 +51,16 @@ class _Jumps:
         limit = max(self._least, _SHARE * self._z * sigma, self._times * max(self._jumps, default=0.0))
         return limit * max(1.0, _YOUNG / max(self.seen, 1))
 
+    def is_ordinary(self, value: float, limit: float) -> bool:
+        """Tell whether a value is about one that was there lately: what is usual by the median is not all that is usual."""
+        return bool(self._lately) and value < max(self._lately) + limit * _ABOVE
+
     def learn(self, value: float, limit: float) -> None:
         """Take a value in; of a spike no more than what is not one yet, so that the next is seen, too."""
         if np.isfinite(value):
-            self._jumps.append(min(self.jump(value), limit))
+            jump = self.jump(value)
+            self._lately.append(value if jump < limit else self.usual)
+            self._jumps.append(min(jump, limit))
             self._values.append(value)
             self.seen += 1
 
@@ -61,7 +69,8 @@ class Spike(Rule):
     """Alerts at a step whose loss or gradient norm jumps above the last ones; what led to it is another's question.
 
     The jump has to be twice as large as any in the last 128 steps (of the norm three times), which normal noise does not do
-    and heavy tails seldom, and two thirds of ``z`` deviations of what changes from step to step. Each alarm raises what is
+    and heavy tails seldom, and two thirds of ``z`` deviations of what changes from step to step; and it has to lead above the
+    highest of the last 64 steps. Each alarm raises what is
     asked for by 1.4: one in some 1,700 steps of the two series at the most.
     """
 
@@ -80,7 +89,7 @@ class Spike(Rule):
             values = [float(np.arcsinh(loss)), float(np.log(norm))]
         limits = [self._caution * one.limit() for one in self._jumps]
         shares = [
-            one.jump(value) / limit if one.seen >= self._config.warmup else 0.0
+            one.jump(value) / limit if one.seen >= self._config.warmup and not one.is_ordinary(value, limit) else 0.0
             for one, value, limit in zip(self._jumps, values, limits, strict=True)
         ]
         usual = [float(np.sinh(self._jumps[0].usual)), float(np.exp(self._jumps[1].usual))]

@@ -1,0 +1,276 @@
+"""Calls of a model that only one run has, or has with gradients; micro-batches that are lost; fused ports with other names.
+
+All of it was seen in scripts that others wrote.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import bitwitness as bw
+from bitwitness.cli import main
+from bitwitness.store.opening import open_source
+
+
+def critic() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 3))
+
+
+def batches(steps: int = 3) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        now = torch.randn(20, 6, generator=generator)
+        yield now, now + 0.1 * torch.randn(20, 6, generator=generator), torch.randn(20, generator=generator)
+
+
+def recorded(out: Path, step: Callable[..., torch.Tensor], *models: nn.Module, trained: int = 0) -> Path:
+    """Record all models while one of them is trained."""
+    optimizer = torch.optim.SGD(models[trained].parameters(), lr=0.05)
+    with ExitStack() as stack:
+        for model in models:
+            stack.enter_context(bw.Recorder(model, out=out))
+        for batch in batches():
+            optimizer.zero_grad()
+            step(*models, *batch).backward()
+            optimizer.step()
+    return out
+
+
+def said_of(a: Path, b: Path, capsys: Any) -> tuple[int, str]:
+    capsys.readouterr()
+    code = main(["compare", str(a), str(b)])
+    return code, capsys.readouterr().out
+
+
+def loss_of(q: nn.Module, now: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.smooth_l1_loss(q(now)[:, 0], target)
+
+
+def ungraded(q: nn.Module, now: torch.Tensor, then: torch.Tensor, reward: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        target = reward + 0.9 * q(then).max(1).values
+    return loss_of(q, now, target)
+
+
+def graded(q: nn.Module, now: torch.Tensor, then: torch.Tensor, reward: torch.Tensor) -> torch.Tensor:
+    return loss_of(q, now, reward + 0.9 * q(then).max(1).values)
+
+
+def detached(q: nn.Module, now: torch.Tensor, then: torch.Tensor, reward: torch.Tensor) -> torch.Tensor:
+    return loss_of(q, now, (reward + 0.9 * q(then).max(1).values).detach())
+
+
+def test_a_target_that_is_not_detached_is_told_of_as_that(tmp_path: Path) -> None:
+    a, b = (recorded(tmp_path / name, step, critic()) for name, step in (("a", ungraded), ("b", graded)))
+    report = bw.compare(a, b)
+    assert "only run B goes backward here" in report.conclusion
+    assert "what the other run detaches, or makes without gradients" in report.conclusion
+    same = bw.compare(a, recorded(tmp_path / "c", detached, critic()))
+    assert same.status == "fine"
+
+
+def test_an_evaluation_between_forward_and_backward_leaves_the_backward_recorded(tmp_path: Path) -> None:
+    """Distillation from itself, a consistency loss, a target that is made after the forward."""
+
+    def step(q: nn.Module, now: torch.Tensor, then: torch.Tensor, _reward: torch.Tensor) -> torch.Tensor:
+        made = q(now)
+        with torch.no_grad():
+            target = q(then)
+        return F.mse_loss(made, target)
+
+    a = recorded(tmp_path / "a", step, critic())
+    rows = rows_of(a)
+    said = {(row["op"], row["phase"]) for row in rows if row["kind"] == "op"}
+    assert ("mse_loss", "forward") in said
+    assert ("mse_loss_backward", "backward") in said
+    assert sum(row["op"] == "addmm" and row["step"] == 0 for row in rows if row["slot"] == "out0") == 2  # once a layer
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    source = open_source(run)
+    return [row for step in source.steps(0) for row in source.table(0, step).to_pylist()]
+
+
+def test_a_frozen_network_counts_its_steps_whether_or_not_gradients_are_on(tmp_path: Path, capsys: Any) -> None:
+    def run(name: str, *, without: bool) -> Path:
+        q = critic()
+        target = copy.deepcopy(q).requires_grad_(False)
+
+        def step(t: nn.Module, q: nn.Module, now: torch.Tensor, then: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+            if without:
+                with torch.no_grad():
+                    aim = r + 0.9 * t(then).max(1).values
+            else:
+                aim = r + 0.9 * t(then).max(1).values
+            return loss_of(q, now, aim)
+
+        return recorded(tmp_path / name, step, target, q, trained=1)
+
+    code, said = said_of(run("a", without=True), run("b", without=False), capsys)
+    assert code == 0, said
+    assert said.startswith("no difference")
+
+
+def gan(out: Path, fake: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> Path:
+    torch.manual_seed(2)
+    g, d = (
+        nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 6)),
+        nn.Sequential(nn.Linear(6, 12), nn.Linear(12, 1)),
+    )
+    of_g, of_d = (torch.optim.Adam(net.parameters(), 1e-3) for net in (g, d))
+    with bw.Recorder(g, out=out), bw.Recorder(d, out=out):
+        for noise, real, _ in batches():
+            loss = F.softplus(-d(real)).mean() + F.softplus(d(fake(g, noise))).mean()
+            of_d.zero_grad()
+            loss.backward()
+            of_d.step()
+            of_g.zero_grad()
+            F.softplus(-d(g(noise))).mean().backward()
+            of_g.step()
+    return out
+
+
+def test_a_call_whose_result_is_detached_is_no_micro_batch(tmp_path: Path, capsys: Any) -> None:
+    def ungraded_fake(g: nn.Module, noise: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return g(noise)
+
+    a, b = gan(tmp_path / "a", ungraded_fake), gan(tmp_path / "b", lambda g, noise: g(noise).detach())
+    code, said = said_of(a, b, capsys)
+    assert code == 0, said
+    assert "calls of the model from which no gradient comes back were left out" in said
+
+
+def test_a_penalty_by_autograd_is_no_micro_batch_either(tmp_path: Path) -> None:
+    """Its gradient is one that a loss is made of; by hand it takes no call of the model."""
+
+    def penalty(d: nn.Module, points: torch.Tensor) -> torch.Tensor:
+        points = points.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(d(points).sum(), points, create_graph=True)
+        return (slope.norm(dim=1) - 1).square().mean()
+
+    def by_hand(d: Any, points: torch.Tensor) -> torch.Tensor:
+        inside = points @ d[0].weight.t() + d[0].bias
+        slope = ((1 - torch.tanh(inside).square()) * d[2].weight.sum(0)) @ d[0].weight
+        return (slope.norm(dim=1) - 1).square().mean()
+
+    def step_with(of: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda d, now, then, _r: of(d, then) + d(now).mean()
+
+    a, b = (recorded(tmp_path / name, step_with(of), critic()) for name, of in (("a", penalty), ("b", by_hand)))
+    assert bw.compare(a, b).status == "fine"
+
+
+def accumulated(out: Path, parts: int, *, lost: bool = False) -> Path:
+    net = critic()
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+    with bw.Recorder(net, out=out):
+        for now, _, reward in batches():
+            optimizer.zero_grad()
+            for x, y in zip(now.chunk(parts), reward.chunk(parts), strict=True):
+                if lost:
+                    optimizer.zero_grad()
+                (F.mse_loss(net(x)[:, 0], y) / parts).backward()
+            optimizer.step()
+    return out
+
+
+def test_micro_batches_that_are_lost_are_told_of(tmp_path: Path) -> None:
+    whole, four = accumulated(tmp_path / "one", 1), accumulated(tmp_path / "four", 4)
+    lost = accumulated(tmp_path / "lost", 4, lost=True)
+    assert bw.compare(whole, four).status == "fine"
+    for right in (whole, four):
+        report = bw.compare(right, lost)
+        assert report.first is not None
+        assert report.first.reason == "dropped"
+        assert "the gradients of run B are those of the last of its 4 micro-batches alone" in report.conclusion
+        assert bw.compare(lost, right).conclusion.count("the gradients of run A are those of the last") == 1
+
+
+class Separate(nn.Module):
+    """Attention and a gated layer beside it, a product each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n = nn.LayerNorm(24)
+        self.q, self.k, self.v, self.o = (nn.Linear(24, 24) for _ in range(4))
+        self.g, self.u, self.dn = nn.Linear(24, 48), nn.Linear(24, 48), nn.Linear(48, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.n(x)
+        attended = F.scaled_dot_product_attention(self.q(y), self.k(y), self.v(y))
+        return x + self.o(attended) + self.dn(F.silu(self.g(y)) * self.u(y))
+
+
+class Fused(nn.Module):
+    """The same with two products for five, and other names for what is left."""
+
+    def __init__(self, old: Separate) -> None:
+        super().__init__()
+        self.n, self.out, self.proj = old.n, old.o, old.dn
+        self.qkv, self.gate_up = nn.Linear(24, 72), nn.Linear(24, 96)
+        with torch.no_grad():
+            for new, parts in ((self.qkv, (old.q, old.k, old.v)), (self.gate_up, (old.g, old.u))):
+                new.weight.copy_(torch.cat([part.weight for part in parts]))
+                new.bias.copy_(torch.cat([part.bias for part in parts]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.n(x)
+        gate, up = self.gate_up(y).chunk(2, -1)
+        return x + self.out(F.scaled_dot_product_attention(*self.qkv(y).chunk(3, -1))) + self.proj(F.silu(gate) * up)
+
+
+def test_a_port_that_fuses_most_products_is_known_by_the_weights_that_are_left(tmp_path: Path) -> None:
+    def run(name: str, *, fused: bool) -> Path:
+        torch.manual_seed(4)
+        blocks = [Separate(), Separate()]
+        parts = [Fused(block) if fused else block for block in blocks]
+        torch.manual_seed(6)
+        net = nn.Sequential(nn.Linear(6, 24), *parts, nn.Linear(24, 2))
+        optimizer = torch.optim.AdamW(net.parameters(), 2e-3)
+        torch.manual_seed(5)
+        with bw.Recorder(net, out=tmp_path / name):
+            for _ in range(3):
+                optimizer.zero_grad()
+                net(torch.randn(5, 12, 6)).square().mean().backward()
+                optimizer.step()
+        return tmp_path / name
+
+    report = bw.compare(run("a", fused=False), run("b", fused=True))
+    assert report.status == "fine", report.conclusion
+
+
+def test_a_target_network_that_is_moved_otherwise_is_named_before_who_reads_it(tmp_path: Path, capsys: Any) -> None:
+    def run(name: str, keep: float) -> Path:
+        torch.manual_seed(0)
+        online = nn.Sequential(nn.Linear(6, 24), nn.LayerNorm(24), nn.ReLU(), nn.Linear(24, 3))
+        target = copy.deepcopy(online).requires_grad_(False)
+        optimizer = torch.optim.SGD(online.parameters(), lr=0.1)
+        with bw.Recorder(online, out=tmp_path / name), bw.Recorder(target, out=tmp_path / name):
+            for first, second, _ in batches(4):
+                loss = torch.zeros(())
+                for u, v in ((first, second), (second, first)):  # each of the target's calls counts for it as a step
+                    with torch.no_grad():
+                        aim = F.normalize(target(v), dim=1)
+                    loss = loss + 2 - 2 * (F.normalize(online(u), dim=1) * aim).sum(1).mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                with torch.no_grad():
+                    for t, o in zip(target.parameters(), online.parameters(), strict=True):
+                        t.mul_(keep).add_(o, alpha=1 - keep)
+        return tmp_path / name
+
+    code, said = said_of(run("a", 0.97), run("b", 0.03), capsys)
+    assert code == 1
+    assert said.startswith("beside them, a-2 against b-2 (Sequential): the runs part at ")
+    assert "so it was changed between these two steps" in said.splitlines()[0]
