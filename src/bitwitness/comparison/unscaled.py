@@ -12,12 +12,18 @@ from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.frame import Floats, StepFrame
 from bitwitness.comparison.gradients import GradientChains
 
+_NEAR = 0.01
+"""Relative deviation from a power of two up to which a loss scale is one."""
 _SCALED = ("min", "max", "mean", "l2", "sketch")
 
 
 def loss_scale(differences: Differences) -> float | None:
     """Return how many times run B's loss scale is run A's, where both optimizers read gradients without it; None if equal."""
-    return GradientChains(differences).scaled_back()
+    scale = GradientChains(differences).scaled_back()
+    if scale is None:
+        return None
+    power = 2.0 ** round(math.log2(scale))  # as scalers' are; what is found of it in rounded gradients is off by a little
+    return power if abs(scale / power - 1.0) < _NEAR else scale
 
 
 def without_scale(differences: Differences, scale: float) -> StepFrame:
