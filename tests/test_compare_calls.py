@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -274,3 +275,46 @@ def test_a_target_network_that_is_moved_otherwise_is_named_before_who_reads_it(t
     assert code == 1
     assert said.startswith("beside them, a-2 against b-2 (Sequential): the runs part at ")
     assert "so it was changed between these two steps" in said.splitlines()[0]
+
+
+class Root(torch.autograd.Function):
+    """The root mean square taken out, with a backward written by hand."""
+
+    whole = True
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        r = torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+        ctx.save_for_backward(x, r)
+        return x * r
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        x, r = ctx.saved_tensors
+        straight = grad * r
+        if not Root.whole:
+            return straight
+        return straight - x * r.pow(3) * (grad * x).mean(-1, keepdim=True)  # the line that is missing
+
+
+def test_the_line_of_a_backward_by_hand_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(Root.apply(self.a(x)))
+
+    def run(name: str) -> Path:
+        torch.manual_seed(0)
+        return recorded(tmp_path / name, lambda net, now, _then, _r: net(now).square().mean(), Normed())
+
+    a = run("a")
+    monkeypatch.setattr(Root, "whole", False)
+    report = bw.compare(a, run("b"))
+    assert report.first is not None
+    where, _, function = report.first.line.partition(" in ")
+    assert function == "backward"
+    line = Path(__file__).read_text(encoding="utf-8").splitlines()[int(where.rpartition(":")[2]) - 1]
+    assert line.endswith("# the line that is missing")

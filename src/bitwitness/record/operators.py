@@ -143,11 +143,12 @@ class OperatorRecorder:
                 args = None
 
     def _line(self, call: OpCall) -> int:
-        """Return the stack of the line that called an operator; of a backward one, that of the forward one it belongs to."""
+        """Return the stack of the line that called an operator; of torch's backward, that of the forward one it belongs to."""
         if self._stacks is None:
             return -1
         if call.phase == "backward":
-            return self._lines.get(self._tracker.node(), -1)
+            own = self._stacks.within_backward()
+            return own if own >= 0 else self._lines.get(self._tracker.node(), -1)
         stack = self._stacks.current()
         self._lines[self._tracker.node()] = stack
         return stack

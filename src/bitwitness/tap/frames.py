@@ -6,9 +6,12 @@ import contextlib
 import os
 import sys
 from contextvars import ContextVar
+from types import CodeType
 from typing import Any
 
 import torch
+
+from bitwitness.tap.compat import BACKWARD
 
 Line = tuple[str, int, str]
 """File, line number, function."""
@@ -26,6 +29,9 @@ _OWN = tuple(
 _REPLAY = _PACKAGE + "replay"
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep  # noqa: PTH120
 _NOT_THE_USERS = (*_OWN, _TORCH, contextlib.__file__, "<")
+
+_ENGINE: CodeType | None = getattr(getattr(*BACKWARD, None), "__code__", None)
+"""Where a backward begins, in a stack of the thread that called it."""
 
 replayed_line: ContextVar[Line] = ContextVar("bitwitness_replayed_line", default=NOWHERE)
 """The script's line of the taped call that a replay runs now."""
@@ -60,16 +66,32 @@ class Stacks:
     def __init__(self) -> None:
         self._numbers: dict[tuple[object, ...], int] = {}
         self._new: list[tuple[int, str]] = []
+        self._are_users: dict[CodeType, bool] = {}
 
     def current(self) -> int:
         """Return the number of the stack that is running: the lines of user code, torch's and ours left out."""
+        return self._number(self._lines(sys._getframe(1), None))
+
+    def within_backward(self) -> int:
+        """Return the number of the stack of user code inside a backward, a Function's or a hook's; -1 if there is none."""
+        found = self._lines(sys._getframe(1), _ENGINE)
+        return self._number(found) if found else -1
+
+    def _lines(self, frame: Any, until: CodeType | None) -> list[object]:
+        """Return the codes and line numbers of user code, from a frame outwards."""
         found: list[object] = []
-        frame: Any = sys._getframe(1)
-        while frame is not None:
+        are_users = self._are_users
+        while frame is not None and frame.f_code is not until:
             code = frame.f_code
-            if not code.co_filename.startswith(_NOT_THE_USERS):
+            is_users = are_users.get(code)
+            if is_users is None:
+                is_users = are_users[code] = not code.co_filename.startswith(_NOT_THE_USERS)
+            if is_users:
                 found += (code, frame.f_lineno)
             frame = frame.f_back
+        return found
+
+    def _number(self, found: list[object]) -> int:
         key = tuple(found)
         number = self._numbers.get(key)
         if number is None:
