@@ -303,3 +303,27 @@ def test_names_with_the_signs_of_sites_lose_no_alert(
     assert (code, told["status"]) == (1, "findings"), told["sentence"]
     assert "NaN" in told["sentence"]
     assert told["sentence"].startswith("NOT healthy: NaN or Inf at step 2")
+
+
+def test_a_report_of_two_says_where_their_series_part(tmp_path: Path) -> None:
+    same, other = train(tmp_path / "a"), train(tmp_path / "b")
+    told = build_report([same, other])
+    assert told.beside[0].endswith("no series deviates by more than 5% of its norm in 4 steps")
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with bw.Monitor(net, out=tmp_path / "c"):
+        for step in range(4):
+            net(torch.randn(5, 4)).square().mean().backward()
+            if step == 2:
+                net[2].weight.grad.mul_(3.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    told = build_report([tmp_path / "c", same])
+    assert ": the runs part at step 2, in grad 2.weight of rank 0: A's is +200.0% against B's (" in told.beside[0]
+    assert any(
+        line.startswith("rank 0, update 2.weight: from step 2 on, by +200.0% against B's") for line in told.beside
+    )
+    assert told.to_dict()["beside"] == told.beside
+    assert "The two beside each other" in to_markdown(told)
+    assert "The two beside each other" in to_html(told)

@@ -92,8 +92,8 @@ class MonitorReport:
         one = self.first[0]
         ranks = f"; abnormal ranks: {', '.join(map(str, self.abnormal))}" if self.abnormal else ""
         return (
-            f"the runs part at step {one.step}, in {one.kind} {one.name} of rank {one.rank}: {one.change:+.1%} "
-            f"({len(self.deviations)} of {self.series} series deviate){ranks}"
+            f"the runs part at step {one.step}, in {one.kind} {one.name} of rank {one.rank}: A's is {one.change:+.1%} against "
+            f"B's ({len(self.deviations)} of {self.series} series deviate){ranks}"
         )
 
     def to_dict(self) -> dict[str, Any]:

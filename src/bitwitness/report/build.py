@@ -19,6 +19,7 @@ from bitwitness.report.story import RunStory, Story, badness, story_of, story_of
 from bitwitness.report.tree import LEVELS, PAIR_LEVELS, levels_of_run, tree_of
 from bitwitness.store.answer import Answer, answers
 from bitwitness.store.folder import Run
+from bitwitness.store.monitored import is_monitored
 from bitwitness.store.opening import open_source
 from bitwitness.store.watched import Watched
 
@@ -31,6 +32,7 @@ _MOST_RUNS = 16
 _EVENTS = 3000  # rows of the table
 _POINTS = 8000  # buckets of one number's lines, all ranks together
 _LEAST_BUCKETS = 100
+_DEVIATIONS = 10  # of monitored runs: the first of each kind and rank
 _MARKS = 200  # events on the timeline
 _SEVERITY = {"error": 0, "warning": 1, "info": 2}
 
@@ -49,12 +51,15 @@ class Report:
         What the page draws: ``timeline``, ``heat``, ``tree``, ``graph``, ``table``; each only where there is something.
     comparison
         Of two recordings: what ``bitwitness compare --json`` writes.
+    beside
+        Of two monitored runs: where their series part, a sentence first, and the first that deviate.
 
     """
 
     story: Story
     charts: dict[str, Any] = field(default_factory=dict)
     comparison: dict[str, Any] | None = None
+    beside: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the machine's form: the conclusion first."""
@@ -69,6 +74,7 @@ class Report:
             "doubts": story.doubts,
             "runs": [run.to_dict() for run in story.runs],
             "comparison": self.comparison,
+            "beside": self.beside,
         }
 
 
@@ -112,6 +118,7 @@ def build_report(
     found = _compared(runs[0], runs[1], progress) if pair else None
     report = Report(story_of([one.story for one in read], None if found is None else found.report))
     report.comparison = None if found is None else found.report.to_dict()
+    report.beside = _beside(*runs) if len(runs) == 2 and not pair else []
     report.charts = _charts(read, found)
     return report
 
@@ -120,6 +127,21 @@ def _compared(a: str | os.PathLike[str], b: str | os.PathLike[str], progress: Ca
     from bitwitness.report.pair import compared  # needs torch, which a report of one run does not
 
     return compared(a, b, progress)
+
+
+def _beside(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[str]:
+    """Say where the series of two monitored runs part; nothing of other runs."""
+    if not (is_monitored(a) and is_monitored(b)):
+        return []
+    from bitwitness.monitor.compare import compare_monitored  # as above
+
+    found = compare_monitored(a, b)
+    shown = [
+        f"rank {one.rank}, {one.kind} {one.name}: from step {one.step} on, by {one.change:+.1%} against B's, at most "
+        f"{one.worst:.1%}"
+        for one in found.first[:_DEVIATIONS]
+    ]
+    return [text(one) for one in (f"A is {name(a)}, B is {name(b)}: {found.conclusion}", *shown, *found.problems)]
 
 
 def _recorded(run: str | os.PathLike[str]) -> bool:

@@ -39,6 +39,9 @@ def _document(report: Report) -> Iterator[str]:
     if story.doubts:
         yield from ("## What is not known", "")
         yield from _listed(story.doubts)
+    if report.beside:
+        yield from ("## The two beside each other", "")
+        yield from _listed(report.beside)
     for run in story.runs:
         yield from _run(run, named=len(story.runs) > 1)
 

@@ -48,6 +48,7 @@ def to_html(report: Report) -> str:
         story=report.story,
         charts=report.charts,
         comparison=report.comparison,
+        beside=report.beside,
         look="unread" if report.story.attention else report.story.status,
         sign="!" if report.story.attention else _SIGN[report.story.status],
         word=report.story.word,
