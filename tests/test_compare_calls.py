@@ -318,3 +318,33 @@ def test_the_line_of_a_backward_by_hand_is_its_own(tmp_path: Path, monkeypatch: 
     assert function == "backward"
     line = Path(__file__).read_text(encoding="utf-8").splitlines()[int(where.rpartition(":")[2]) - 1]
     assert line.endswith("# the line that is missing")
+
+
+class Counted(nn.Module):
+    """Divides by a number that it is given, as a trainer's models do, or by its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = critic()
+
+    def forward(self, x: torch.Tensor, count: torch.Tensor | None = None) -> torch.Tensor:
+        errors = self.net(x).square()
+        return errors.mean() if count is None else errors.sum() / count
+
+
+def test_an_argument_of_which_the_loss_knows_nothing_is_not_said_first(tmp_path: Path) -> None:
+    def run(name: str, *, counts: bool, clips: bool = False) -> Path:
+        torch.manual_seed(0)
+        model = Counted()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with bw.Recorder(model, out=tmp_path / name):
+            for now, _, _ in batches():
+                optimizer.zero_grad()
+                (model(now, torch.tensor(now.shape[0] * 3)) if counts else model(now)).backward()
+                if clips:
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+                optimizer.step()
+        return tmp_path / name
+
+    report = bw.compare(run("a", counts=True), run("b", counts=False, clips=True))
+    assert report.conclusion.startswith("the runs part at ./gradients#0:grad.read"), report.conclusion

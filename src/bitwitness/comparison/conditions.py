@@ -9,8 +9,11 @@ import numpy.typing as npt
 
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.frame import StepFrame
+from bitwitness.comparison.losses import loss_ratio
 from bitwitness.oracle.recorded import arguments
 
+_AGREES = 1e-5
+"""Relative difference of two losses up to which they are one."""
 _MOST = 0.5
 """Share of the parameters in another dtype from which on it is all of them, and not one layer's own."""
 
@@ -24,10 +27,13 @@ def conditions(differences: Differences) -> str:
             if flags in ([True, False], [False, True]):
                 return f"run {'AB'[flags.index(False)]} has the model in evaluation mode"
     given_a, given_b = _given(differences.a), _given(differences.b)
+    loss = loss_ratio(differences)
+    # Whatever only one is given: the loss is the same with it, or was until the runs parted by something else.
+    agrees = differences.parted_before or (loss is not None and abs(loss - 1.0) <= _AGREES)
     for names, others, run, other in ((given_a, given_b, "A", "B"), (given_b, given_a, "B", "A")):
         there = set(others.values())  # by position perhaps what the other run gives by name
         more = sorted(name for name in names.keys() - others.keys() if names[name] not in there)
-        if others and len(given_a) != len(given_b) and more:
+        if others and len(given_a) != len(given_b) and more and not agrees:
             return f"run {run}'s model is given {', '.join(more)}, and run {other}'s is not"
     if text := _other_parameters(differences):
         return text
