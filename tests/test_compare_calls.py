@@ -348,3 +348,89 @@ def test_an_argument_of_which_the_loss_knows_nothing_is_not_said_first(tmp_path:
 
     report = bw.compare(run("a", counts=True), run("b", counts=False, clips=True))
     assert report.conclusion.startswith("the runs part at ./gradients#0:grad.read"), report.conclusion
+
+
+def actor_and_critic(out: Path, *, actor_first: bool) -> Path:
+    torch.manual_seed(0)
+    actor, judge = (nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, n)) for n in (3, 1))
+    optimizer = torch.optim.Adam([*actor.parameters(), *judge.parameters()], lr=1e-3)
+    first, second = (actor, judge) if actor_first else (judge, actor)
+    with bw.Recorder(first, out=out), bw.Recorder(second, out=out):
+        for now, _, reward in batches():
+            made = {model: model(now) for model in (first, second)}
+            loss = (made[judge][:, 0] - reward).square().mean() + made[actor].logsumexp(1).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return out
+
+
+def test_models_that_are_called_in_another_order_are_known_by_their_weights(tmp_path: Path, capsys: Any) -> None:
+    a, b = (actor_and_critic(tmp_path / name, actor_first=first) for name, first in (("a", True), ("b", False)))
+    code, said = said_of(a, b, capsys)
+    assert code == 0, said
+    assert "a is held against b-2, which begins with its weights, as do the others" in said
+    assert said_of(a, a.rename(tmp_path / "c"), capsys)[0] != 0  # a folder that is not there
+
+
+class Members(nn.Module):
+    """Some networks of one kind, one by one or all at once."""
+
+    def __init__(self, *, at_once: bool) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(critic() for _ in range(3))
+        self.at_once = at_once
+        for number, member in enumerate(self.members):
+            with torch.no_grad():
+                member[0].weight.mul_(1 + number)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.at_once:
+            return torch.stack([member(x) for member in self.members])
+        stacked = {
+            name: torch.stack([dict(member.named_parameters())[name] for member in self.members])
+            for name, _ in self.members[0].named_parameters()
+        }
+        one = self.members[0]
+        return torch.func.vmap(lambda values: torch.func.functional_call(one, values, (x,)))(stacked)
+
+
+def test_parameters_that_a_call_exchanges_are_the_models_own(tmp_path: Path) -> None:
+    def step(net: nn.Module, now: torch.Tensor, _then: torch.Tensor, _reward: torch.Tensor) -> torch.Tensor:
+        return net(now).square().mean()
+
+    a, b = (recorded(tmp_path / name, step, Members(at_once=at_once)) for name, at_once in (("a", False), ("b", True)))
+    report = bw.compare(a, b)
+    assert "parameters of their own" not in report.conclusion
+    assert report.status == "fine", report.conclusion
+
+
+class Gated(nn.Module):
+    """Two causal convolutions, padded before; or (``cut``) on both sides, and cut behind."""
+
+    def __init__(self, *, cut: bool = False, wrong: bool = False) -> None:
+        super().__init__()
+        self.cut = cut
+        torch.manual_seed(3)
+        padding = 2 if cut else 0
+        self.filter = nn.Conv1d(8, 8, 2, dilation=2, padding=padding)
+        self.gate = nn.Conv1d(8, 8, 2, dilation=1 if wrong else 2, padding=padding)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        size = x.shape[-1]
+        if self.cut:
+            return self.filter(x)[..., :size].tanh() * self.gate(x)[..., :size].sigmoid()
+        return self.filter(F.pad(x, (2, 0))).tanh() * self.gate(F.pad(x, (2, 0))).sigmoid()
+
+
+def test_a_rewrite_beside_what_is_wrong_is_not_accused_for_its_backward(tmp_path: Path) -> None:
+    """All gradients differ behind the mistake; that of what is written otherwise and agrees in the forward, too."""
+
+    def step(net: nn.Module, now: torch.Tensor, _then: torch.Tensor, _reward: torch.Tensor) -> torch.Tensor:
+        return net(now.view(1, 20, 6)[:, :8]).square().mean()
+
+    a = recorded(tmp_path / "a", step, Gated())
+    assert bw.compare(a, recorded(tmp_path / "b", step, Gated(cut=True))).status == "fine"
+    report = bw.compare(a, recorded(tmp_path / "c", step, Gated(cut=True, wrong=True)))
+    assert report.first is not None
+    assert "gate/convolution#0:forward" in report.conclusion, report.conclusion

@@ -167,6 +167,23 @@ def test_a_training_that_diverges_slowly_is_told_of_once() -> None:
         assert not any(one.sensor == "monitor.diverging" for one in alerts(steps(240, losses(loss, norm))))
 
 
+def test_a_kinds_common_movement_does_not_come_and_go_with_one_of_its_series() -> None:
+    """Of eight series one, a bias of one element, has no size where it is zero; the rest move together then."""
+    draw, kept = np.random.default_rng(5), PARAMETERS[:8]
+
+    def change(step: int, rows: Rows) -> None:
+        for name in PARAMETERS:
+            if name not in kept:
+                rows.pop(key_of("grad", name), None)
+                continue
+            own = draw.normal(0, 1.2) if name != kept[0] else 0.0
+            scaled("grad", name, lambda _, own=own: float(np.exp(own + 2.4 * (step == 140))))(step, rows)
+        if step == 140:
+            rows[key_of("grad", kept[-1])][3:] = [0.0] * 4
+
+    assert not [one for one in alerts(steps(160, change)) if one.sensor == "monitor.exploding"]
+
+
 def of_moment(factor: float, gradient: float) -> Change:
     def change(step: int, rows: Rows) -> None:
         if step >= 100:
@@ -246,6 +263,8 @@ def test_a_spike_says_what_was_told_of_before_it() -> None:
 def test_the_headline_is_what_is_sure_and_not_what_chance_said_long_before() -> None:
     chance, sure = finding("exploding", 22, 0, "optim", "moment2"), finding("nonfinite", 160, 0, "forward", "out0")
     assert Watched((), alerts=[chance, sure]).first is sure
+    two = [finding("nonfinite", 160, 0, "grad", "reduced"), finding("nonfinite", 160, 1, "forward", "in0")]
+    assert Watched((), alerts=two).nonfinite is two[1]
     led = finding("exploding", 150, 0, "forward", "out0")
     assert Watched((), alerts=[chance, led, sure]).first is led
     inner = [

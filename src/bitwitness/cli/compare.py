@@ -57,8 +57,7 @@ def main(args: argparse.Namespace) -> int:
 
     if are_monitored(args.a, args.b):
         return run_monitored(args)
-    from bitwitness.comparison.beside import compared_beside
-    from bitwitness.comparison.recordings import compare
+    from bitwitness.comparison.beside import compared_beside, compared_with_partner
     from bitwitness.comparison.renamed import proposed, read_map
     from bitwitness.comparison.table import rows_of
     from bitwitness.store.opening import open_source
@@ -76,7 +75,7 @@ def main(args: argparse.Namespace) -> int:
 
         sinks = [sink] if tables else []
         asked = {"modules": modules, "ranks": args.ranks, "steps": args.steps}
-        report = compare(args.a, args.b, **asked, sinks=sinks, progress=progress)
+        report = compared_with_partner(args.a, args.b, **asked, sinks=sinks, progress=progress)
         others = compared_beside(args.a, args.b, **asked)
         earlier = others.earlier(report)
         conclusion = "; ".join(filter(None, (earlier, report.conclusion)))

@@ -59,7 +59,11 @@ def _own_parameters(differences: Differences) -> Iterable[Absence]:
     for only, side, other in _sides(differences.alignment):
         frame = differences.b if side == "A" else differences.a
         theirs = {node.module for node in frame.nodes if node.kind in ("module", "op")} - {"."} - elsewhere
-        lone = [node for node in only if node.kind == "parameter" and node.module in theirs]
+        # What the optimizer steps is there, whatever stood in its place while the model ran (``functional_call``).
+        stepped = set(map(_name, _matched(differences.alignment, side, "optimizer")))
+        lone = [
+            node for node in only if node.kind == "parameter" and node.module in theirs and _name(node) not in stepped
+        ]
         if lone and len(lone) < shared:
             are = "is a parameter of its own" if len(lone) == 1 else "are parameters of their own"
             why = f"and not in run {other}: tied there to another one, or not registered"

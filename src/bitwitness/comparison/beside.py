@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from bitwitness.comparison.drift import calls_a_step
+from bitwitness.comparison.lined import begins_with
 from bitwitness.comparison.recordings import compare
 from bitwitness.comparison.report import Report
 from bitwitness.errors import UsageError
 from bitwitness.store.beside import runs_beside
 from bitwitness.store.health import worst_of
+from bitwitness.store.opening import open_source
 from bitwitness.store.reader import read_description
 
 
@@ -74,10 +76,43 @@ def _of_model(run: Path) -> str:
     return f" ({model})" if model else ""
 
 
+def partner_of(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Path:
+    """Return which model of B's process A is to be held against: the named one, unless others begin with the weights of each.
+
+    Scripts call their models in any order, by which they are numbered.
+    """
+    return dict(_by_weights(a, b)).get(Path(a), Path(b))
+
+
+def compared_with_partner(a: str | os.PathLike[str], b: str | os.PathLike[str], **asked: Any) -> Report:
+    """Compare two recordings as `compare` does, A with its `partner_of` B's process."""
+    other = partner_of(a, b)
+    report = compare(a, other, **asked)
+    if other != Path(b):
+        report.note(f"{Path(a).name} is held against {other.name}, which begins with its weights, as do the others")
+    return report
+
+
+def _by_weights(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[tuple[Path, Path]]:
+    """Return the models of two processes by the weights that they begin with; empty where these do not tell all of them."""
+    left, right = [Path(a), *_others(a)], [Path(b), *_others(b)]
+    if not 1 < len(left) == len(right):
+        return []
+    try:
+        begun = [[begins_with(open_source(path)) for path in paths] for paths in (left, right)]
+    except (UsageError, OSError):
+        return []
+    if not all(begun[0]) or len(set(begun[0])) < len(left) or set(begun[0]) != set(begun[1]):
+        return []
+    return [(path, right[begun[1].index(weights)]) for path, weights in zip(left, begun[0], strict=True)]
+
+
 def compared_beside(a: str | os.PathLike[str], b: str | os.PathLike[str], **asked: Any) -> Beside:
     """Compare the other models of the processes of two recordings; ``asked`` as of `compare`."""
     found = Beside()
     left, right = _others(a), _others(b)
+    if pairs := _by_weights(a, b):
+        left, right = [one for one, _ in pairs[1:]], [other for _, other in pairs[1:]]
     named = {os.path.realpath(path) for path in (a, b)}
     if named & {os.path.realpath(path) for path in (*left, *right)}:
         return found  # two models of one process

@@ -18,6 +18,8 @@ from bitwitness.comparison.frame import Node, StepFrame
 
 _ENOUGH = 16
 """Numbers whose agreement tells that nothing is left of a difference: fewer may agree by chance."""
+_ANOTHER = 1e-4
+"""Relative change of a gradient that is more than a way of writing leaves."""
 _MOST = 10_000
 """Nodes that are followed; a way of writing is not longer."""
 
@@ -50,6 +52,7 @@ class Effects:
         frame = self._differences.a if first else self._differences.b
         readers, pairs = (self._readers_a, self._pairs_a) if first else (self._readers_b, self._pairs_b)
         ends: set[int] = set()
+        passed_over = False
         seen, waiting = {node.number}, [node]
         while waiting:
             if len(seen) > _MOST:
@@ -59,6 +62,9 @@ class Effects:
             if not found and (one is node or any(_is_large(frame, row) for row in one.outputs)):
                 return None  # what read it was not recorded
             for reader in found:
+                if self._is_given_another(node, reader, seen, first=first):
+                    passed_over = True
+                    continue
                 pair = pairs.get(reader.number)
                 if pair is not None and self._tells(pair, one.number, first=first):
                     ends.add(pair.a.number)
@@ -67,7 +73,30 @@ class Effects:
                 elif reader.number not in seen:
                     seen.add(reader.number)
                     waiting.append(reader)
-        return ends
+        return None if passed_over and not ends else ends
+
+    def _is_given_another(self, node: Node, reader: Node, seen: set[int], *, first: bool) -> bool:
+        """Return whether an operator of the backward, which reads what a forward's made, is given another gradient anyway.
+
+        It tells nothing then: what differs further on changes all gradients before it.
+        """
+        if node.phase != "forward" or reader.phase != "backward":
+            return False
+        frame = self._differences.a if first else self._differences.b
+        changes = self._changes_a if first else self._changes_b
+        others = [row for row in reader.inputs if int(frame.producer[row]) not in seen]
+        return any(changes.get(int(frame.value[row]), 0.0) > _ANOTHER for row in others)
+
+    @cached_property
+    def _changes_a(self) -> dict[int, float]:
+        """How far values are apart of which both runs know who made them, by their numbers in A."""
+        a, change_of = self._differences.a, self._differences.change_of
+        return {int(a.value[i]): change_of[i] for pair in self._differences.alignment.pairs for i, _ in pair.outputs}
+
+    @cached_property
+    def _changes_b(self) -> dict[int, float]:
+        b, change_of = self._differences.b, self._differences.change_of
+        return {int(b.value[j]): change_of[i] for pair in self._differences.alignment.pairs for i, j in pair.outputs}
 
     def _tells(self, pair: Pair, maker: int, *, first: bool) -> bool:
         """Return whether the results of a pair agree, and would not if something of a difference were left.

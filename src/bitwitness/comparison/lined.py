@@ -147,6 +147,14 @@ def _shifts(found: Lined, rank: int, steps_a: list[int], steps_b: list[int]) -> 
             yield steps_a[0] - step
 
 
+def begins_with(source: Source) -> Fingerprint:
+    """Return what the parameters are known by that a recording's first step begins with; nothing where none were recorded."""
+    for rank in source.ranks()[:1]:
+        for step in source.steps(rank)[:1]:
+            return _weights(source, rank, step)
+    return ()
+
+
 def _weights(source: Source, rank: int, step: int) -> Fingerprint:
     """Return what a step's parameters are known by, as the step finds them."""
     frame = StepFrame(source.table(rank, step))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from bitwitness.comparison.align import Pair
@@ -200,6 +201,7 @@ class Reasons:
         slot = self.a.text("slot", row_a)
         late = self._differences.parted_before
         known = self._written.get(name, self._earlier.named.get(name))
+        change = min(change, self._as_shards(known, row_a, row_b))
         if known is None and late:
             return None  # the runs parted before, and nobody recorded what became of this
         if known is not None and (change <= FOLLOWED * known + NEGLIGIBLE or (late and self._is_gathered(name, row_a))):
@@ -235,6 +237,13 @@ class Reasons:
             words += _SINCE
         outside = ", made before the model is called, of which nothing is recorded" * name.startswith("input ")
         return Reason("source", f"{called} differs: {words}{outside}", rows=(row_a, row_b))
+
+    def _as_shards(self, known: float | None, row_a: int, row_b: int) -> float:
+        """Return by how much a weight differs as its update tells it where ranks are put together: of shards by the norm."""
+        if known is None or self.a.ranks == self.b.ranks:
+            return math.inf
+        first, second = float(self.a.numbers["l2"][row_a]), float(self.b.numbers["l2"][row_b])
+        return abs(first - second) / max(abs(first), abs(second)) if first != second else 0.0
 
     def _moved_since(self, name: str, row_a: int, row_b: int) -> bool:
         """Return whether a parameter is not what it was when the step began: an optimizer evaluates the model several times."""

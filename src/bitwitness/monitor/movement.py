@@ -82,8 +82,10 @@ class Movement:
         places = np.asarray(self._places, dtype=np.int64)
         sizes = _sizes(self.kind, numbers, places)
         gap = sizes - history.mean
-        ripe = np.isfinite(gap) & (history.seen >= min(8, self._warmup))
-        level = float(np.median(gap[ripe])) if ripe.sum() >= TOGETHER else 0.0
+        known = history.seen >= min(8, self._warmup)
+        ripe = np.isfinite(gap) & known
+        # By how many there are, and not by how many are not zero now: the level would come and go with one of them.
+        level = float(np.median(gap[ripe])) if known.sum() >= TOGETHER and 2 * ripe.sum() > known.sum() else 0.0
         if self.kind in _KINDS_OF_GRADIENTS:
             sizes = np.where(_is_faint(sizes, history.mean), np.nan, sizes)
         sizes, gap = sizes - level, np.where(np.isfinite(sizes), gap - level, np.nan)

@@ -22,7 +22,7 @@ TURN = "turn"
 """Where an alert's evidence says when in the step its series came about."""
 SURE = ("nonfinite", "replicas", "loss_scale")
 """Rules that leave nothing to chance."""
-_BEFORE = 64
+_BEFORE = 32
 """Steps before what is sure, in which something else may have led to it."""
 NONFINITE = "monitor.nonfinite"
 SLOW = ("drift", "rank_apart")
@@ -88,6 +88,9 @@ class Watched:
 
         Of one step the one that is nearest to the origin: in the order in which a step computes, on the rank that says most.
         """
+        return self._first(self.alerts)
+
+    def _first(self, alerts: Sequence[Finding]) -> Finding | None:
         said = Counter((one.step, one.rank) for one in self.alerts)
         sure = [one.step for one in self.alerts if one.sensor.removeprefix(PREFIX) in SURE]
         since = min(sure) - _BEFORE if sure else 0  # what chance may have set off long before it is not the beginning
@@ -100,12 +103,12 @@ class Watched:
                 within = [float(number) for number in inner]
             return one.step < since, slow, one.step, _turn(one.site), within, -said[one.step, one.rank]
 
-        return min(self.alerts, key=turn, default=None)
+        return min(alerts, key=turn, default=None)
 
     @property
     def nonfinite(self) -> Finding | None:
         """The first alert of NaN or Inf, which needs no proof."""
-        return next((one for one in self.alerts if one.sensor == NONFINITE), None)
+        return self._first([one for one in self.alerts if one.sensor == NONFINITE])
 
     def to_dict(self) -> dict[str, Any]:
         """Return it ready for JSON."""

@@ -51,6 +51,7 @@ class Drift(Rule):
             if moved is None or not moved.places.size:
                 continue
             judged = (moved.seen >= max(_YOUNG, 2 * self._config.warmup)) & (np.abs(moved.gap) > _LEAST) & ~moved.few
+            judged &= moved.gap * moved.drifts > 0  # else it is on its way back
             drifts = moved.drifts / moved.drift_threshold
             summed = _alone(view, moved, np.where(judged, drifts, 0.0), drifts)
             slow = kind in _SLOW_KINDS
