@@ -16,6 +16,7 @@ from whole_runs import Conv, Recurrent, Rewritten, Training
 
 import bitwitness as bw
 from bitwitness.cli import main
+from bitwitness.store.opening import open_source
 from bitwitness.store.seal import FIELD, sealed
 
 GPT = Training()
@@ -298,12 +299,12 @@ class Scaled(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
         """Return a copy."""
         ctx.factor = factor
-        return x.clone()  # the line
+        return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         """Return the gradient, multiplied."""
-        return grad * ctx.factor, None
+        return grad * ctx.factor, None  # the line
 
 
 class Net(nn.Module):
@@ -315,10 +316,10 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [B, 2]."""
-        return self.b(Scaled.apply(self.a(x), self.factor))
+        return self.b(Scaled.apply(self.a(x), self.factor))  # the forward's
 
 
-def test_a_backward_suspect_has_the_line_of_its_forward(tmp_path: Path) -> None:
+def test_a_backward_suspect_has_the_line_of_its_forward_or_of_a_backward_by_hand(tmp_path: Path) -> None:
     folders = []
     for factor in (1.0, 1.25):
         torch.manual_seed(0)
@@ -330,5 +331,13 @@ def test_a_backward_suspect_has_the_line_of_its_forward(tmp_path: Path) -> None:
     assert report.first is not None
     assert report.first.text.startswith("called with other arguments: other 1.0 against 1.25"), report.conclusion
     text = Path(__file__).read_text(encoding="utf-8")
-    line = next(i for i, one in enumerate(text.splitlines(), 1) if one.endswith("# the line"))
-    assert f"test_whole_runs.py:{line}" in report.first.line
+    line, forward = (
+        next(i for i, one in enumerate(text.splitlines(), 1) if one.endswith(mark))
+        for mark in ("# the line", "# the forward's")
+    )
+    assert f"test_whole_runs.py:{line} in backward" in report.first.line
+    source = open_source(folders[0])
+    rows = source.table(0, 0).to_pylist()
+    stacks = {row["stack"] for row in rows if (row["module"], row["op"], row["phase"]) == ("b", "mm", "backward")}
+    assert stacks
+    assert all(f"test_whole_runs.py:{forward} in forward" in source.stacks(0)[stack] for stack in stacks)

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from bitwitness.comparison.align import Pair
 from bitwitness.comparison.allowance import roundoff
-from bitwitness.comparison.differences import Differences
+from bitwitness.comparison.differences import FINE, Differences
 from bitwitness.comparison.frame import Node, StepFrame
 
 _ENOUGH = 16
@@ -78,9 +78,11 @@ class Effects:
     def _is_given_another(self, node: Node, reader: Node, seen: set[int], *, first: bool) -> bool:
         """Return whether an operator of the backward, which reads what a forward's made, is given another gradient anyway.
 
-        It tells nothing then: what differs further on changes all gradients before it.
+        It tells nothing then: what differs further on changes all gradients before it. Where coarse rounding may hide a
+        difference in the forward, gradients are what tells of it.
         """
-        if node.phase != "forward" or reader.phase != "backward":
+        coarse = max(self._differences.coarse, self._differences.rewritten, self._differences.roundoff_inside) > FINE
+        if node.phase != "forward" or reader.phase != "backward" or coarse:
             return False
         frame = self._differences.a if first else self._differences.b
         changes = self._changes_a if first else self._changes_b
