@@ -57,7 +57,7 @@ def main(args: argparse.Namespace) -> int:
 
     if are_monitored(args.a, args.b):
         return run_monitored(args)
-    from bitwitness.comparison.beside import compared_beside, compared_with_partner
+    from bitwitness.comparison.beside import compare_processes
     from bitwitness.comparison.renamed import proposed, read_map
     from bitwitness.comparison.table import rows_of
     from bitwitness.store.opening import open_source
@@ -75,8 +75,7 @@ def main(args: argparse.Namespace) -> int:
 
         sinks = [sink] if tables else []
         asked = {"modules": modules, "ranks": args.ranks, "steps": args.steps}
-        report = compared_with_partner(args.a, args.b, **asked, sinks=sinks, progress=progress)
-        others = compared_beside(args.a, args.b, **asked)
+        report, others = compare_processes(args.a, args.b, **asked, sinks=sinks, progress=progress)
         earlier = others.earlier(report)
         conclusion = "; ".join(filter(None, (earlier, report.conclusion)))
         told = report.to_dict() | others.to_dict() | {"status": others.worst(report.status), "conclusion": conclusion}

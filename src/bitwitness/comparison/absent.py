@@ -12,7 +12,7 @@ from bitwitness.comparison.align import Alignment
 from bitwitness.comparison.conditions import of_forwards
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.frame import Node
-from bitwitness.comparison.ownranks import changed_before, never_shared
+from bitwitness.comparison.ownranks import NOT_REDUCED, changed_before, never_shared
 
 _NAMED = 3  # parameters that are named in a sentence
 
@@ -125,8 +125,9 @@ def _gradients(differences: Differences) -> Iterable[Absence]:
         lone = [node for node in only if node.kind == "gradient" and _name(node) in known]
         apart = [node for node in lone if never_shared(theirs, _name(node))]
         if apart:
-            text = f"the gradient of {_listed(apart)} is each rank's own in run {other}: it is not reduced over the ranks there"
-            yield Absence(apart, side, f"{text} (a missing all-reduce)")
+            yield Absence(
+                apart, side, f"the gradient of {_listed(apart)} is each rank's own in run {other}: {NOT_REDUCED}"
+            )
         # What each rank changes before all are averaged is there, and told where the optimizer reads it.
         lone = [node for node in lone if node not in apart and not changed_before(theirs, _name(node))]
         if lone and have:

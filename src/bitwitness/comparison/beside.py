@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from bitwitness.comparison.drift import calls_a_step
 from bitwitness.comparison.lined import begins_with
 from bitwitness.comparison.recordings import compare
 from bitwitness.comparison.report import Report
+from bitwitness.comparison.runs import RowSink
 from bitwitness.errors import UsageError
 from bitwitness.store.beside import runs_beside
 from bitwitness.store.health import worst_of
@@ -76,46 +78,51 @@ def _of_model(run: Path) -> str:
     return f" ({model})" if model else ""
 
 
-def partner_of(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Path:
-    """Return which model of B's process A is to be held against: the named one, unless others begin with the weights of each.
+Folder = str | os.PathLike[str]
 
-    Scripts call their models in any order, by which they are numbered.
+
+def compare_processes(
+    a: Folder,
+    b: Folder,
+    *,
+    sinks: Sequence[RowSink] = (),
+    progress: Callable[[int, int], None] = lambda _done, _all: None,
+    **asked: Any,
+) -> tuple[Report, Beside]:
+    """Compare two recordings as `compare` does, and all other models of their processes.
+
+    A model is held against the one that begins with its weights, where these tell all of them: scripts call their models in any
+    order, by which they are numbered.
     """
-    return dict(_by_weights(a, b)).get(Path(a), Path(b))
+    left, right = _paired(a, b)
+    report = compare(left[0], right[0], **asked, sinks=sinks, progress=progress)
+    if right[0] != Path(b):
+        report.note(f"{left[0].name} is held against {right[0].name}, which begins with its weights, as do the others")
+    return report, _compared(left[1:], right[1:], **asked)
 
 
-def compared_with_partner(a: str | os.PathLike[str], b: str | os.PathLike[str], **asked: Any) -> Report:
-    """Compare two recordings as `compare` does, A with its `partner_of` B's process."""
-    other = partner_of(a, b)
-    report = compare(a, other, **asked)
-    if other != Path(b):
-        report.note(f"{Path(a).name} is held against {other.name}, which begins with its weights, as do the others")
-    return report
-
-
-def _by_weights(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[tuple[Path, Path]]:
-    """Return the models of two processes by the weights that they begin with; empty where these do not tell all of them."""
-    left, right = [Path(a), *_others(a)], [Path(b), *_others(b)]
-    if not 1 < len(left) == len(right):
-        return []
-    try:
-        begun = [[begins_with(open_source(path)) for path in paths] for paths in (left, right)]
-    except (UsageError, OSError):
-        return []
-    if not all(begun[0]) or len(set(begun[0])) < len(left) or set(begun[0]) != set(begun[1]):
-        return []
-    return [(path, right[begun[1].index(weights)]) for path, weights in zip(left, begun[0], strict=True)]
-
-
-def compared_beside(a: str | os.PathLike[str], b: str | os.PathLike[str], **asked: Any) -> Beside:
+def compared_beside(a: Folder, b: Folder, **asked: Any) -> Beside:
     """Compare the other models of the processes of two recordings; ``asked`` as of `compare`."""
+    left, right = _paired(a, b)
+    return _compared(left[1:], right[1:], **asked)
+
+
+def _paired(a: Folder, b: Folder) -> tuple[list[Path], list[Path]]:
+    """Return the models of two processes, side by side, the named one of A first; these alone if they are of one process."""
+    left, right = [Path(a), *_others(a)], [Path(b), *_others(b)]
+    first, second = ({os.path.realpath(path) for path in paths} for paths in (left, right))
+    if os.path.realpath(a) in second or os.path.realpath(b) in first:
+        return left[:1], right[:1]
+    if 1 < len(left) == len(right):
+        with suppress(UsageError, OSError):  # told where that model is compared
+            begun = [[begins_with(open_source(path)) for path in paths] for paths in (left, right)]
+            if all(begun[0]) and len(set(begun[0])) == len(left) and set(begun[0]) == set(begun[1]):
+                right = [right[begun[1].index(weights)] for weights in begun[0]]
+    return left, right
+
+
+def _compared(left: Sequence[Path], right: Sequence[Path], **asked: Any) -> Beside:
     found = Beside()
-    left, right = _others(a), _others(b)
-    if pairs := _by_weights(a, b):
-        left, right = [one for one, _ in pairs[1:]], [other for _, other in pairs[1:]]
-    named = {os.path.realpath(path) for path in (a, b)}
-    if named & {os.path.realpath(path) for path in (*left, *right)}:
-        return found  # two models of one process
     for one, other in zip(left, right, strict=False):
         try:
             found.reports.append((one, other, compare(one, other, **asked)))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bitwitness.comparison.differences import Differences
-from bitwitness.comparison.frame import StepFrame
+from bitwitness.comparison.frame import StepFrame, parameter_of
 from bitwitness.comparison.relation import factor, numbers_of
 
 STAGES = ("backward", "reduced", "read")
@@ -66,7 +66,7 @@ def gradients_in(frame: StepFrame, kind: str) -> dict[str, float]:
     modules = [frame.text("module", row) for row in rows]
     if kind != "optimizer":
         ops = [frame.text("op", row) for row in rows]
-        modules = [op if module == "." else f"{module}.{op}" for module, op in zip(modules, ops, strict=True)]
+        modules = list(map(parameter_of, modules, ops))
     return {name: float(frame.numbers["sketch"][row]) for name, row in zip(modules, rows, strict=True)}
 
 

@@ -14,7 +14,7 @@ from bitwitness.oracle.names import canonical
 
 LAST_ALONE = "last_alone"
 """Under which a table's metadata tell `keeps_last_alone`, where micro-batches were put together."""
-_ADDS = ("add", "add_")
+_ADDS = "add"
 _APART = 1e-3
 """Relative change of a gradient that is more than rounding leaves."""
 _MOST = 0.9
@@ -35,7 +35,7 @@ def keeps_last_alone(frame: StepFrame) -> bool:
     by_number = {node.number: node for node in frame.nodes if node.kind == "op" and node.phase == "backward"}
     complete = frame.texts["kind"].equals("gradient") & frame.texts["slot"].equals("reduced")
     makers = [by_number.get(int(number)) for number in frame.producer[complete]]
-    last = [m for m in makers if m is not None and m.micro == micros[-1] and m.op not in _ADDS]
+    last = [m for m in makers if m is not None and m.micro == micros[-1] and canonical(m.op) != _ADDS]
     return len(makers) > 1 and len(last) >= _MOST * len(makers)
 
 
@@ -55,4 +55,4 @@ def last_alone(differences: Differences, chains: Sequence[Chain]) -> str:
 
 def adds_up(suspect: Suspect) -> bool:
     """Tell whether a suspect is that only one run adds a micro-batch's gradient to the others'."""
-    return suspect.lone is not None and suspect.lone.phase == "backward" and canonical(suspect.lone.op) in _ADDS
+    return suspect.lone is not None and suspect.lone.phase == "backward" and canonical(suspect.lone.op) == _ADDS

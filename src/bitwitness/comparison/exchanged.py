@@ -9,6 +9,7 @@ from functools import cache, partial
 from bitwitness.comparison.chains import gradients_in
 from bitwitness.comparison.frame import StepFrame
 from bitwitness.comparison.lined import Place
+from bitwitness.comparison.ownranks import CHANGES_ITS_OWN, NOT_REDUCED
 from bitwitness.comparison.suspect import Suspect
 from bitwitness.store.source import Source
 
@@ -32,14 +33,14 @@ def name_not_exchanged(suspects: Iterable[Suspect], a: Source, b: Source, places
         if suspect.reason == "edited" and (sides := _one_has_its_own(shared, steps, name, "optimizer")):
             one, other = sides
             suspect.text = (
-                f"the gradient of {name} is the same on all ranks in run {one}, and each rank's own in run {other}: it is "
-                "not reduced over the ranks there (a missing all-reduce)"
+                f"the gradient of {name} is the same on all ranks in run {one}, and each rank's own in run {other}: "
+                f"{NOT_REDUCED}"
             )
         elif node.kind == "gradient" and (sides := _one_has_its_own(shared, steps, name, "gradient")):
             suspect.reason = "edited"
             suspect.text = (
-                f"each rank changes its own gradient of {name} (clips it, scales it, edits it) before the ranks' are put "
-                f"together in run {sides[1]}, and not before that in run {sides[0]}"
+                f"each rank changes its own gradient of {name} {CHANGES_ITS_OWN} in run {sides[1]}, and not before that in "
+                f"run {sides[0]}"
             )
 
 

@@ -73,12 +73,17 @@ class Node:
     @property
     def parameter(self) -> str:
         """The parameter that a gradient's node, or a parameter's own, is of."""
-        return self.op if self.module == "." else f"{self.module}.{self.op}"
+        return parameter_of(self.module, self.op)
 
     @property
     def site(self) -> str:
         """The site of its first result."""
         return f"{self.module}/{self.op}#{self.call}:{self.phase}"
+
+
+def parameter_of(module: str, op: str) -> str:
+    """Return the name of the parameter that a row of a gradient, or its own, is of."""
+    return op if module == "." else f"{module}.{op}"
 
 
 class StepFrame:
@@ -193,7 +198,7 @@ class StepFrame:
         """The names of the parameters that have a gradient in this step."""
         rows = np.flatnonzero(self.texts["kind"].equals("gradient")).tolist()
         places = {(self.text("module", row), self.text("op", row)) for row in rows}
-        return {op if module == "." else f"{module}.{op}" for module, op in places}
+        return {parameter_of(module, op) for module, op in places}
 
     def sizes(self, node: Node) -> list[int]:
         """Return how many elements each result of a node has."""

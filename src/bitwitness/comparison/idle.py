@@ -8,28 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 import pyarrow as pa
-import torch
 
+from bitwitness.comparison.filtered import COMPUTED, Filtered, with_micros
 from bitwitness.comparison.frame import StepFrame
-from bitwitness.store.source import Source
-
-_COMPUTED = ("op", "module", "saved", "collective")
 
 
-class WithoutIdle:
+class WithoutIdle(Filtered):
     """A `bitwitness.store.source.Source` of another one's micro-batches that have a backward of the model, numbered anew."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self.path, self.kind, self.info, self.problems = source.path, source.kind, source.info, source.problems
-
-    def ranks(self) -> list[int]:
-        """Return the ranks that recorded."""
-        return self._source.ranks()
-
-    def steps(self, rank: int) -> list[int]:
-        """Return the steps that a rank recorded."""
-        return self._source.steps(rank)
 
     def table(self, rank: int, step: int) -> pa.Table:
         """Return a step's rows without those of idle micro-batches."""
@@ -38,20 +23,9 @@ class WithoutIdle:
         if not left_out:
             return table
         micro = np.asarray(table.column("micro").fill_null(0).combine_chunks())
-        computed = np.isin(np.array(table.column("kind").to_pylist(), dtype=object), _COMPUTED)
+        computed = np.isin(np.array(table.column("kind").to_pylist(), dtype=object), COMPUTED)
         kept = np.flatnonzero(~(computed & np.isin(micro, left_out)))
-        number = table.schema.get_field_index("micro")
-        anew = micro - np.searchsorted(left_out, micro)
-        table = table.set_column(number, table.schema.field(number), pa.array(anew, table.schema.field(number).type))
-        return table.take(pa.array(kept))
-
-    def tensor(self, rank: int, reference: str, dtype: str, shape: tuple[int, ...], layout: str | None) -> torch.Tensor:
-        """Return a kept value."""
-        return self._source.tensor(rank, reference, dtype, shape, layout)
-
-    def stacks(self, rank: int) -> dict[int, str]:
-        """Return a rank's call stacks."""
-        return self._source.stacks(rank)
+        return with_micros(table, micro - np.searchsorted(left_out, micro)).take(pa.array(kept))
 
 
 def idle(frame: StepFrame) -> list[int]:

@@ -101,7 +101,7 @@ class MergedSource:
                 MICROS: str(frame.micros),
                 COMPUTED: frame.computed,
                 LOSS: _loss_of(tables[0], recorded[0]),
-                OWN: own_of_ranks(keyed, same),
+                OWN: own_of_ranks(keyed),
             }
         )
 

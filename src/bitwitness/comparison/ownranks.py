@@ -8,27 +8,23 @@ clipped mean.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bitwitness.comparison.frame import StepFrame
+from bitwitness.comparison.frame import StepFrame, parameter_of
+from bitwitness.comparison.together import Cells, same
 
 OWN = "own"
 """Under which a table's metadata tell it."""
+NOT_REDUCED = "it is not reduced over the ranks there (a missing all-reduce)"
+CHANGES_ITS_OWN = "(clips it, scales it, edits it) before the ranks' are put together"
+"""What is said of either."""
 
-Cells = Mapping[str, Any]
 
-
-def own_of_ranks(ranks: Sequence[Mapping[tuple[Any, ...], Cells]], same: Callable[[Any, Any], bool]) -> str:
+def own_of_ranks(ranks: Sequence[Mapping[tuple[Any, ...], Cells]]) -> str:
     """Return, as JSON, the parameters whose gradient is each rank's own: when complete, and when optimizers read it.
 
-    Parameters
-    ----------
-    ranks
-        The rows of each rank, by what they are.
-    same
-        Whether two rows hold the same values.
-
+    ``ranks``: the rows of each, by what they are.
     """
     found: dict[str, list[str]] = {"gradient": [], "optimizer": []}
     first, *others = ranks
@@ -37,8 +33,7 @@ def own_of_ranks(ranks: Sequence[Mapping[tuple[Any, ...], Cells]], same: Callabl
             continue
         if any(key in rows and not same(row, rows[key]) for rows in others):
             path = row["module"]
-            complete = row["op"] if path == "." else f"{path}.{row['op']}"
-            found[row["kind"]].append(path if row["kind"] == "optimizer" else complete)
+            found[row["kind"]].append(path if row["kind"] == "optimizer" else parameter_of(path, row["op"]))
     return json.dumps(found)
 
 

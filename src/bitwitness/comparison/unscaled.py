@@ -22,9 +22,8 @@ def loss_scale(differences: Differences) -> float | None:
     scale = GradientChains(differences).scaled_back()
     if scale is None:
         return None
-    power = 2.0 ** round(
-        math.log2(scale)
-    )  # as scalers' are; what is found of it in rounded gradients is off by a little
+    # As scalers' are; what is found of it in rounded gradients is off by a little.
+    power = 2.0 ** round(math.log2(scale))
     return power if abs(scale / power - 1.0) < _NEAR else scale
 
 

@@ -10,7 +10,7 @@ from bitwitness.comparison.align import Pair
 from bitwitness.comparison.decayed import decayed_by_hand
 from bitwitness.comparison.differences import FINE, FOLLOWED, Differences
 from bitwitness.comparison.gradients import GradientChains
-from bitwitness.comparison.ownranks import changed_before
+from bitwitness.comparison.ownranks import CHANGES_ITS_OWN, changed_before
 from bitwitness.comparison.reason import Reason
 from bitwitness.comparison.reasons import Reasons
 from bitwitness.comparison.relation import in_words, in_words_of_link
@@ -106,25 +106,23 @@ class Updates:
             return Reason("missing", f"only run {have} has a gradient of it: it is frozen, or not used, in run {lack}")
         if self.cause is not None or self._differences.earlier.parted or pair.a.module in self._decayed:
             return None
-        rows = [rows[0] for rows in pair.inputs if self._differences.a.text("slot", rows[0]) == "grad"]
-        differs = max((self._differences.change_of[row] for row in rows), default=0.0)
+        read = [rows for rows in pair.inputs if self._differences.a.text("slot", rows[0]) == "grad"]
+        differs = max((self._differences.change_of[row] for row, _ in read), default=0.0)
         if pair.a.module not in self._chain_of and differs > max(
             _UNTRACED, self._differences.drifted, self._of_precision
         ):
-            return self._untraced(pair)
+            return self._untraced(pair, read[0])
         return self._edited(pair.a.module) if differs > _GRADIENT else None
 
-    def _untraced(self, pair: Pair) -> Reason | None:
+    def _untraced(self, pair: Pair, rows: tuple[int, int]) -> Reason | None:
         """Return that a gradient differs of which no more is known than that the optimizer reads it."""
         if self._differences.is_cancelled(pair):
             return None
         frames = self._differences.a, self._differences.b
         names = pair.a.module, pair.b.module
-        rows = next(rows for rows in pair.inputs if frames[0].text("slot", rows[0]) == "grad")
         sides = [side for side, frame, name in zip("AB", frames, names, strict=True) if changed_before(frame, name)]
         why = (
-            f", and in run {' and in run '.join(sides)} each rank changes its own (clips it, scales it, edits it) before the "
-            "ranks' are put together"
+            f", and in run {' and in run '.join(sides)} each rank changes its own {CHANGES_ITS_OWN}"
             if sides
             else ", and what it was before is not recorded in both runs"
         )

@@ -25,7 +25,7 @@ _LEADING = ("moment1", "moment2", "update", "param")
 _SEEN = 2  # updates before a spike that may have led to it
 
 
-Moved = list[tuple[SeriesKey, float]]
+Grown = list[tuple[SeriesKey, float]]
 """Series that moved, and to how many times their usual."""
 IndicesOf = Callable[[Sequence[str]], Sequence[int]]
 
@@ -83,7 +83,7 @@ class PostMortem:
         )
         return next(filter(None, (ask() for ask in asked)), None) or self._data(spike, moved, known=bool(earlier))
 
-    def _data(self, spike: View, moved: Moved, *, known: bool) -> tuple[str, str, SeriesKey]:
+    def _data(self, spike: View, moved: Grown, *, known: bool) -> tuple[str, str, SeriesKey]:
         """Return that it was the data, which is what is left; ``known``: something is known of the steps before."""
         loss = SeriesKey("training", ".", None, "loss")
         batch = self._batch(spike)
@@ -238,7 +238,7 @@ class PostMortem:
         return told
 
 
-def _one_layer(spike: View, moved: Moved) -> tuple[str, str, SeriesKey] | None:
+def _one_layer(spike: View, moved: Grown) -> tuple[str, str, SeriesKey] | None:
     """Return that few activations moved, and none of what the model was called with."""
     every = np.isfinite(spike.moved["activation"].sizes).sum() if "activation" in spike.moved else 0
     if not moved or len(moved) >= _FEW * max(1, every) or _is_input(moved[0][0]):
@@ -247,7 +247,7 @@ def _one_layer(spike: View, moved: Moved) -> tuple[str, str, SeriesKey] | None:
     return "one_layer", f"one layer: {named(key)} moved first, to {factor:.3g} times its usual", key
 
 
-def _moved(view: View, kinds: tuple[str, ...]) -> Moved:
+def _moved(view: View, kinds: tuple[str, ...]) -> Grown:
     """Return what of some kinds grew far beyond its usual, in the order in which the step made it, and how far."""
     return list(_moved_in(view, kinds))
 

@@ -85,7 +85,7 @@ class Watch:
         self._post_mortem.step(view)
         alerts = [alert for alert in said if self._is_new(alert, numbers.step)]
         in_wake = numbers.step - self._alerted <= _WAKE
-        findings = [self._finding(alert, numbers, follows=in_wake and alert.rule in _FOLLOW) for alert in alerts]
+        findings = [self._finding(alert, view, follows=in_wake and alert.rule in _FOLLOW) for alert in alerts]
         if any(finding.severity is not Severity.INFO for finding in findings) and not in_wake:
             self._alerted = numbers.step
         self._post_mortem.alerted(numbers.step, [alert for alert in alerts if alert.severity is not Severity.INFO])
@@ -111,9 +111,10 @@ class Watch:
         before, self._said[what] = self._said.get(what, -_EPISODE - 1), step
         return step - before > _EPISODE
 
-    def _finding(self, alert: Alert, numbers: StepNumbers, *, follows: bool) -> Finding:
+    def _finding(self, alert: Alert, view: View, *, follows: bool) -> Finding:
+        numbers = view.numbers
         if alert.key in numbers.keys:  # so that of one step's alerts whoever reads them knows which came about first
-            alert = replace(alert, evidence={**alert.evidence, TURN: View(numbers).turn(numbers.keys.index(alert.key))})
+            alert = replace(alert, evidence={**alert.evidence, TURN: view.turn(numbers.keys.index(alert.key))})
         if not follows:
             return _finding(alert, numbers.step, numbers.rank)
         message = f"{alert.message}, in the wake of step {self._alerted}"

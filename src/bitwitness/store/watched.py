@@ -26,9 +26,9 @@ _BEFORE = 32
 """Steps before what is sure, in which something else may have led to it."""
 NONFINITE = "monitor.nonfinite"
 SLOW = ("drift", "rank_apart")
+"""Rules of what goes on for a while: what happens at one step says more."""
 _ORDER = ("forward", "backward", "grad.local", "comm", "grad.reduced", "optim", "param")
 """Phases and slots of sites in the order in which a step makes them."""
-"""Rules of what goes on for a while: what happens at one step says more."""
 _POST_MORTEM = "monitor.post_mortem"
 _KEY = ["kind", "name", "slot", "metric"]
 _COLUMNS = ("step", *_KEY)

@@ -70,14 +70,14 @@ class Stacks:
 
     def current(self) -> int:
         """Return the number of the stack that is running: the lines of user code, torch's and ours left out."""
-        return self._number(self._lines(sys._getframe(1), None))
+        return self._number(self._users_lines(sys._getframe(1), None))
 
     def within_backward(self) -> int:
         """Return the number of the stack of user code inside a backward, a Function's or a hook's; -1 if there is none."""
-        found = self._lines(sys._getframe(1), _ENGINE)
+        found = self._users_lines(sys._getframe(1), _ENGINE)
         return self._number(found) if found else -1
 
-    def _lines(self, frame: Any, until: CodeType | None) -> list[object]:
+    def _users_lines(self, frame: Any, until: CodeType | None) -> list[object]:
         """Return the codes and line numbers of user code, from a frame outwards."""
         found: list[object] = []
         are_users = self._are_users

@@ -30,11 +30,15 @@ class Frozen(Rule):
         self._steps = np.zeros(0)
         self._rest = np.zeros(0)
         self._told: set[int] = set()
+        self._given: dict[str, list[int]] = {}
 
     def look(self, view: View) -> list[Alert]:
         """Return the first series in causal order that is frozen."""
         numbers = view.numbers
         more = len(numbers.keys) - self._moved.size
+        for place, key in enumerate(numbers.keys[len(numbers.keys) - more :], len(numbers.keys) - more):
+            if key.kind == "activation" and (key.slot or "").startswith("in"):
+                self._given.setdefault(key.name, []).append(place)
         for name in ("_moved", "_steps", "_rest"):
             setattr(self, name, np.pad(getattr(self, name), (0, more)))
         now = np.stack([numbers.low, numbers.high, numbers.mean, numbers.l2])
@@ -84,7 +88,7 @@ class Frozen(Rule):
         key = view.numbers.keys[place]
         if key.kind != "activation" or not (key.slot or "").startswith("out"):
             return False
-        given = [i for i, k in enumerate(view.numbers.keys) if k[:2] == key[:2] and (k.slot or "").startswith("in")]
+        given = self._given.get(key.name, [])
         return bool(given) and not self._moved[given].any()
 
     @staticmethod
