@@ -23,8 +23,8 @@ LAYERS = {
     "torch": ("tap", "capture", "replay", "ranks", "liveness", "device"),
     "storage": ("store",),
     "session": ("session",),
-    "reference": ("oracle",),
-    "instruments": ("sense", "nonfinite", "record", "monitor", "comparison", "inject"),
+    "reference": ("oracle", "trial"),
+    "instruments": ("sense", "nonfinite", "record", "monitor", "comparison", "inject", "precheck"),
     "decision": ("judge", "respond"),
     "face": ("guard", "ascend", "testing", "demo", "report", "view", "cli"),
 }

@@ -12,7 +12,7 @@ from bitwitness.device import this_device
 from bitwitness.guard.selftest import prove
 from bitwitness.stats import reader
 from bitwitness.stats.launches import kernels
-from bitwitness.tap.compat import lacking
+from bitwitness.tap.lacking import lacking
 
 _EXPLAINED = {
     "trend": "a gradient against its own history",

@@ -27,9 +27,21 @@ def attention(named: Mapping[str, Any]) -> tuple[Tensor, ...]:
     return (out,)
 
 
+def attention_with_logsumexp(named: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    """Return ``(O, logsumexp)``: the logarithm of the sum of ``exp(S)`` is ``[batch, heads, length]``."""
+    of = _Attention(named)
+    found = of.q.new_zeros(of.q.shape[:-1])
+    for at in of.parts():
+        found[at] = of.scores(*at).logsumexp(-1)
+    return (*attention(named), found)
+
+
 def attention_backward(named: Mapping[str, Any]) -> tuple[Tensor, ...]:
     """Return the gradients of Q, K, V and, where one was asked for, of the bias; ``out`` is the O that the kernel was given."""
-    of = _Attention(named)
+    return _backward(_Attention(named), named)
+
+
+def _backward(of: _Attention, named: Mapping[str, Any]) -> tuple[Tensor, ...]:
     grad, out = named["grad_out"] if "grad_out" in named else named["grad_out_"], named["out"]
     dq, dk, dv = map(torch.zeros_like, (of.q, of.k, of.v))
     bias, mask = named.get("attn_bias"), named.get("grad_input_mask")
@@ -47,10 +59,16 @@ def attention_backward(named: Mapping[str, Any]) -> tuple[Tensor, ...]:
     return found if dbias is None or bias is None else (*found, dbias.sum_to_size(bias.shape))
 
 
+def attention_backward_from_logsumexp(named: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    """Return the same as kernels compute it: with ``P = exp(S - logsumexp)``, of the forward's ``logsumexp``."""
+    return _backward(_Attention(named, logsumexp=named["logsumexp"]), named)
+
+
 class _Attention:
     """What forward and backward share; keys and values are repeated for the heads that share them."""
 
-    def __init__(self, named: Mapping[str, Any]) -> None:
+    def __init__(self, named: Mapping[str, Any], *, logsumexp: Tensor | None = None) -> None:
+        self._logsumexp = logsumexp
         self.q = named["query"]
         self._heads = int(named["key"].shape[1])
         self.k, self.v = (x.repeat_interleave(self.q.shape[1] // x.shape[1], 1) for x in (named["key"], named["value"]))
@@ -69,8 +87,8 @@ class _Attention:
             for first in range(0, length, rows):
                 yield sequence, slice(None), slice(first, first + rows)
 
-    def probabilities(self, sequence: int, heads: slice, rows: slice) -> Tensor:
-        """Return these rows of P."""
+    def scores(self, sequence: int, heads: slice, rows: slice) -> Tensor:
+        """Return these rows of S, minus infinity where a key is not seen."""
         scores = self.q[sequence, heads, rows] @ self.k[sequence].transpose(-2, -1) * self.scale
         if self._bias is not None:
             bias = self._bias[sequence, heads, rows]
@@ -78,6 +96,15 @@ class _Attention:
         if self._causal:
             own = torch.arange(rows.start, rows.start + scores.shape[-2], device=scores.device)
             scores = scores.masked_fill(torch.arange(scores.shape[-1], device=scores.device) > own[:, None], -math.inf)
+        return scores
+
+    def probabilities(self, sequence: int, heads: slice, rows: slice) -> Tensor:
+        """Return these rows of P."""
+        scores = self.scores(sequence, heads, rows)
+        if self._logsumexp is not None:
+            shares: Tensor = (scores - self._logsumexp[sequence, heads, rows].unsqueeze(-1)).exp()
+            seen: Tensor = shares.nan_to_num(nan=0.0)
+            return seen
         blind = scores.amax(-1, keepdim=True) == -math.inf
         found: Tensor = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
         return found

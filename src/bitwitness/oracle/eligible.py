@@ -31,6 +31,17 @@ def is_unique(func: OpOverload) -> bool:
     return not any(part in func.overloadpacket.__name__ for part in _NOT_UNIQUE)
 
 
+_OF_THE_DTYPE = frozenset(
+    ("nextafter", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted")
+)
+"""Operators whose result is a matter of the dtype's own numbers, or of what the memory held before."""
+
+
+def has_truth(func: OpOverload) -> bool:
+    """Whether float64 can say what an operator's result should be."""
+    return func.overloadpacket.__name__ not in _OF_THE_DTYPE
+
+
 def may_draw(func: OpOverload) -> bool:
     """Whether an operator draws random numbers for some arguments."""
     return torch.Tag.nondeterministic_seeded in func.tags

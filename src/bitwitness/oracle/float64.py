@@ -12,6 +12,13 @@ from bitwitness.tap.compat import OpOverload
 from bitwitness.tap.operators import tensors_in
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return float64 for a floating dtype, complex128 for a complex one, and any other as it is."""
+    if dtype.is_complex:
+        return torch.complex128
+    return torch.float64 if dtype.is_floating_point else dtype
+
+
 def to_float64(value: Any) -> Any:
     """Return an operator's arguments as float64 takes them: lists, tuples and dicts are gone through.
 

@@ -87,15 +87,15 @@ def compare_recorded_with_float64(text: str, inputs: Sequence[Tensor], result: T
 
 
 def _run(func: OpOverload, call: Mapping[str, Any], inputs: Sequence[Tensor], out: int) -> Tensor:
-    args = [_argument(value, inputs) for value in call.get("a", [])]
-    kwargs = {name: _argument(value, inputs) for name, value in call.get("k", {}).items()}
+    args = [argument(value, inputs) for value in call.get("a", [])]
+    kwargs = {name: argument(value, inputs) for name, value in call.get("k", {}).items()}
     return run_in_float64(func, args, kwargs)[out]
 
 
-def _argument(value: Any, inputs: Sequence[Tensor]) -> Any:
-    """Return an argument as the operator got it; raises ValueError for one that was not written whole."""
+def argument(value: Any, inputs: Sequence[Tensor], device: torch.device | None = None) -> Any:
+    """Return an argument as the operator got it, on a device (the CPU); raises ValueError for one that was not written whole."""
     if isinstance(value, list):
-        return [_argument(item, inputs) for item in value]
+        return [argument(item, inputs, device) for item in value]
     if not isinstance(value, dict):
         return value
     if "$" in value:
@@ -105,7 +105,11 @@ def _argument(value: Any, inputs: Sequence[Tensor]) -> Any:
     if "float" in value:
         return float(value["float"])
     if "device" in value:
-        return torch.device("cpu")  # as every tensor that is given
+        return device or torch.device("cpu")  # as every tensor that is given
+    if str(value.get("other", "")).startswith("torch."):  # a memory format, a layout
+        found = getattr(torch, value["other"].removeprefix("torch."), None)
+        if isinstance(found, torch.memory_format | torch.layout):
+            return found
     raise ValueError(f"an argument that cannot be given again: {value}")
 
 

@@ -1,7 +1,7 @@
 """Torch's private names: all that bitwitness calls, each with the reason, and with what newer releases have instead.
 
 A new release of torch is read against this file alone. Private attributes of torch's objects (``tensor._version``) cannot be
-gathered like names; `ATTRIBUTES` lists them. ``bitwitness doctor`` looks for both and names what a release lacks.
+gathered like names; `tap.lacking` lists them, and looks for both.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import _disable_current_modes as without_dispa
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
 from torch.utils._python_dispatch import _pop_mode as pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
+from torch.utils._pytree import tree_flatten, tree_map
 
 __all__ = [
     "CustomOpDef",
@@ -55,6 +56,8 @@ __all__ = [
     "push_dispatch_mode",
     "push_function_mode",
     "reparametrized",
+    "tree_flatten",
+    "tree_map",
     "without_dispatch_modes",
 ]
 
@@ -240,60 +243,13 @@ def fsdp_groups(module: nn.Module) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
-# -- attributes ----------------------------------------------------------------------------------------------------------
-
-ATTRIBUTES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
-    "torch.Tensor": (lambda: torch.empty(0), ("_version", "_base", "_backward_hooks", "_post_accumulate_grad_hooks")),
-    "torch.nn.Module": (nn.Module, ("_parameters", "_buffers", "_modules", "_forward_hooks", "_compiled_call_impl")),
-    "torch.autograd.graph.Node": (lambda: torch.ones(1, requires_grad=True).exp().grad_fn, ("_sequence_nr",)),
-}
-"""Private attributes of torch's objects: versions, hooks and parts are read where they are kept, for there is no way to ask."""
-
-_LATER = (
-    "torch._C._functorch.peek_interpreter_stack",
-    "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack",
-    "torch._C._get_tracing_state",
-    "torch._C._stash_obj_in_tls",
-    "torch._C._is_key_in_tls",
-    "torch._C._get_obj_in_tls",
-    "torch.autograd.Variable._execution_engine.queue_callback",
-    "torch.UntypedStorage._new_with_weak_ptr",
-    "torch.nn.parallel.DistributedDataParallel._active_ddp_module",
-    "torch.distributed.algorithms.Join.__enter__",
-    "torch._foreach_norm",
-    "torch._foreach_max",
-    "torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype",
-    "torch.autograd._engine_run_backward",
-    "torch.utils.data.dataloader._BaseDataLoaderIter._next_index",
-    "torch.utils.data.dataloader._BaseDataLoaderIter._reset",
-    "torch._dynamo.config",
-    "torch._dynamo.utils.counters",
-    "torch._dynamo.eval_frame._stance",
-    "torch._dynamo.callback.callback_handler",
-    "torch.distributed.distributed_c10d._world",
-    "torch.distributed.distributed_c10d._get_default_store",
-    "torch._C._distributed_c10d.AllgatherOptions",
-    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
-)
-"""Names that are looked up when they are needed; those above are looked up when this file is imported."""
+def decompositions() -> dict[OpOverload, Callable[..., Any]]:
+    """Return torch's operators written in simpler ones; the table is public only as one for an exported graph."""
+    return importlib.import_module("torch._decomp").decomposition_table  # type: ignore[no-any-return]
 
 
-def lacking(wanted: Iterable[str] = _LATER) -> list[str]:
-    """Return the private names and attributes that bitwitness needs and this torch lacks."""
-    read = ((kind, make, name) for kind, (make, names) in ATTRIBUTES.items() for name in names)
-    absent = [f"{kind}.{name}" for kind, make, name in read if not hasattr(make(), name)]
-    return [name for name in wanted if not _there(name)] + absent
-
-
-def _there(name: str) -> bool:
-    parts = name.split(".")
-    for length in range(len(parts), 0, -1):
-        try:
-            module = importlib.import_module(".".join(parts[:length]))
-            reduce(getattr, parts[length:], module)
-        except ImportError:
-            continue
-        except AttributeError:
-            return False
-        return True
-    return False
+def on_cpu(func: OpOverload) -> Callable[..., Any] | None:
+    """Return what runs an operator's kernel for the CPU under the modes that are on, past the operator itself."""
+    keys = torch._C.DispatchKey.CPU, torch._C.DispatchKey.CompositeExplicitAutograd
+    found = next((key for key in keys if func.has_kernel_for_dispatch_key(key)), None)
+    return None if found is None else lambda *args, **kwargs: func._op_dk(found, *args, **kwargs)

@@ -1,0 +1,298 @@
+"""A function run in float64 with rounding put back at random, operator by operator: what healthy kernels may differ by.
+
+This is Monte Carlo arithmetic (Parker, "Monte Carlo arithmetic", UCLA CSD-970002, 1997) at the granularity of torch's
+operators. Run without noise, it gives the function's float64 value. Run with noise, each operator reads its inputs off by a
+rounding of the precision in which kernels compute (float32 for half types), and leaves its result off by a rounding of the
+dtype in which the device would keep it; the spread over several runs says how much rounding moves each element, through every
+amplification that the function has. An operator that is written in simpler ones (`oracle.takenapart`) is run as these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitwitness.numerics import unit_roundoff
+from bitwitness.oracle.eligible import draws, is_unique
+from bitwitness.oracle.float64 import wide_dtype
+from bitwitness.oracle.opclass import CORRECTLY_ROUNDED, EXACT, RESAMPLING, SPECIAL, SUM, class_of, growth, sums_wide
+from bitwitness.oracle.takenapart import parts_of
+from bitwitness.tap.compat import OpOverload, TorchDispatchMode
+
+_ROUNDINGS = 2.0
+"""Roundings that an elementary function's approximation may leave: one unit in the last place."""
+_SPECIAL_ROUNDINGS = 16.0
+"""The same of a special function's."""
+_TAPS = 64.0
+"""Roundings of weights, in units of the largest result, that a resampler's neighbours may leave when they cancel."""
+_TAG = "_bitwitness_kept_as"
+"""The attribute of a float64 tensor that says which dtype the device keeps it in."""
+_HALF = (torch.float16, torch.bfloat16)
+_RANGES = {
+    dtype: (torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps)
+    for dtype in (*_HALF, torch.float32)
+}
+"""Largest and smallest positive number of a dtype that is narrower than float64."""
+
+
+def kept_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Mark a float64 tensor as one that the device keeps in ``dtype``."""
+    setattr(tensor, _TAG, dtype)
+    return tensor
+
+
+class Rounding(TorchDispatchMode):
+    """Runs what is inside in float64, with random roundings where a ``generator`` is given.
+
+    Parameters
+    ----------
+    dtype
+        In which the device keeps what is not known otherwise: the coarsest of the function's inputs.
+    generator
+        Draws the roundings; None for none.
+    stepwise
+        Kernels keep their intermediate results in their dtype, too, instead of float32; sums are added up in float32 still.
+
+    Attributes
+    ----------
+    operators
+        The operators that ran, views aside.
+    draws
+        Whether one of them drew random numbers.
+    is_unique
+        Whether each of them has only one right result.
+
+    """
+
+    def __init__(self, dtype: torch.dtype, generator: torch.Generator | None = None, *, stepwise: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operators: list[OpOverload] = []
+        self.draws = False
+        self.is_unique = True
+        self._dtype = dtype
+        self._generator = generator
+        self._stepwise = stepwise
+        self._whole: list[tuple[OpOverload, torch.dtype]] = []
+        """Operators of which the parts run now, the outermost first, and in which dtype their results are kept."""
+        self._clean: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def clean(self, tensor: Tensor) -> Tensor:
+        """Return a result before it was rounded itself: what its operator made of what it read."""
+        found = self._clean.get(id(tensor))
+        return tensor if found is None else found[1]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, OpOverload):
+            return func(*args, **kwargs)
+        if is_view(func):
+            return self._view(func, args, kwargs)
+        self._note(func, args, kwargs)
+        kept = _asked_dtype(args, kwargs) or self._promoted((args, kwargs))
+        if self._whole:
+            kept = self._inner(kept)
+        given = widened(args), widened(kwargs)
+        kind = class_of(func, args, kwargs, kept)
+        if self._generator is None or kind == EXACT:
+            return self._marked(func(*given[0], **given[1]), kept)
+        if all(func is not whole for whole, _ in self._whole) and (
+            parts := parts_of(func, kind, *given, stepwise=self._stepwise)
+        ):
+            return self._in_parts(func, parts, given, kept)
+        return self._rounding(func, kind, given, kept)
+
+    def _note(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if not self._whole:
+            self.operators.append(func)
+            self.draws = self.draws or draws(func, args, kwargs)
+            self.is_unique = self.is_unique and is_unique(func)
+
+    def _view(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        source = next((a for a in args if isinstance(a, Tensor)), None)
+        if source is not None:
+            self._marked(result, self._of(source))
+            if id(source) in self._clean and isinstance(result, Tensor):
+                clean = func(self._clean[id(source)][1], *args[1:], **kwargs)
+                self._clean[id(result)] = (result, clean)
+        return result
+
+    def _in_parts(self, func: OpOverload, parts: Callable[..., Any], given: Any, kept: torch.dtype) -> Any:
+        self._whole.append((func, kept))
+        try:
+            with self, torch.no_grad():
+                result = parts(*given[0], **given[1])
+        finally:
+            self._whole.pop()
+        return self._each(result, lambda t: self._stored(t, kept))
+
+    def _rounding(self, func: OpOverload, kind: str, given: Any, kept: torch.dtype) -> Any:
+        """Run an operator on inputs that are off by what it may lose inside, and round what it returns."""
+        written = {
+            i for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+        }
+        internal = self._internal(kept, wide=not self._stepwise or sums_wide(func, kind))
+        if kind != CORRECTLY_ROUNDED:
+            share = max(internal * growth(func, kind, given[0], given[1]), self._factors(kind))
+            args = tuple(a if i in written else self._moved(a, share) for i, a in enumerate(given[0]))
+            given = args, {k: v if func._schema.is_mutable else self._moved(v, share) for k, v in given[1].items()}
+        result = func(*given[0], **given[1])
+
+        def finished(tensor: Tensor) -> Tensor:
+            wide = tensor.to(wide_dtype(tensor.dtype))
+            roundings = _SPECIAL_ROUNDINGS if kind == SPECIAL else _ROUNDINGS
+            share = (
+                0.0
+                if kind == CORRECTLY_ROUNDED
+                else roundings * internal * growth(func, kind, given[0], given[1], wide)
+            )
+            clean = self._noised(wide, share) if share and not _is_mask(wide) else wide
+            if kind == RESAMPLING and clean.numel():  # its weights are off, which may cancel
+                clean = clean + self._signs(clean) * (internal * clean.abs().nan_to_num(0.0, 0.0, 0.0).max() * _TAPS)
+            if func._schema.is_mutable and any(tensor is given[0][i] for i in written if i < len(given[0])):
+                clean = clean.clone()
+                tensor.copy_(self._rounded(clean, kept))
+                self._clean[id(tensor)] = (tensor, clean)
+                return kept_as(tensor, kept)
+            return self._stored(clean, kept)
+
+        return self._each(result, finished)
+
+    @staticmethod
+    def _internal(kept: torch.dtype, *, wide: bool) -> float:
+        """Return the unit roundoff of the precision in which kernels compute for a dtype."""
+        own = _roundoff(kept)
+        return min(own, unit_roundoff(torch.float32)) if wide else own
+
+    def _inner(self, kept: torch.dtype) -> torch.dtype:
+        """Return in which dtype a kernel keeps what it computes on its way to a result in ``kept``."""
+        return torch.float32 if kept in _HALF and not self._stepwise else kept
+
+    def _factors(self, kind: str) -> float:
+        """Return how far factors of a product are off: in attention, probabilities are rounded to be multiplied."""
+        if not self._whole or kind != SUM:
+            return 0.0
+        whole, dtype = self._whole[0]
+        return _roundoff(dtype) if "attention" in whole.overloadpacket.__name__ else 0.0
+
+    def _of(self, tensor: Tensor) -> torch.dtype:
+        return getattr(tensor, _TAG, self._dtype)
+
+    def _promoted(self, values: Any) -> torch.dtype:
+        kept = [self._of(t) for t in tensors_in_all(values) if t.is_floating_point() or t.is_complex()]
+        real = [k.to_real() if k.is_complex else k for k in kept]
+        if not real:  # made of integers, as torch's default; or from nothing, most often as the tensors around it
+            return torch.float32 if tensors_in_all(values) else self._dtype
+        found = real[0]
+        for other in real[1:]:
+            found = torch.promote_types(found, other) if found != other else found
+        return found
+
+    def _marked(self, result: Any, kept: torch.dtype) -> Any:
+        def marked(tensor: Tensor) -> Tensor:
+            wide = tensor.to(wide_dtype(tensor.dtype))
+            return (
+                wide if hasattr(wide, _TAG) else kept_as(wide, kept)
+            )  # what comes back as it was given stays what it is
+
+        return self._each(result, marked)
+
+    def _each(self, result: Any, change: Callable[[Tensor], Tensor]) -> Any:
+        """Return a result with each of its floating tensors changed."""
+        if isinstance(result, Tensor):
+            return change(result) if result.is_floating_point() or result.is_complex() else result
+        if isinstance(result, list | tuple):
+            found = [self._each(one, change) for one in result]
+            return found if isinstance(result, list) else tuple(found)  # a named one takes its parts otherwise
+        return result
+
+    def _stored(self, clean: Tensor, kept: torch.dtype) -> Tensor:
+        """Return a result as the device keeps it, and remember what it was before."""
+        rounded = kept_as(clean.clone() if _is_mask(clean) else self._rounded(clean, kept), kept)
+        self._clean[id(rounded)] = (rounded, clean)
+        return rounded
+
+    def _moved(self, values: Any, share: float) -> Any:
+        if isinstance(values, Tensor):
+            return self._noised(values, share) if values.is_floating_point() or values.is_complex() else values
+        if isinstance(values, list | tuple):
+            return type(values)(self._moved(v, share) for v in values)
+        if isinstance(values, dict):
+            return {k: self._moved(v, share) for k, v in values.items()}
+        return values
+
+    def _noised(self, value: Tensor, share: float) -> Tensor:
+        """Return a tensor with each element off by up to ``share`` of itself."""
+        if value.layout is not torch.strided:
+            return value
+        if value.is_complex():
+            return torch.view_as_complex(self._noised(torch.view_as_real(value.resolve_conj()), share))
+        return torch.where(value.isfinite(), value * (1 + share * self._signs(value)), value)
+
+    def _rounded(self, value: Tensor, kept: torch.dtype) -> Tensor:
+        """Return a tensor with each element off by up to a rounding of ``kept``, infinite beyond its range."""
+        if kept not in _RANGES or value.layout is not torch.strided:
+            return value
+        if value.is_complex():
+            return torch.view_as_complex(self._rounded(torch.view_as_real(value.resolve_conj()), kept))
+        largest, least = _RANGES[kept]
+        room = (value.abs() * unit_roundoff(kept)).clamp_min(least / 2).masked_fill(value == 0, 0.0)
+        moved = torch.where(value.isfinite(), value + self._signs(value) * room, value)
+        return moved.masked_fill(moved > largest, torch.inf).masked_fill(moved < -largest, -torch.inf)
+
+    def _signs(self, value: Tensor) -> Tensor:
+        """Return uniform numbers from -1 to 1, one for each element."""
+        # laid out as the value is: what comes after may view it
+        return torch.empty_like(value, dtype=torch.float64).uniform_(-1.0, 1.0, generator=self._generator)
+
+
+def _is_mask(tensor: Tensor) -> bool:
+    """Whether all is 0 or 1: no rounding moves these, and others may rely on it."""
+    return bool(((tensor == 0) | (tensor == 1)).all())
+
+
+def is_view(func: OpOverload) -> bool:
+    """Whether an operator returns a view of what it was given."""
+    return not func._schema.is_mutable and any(r.alias_info is not None for r in func._schema.returns)
+
+
+def widened(value: Any) -> Any:
+    """Return an operator's arguments with every floating dtype, and every tensor of one, as wide as float64, on the CPU."""
+    if isinstance(value, Tensor):
+        return value.to("cpu", wide_dtype(value.dtype))
+    if isinstance(value, torch.dtype):
+        return wide_dtype(value)
+    if isinstance(value, torch.device):
+        return torch.device("cpu")
+    if isinstance(value, list | tuple):
+        return type(value)(widened(v) for v in value)
+    if isinstance(value, dict):
+        return {k: widened(v) for k, v in value.items()}
+    return value
+
+
+def tensors_in_all(values: Any) -> list[Tensor]:
+    """Return the tensors in nested lists, tuples and dicts."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = list(values.values())
+    return [t for v in values for t in tensors_in_all(v)] if isinstance(values, list | tuple) else []
+
+
+def _roundoff(dtype: torch.dtype) -> float:
+    return unit_roundoff(dtype if dtype.is_floating_point or dtype.is_complex else torch.float32)
+
+
+def _asked_dtype(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
+    """Return the floating dtype that a call asks for; not float64, which is what a tensor that was made wide asks for, too."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.dtype) and (value.is_floating_point or value.is_complex):
+            real = value.to_real() if value.is_complex else value
+            return None if real is torch.float64 else real
+    return None

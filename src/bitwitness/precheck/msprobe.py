@@ -1,0 +1,199 @@
+"""Cases of a folder that msprobe recorded: ``dump.json`` with real or statistical data, taken as it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitwitness.errors import UnreadError, UsageError
+from bitwitness.files.reading import read_object
+from bitwitness.oracle.eligible import functional_operator
+from bitwitness.precheck.case import Case, NotJudged, Prepared
+from bitwitness.precheck.literals import call_source
+from bitwitness.precheck.made import made
+from bitwitness.store.msprobe_tensor import read_tensor
+from bitwitness.tap.opinfo import overridable
+from bitwitness.trial.call import Call
+
+KIND = "msprobe"
+_HOMES = {"Functional": "torch.nn.functional", "Torch": "torch", "Tensor": "torch.Tensor", "Aten": "torch.ops.aten"}
+_BARRED = (
+    "rand",
+    "normal",
+    "bernoulli",
+    "dropout",
+    "multinomial",
+    "empty",
+    "from_file",
+    "set_",
+    "resize",
+    "manual_seed",
+    "save",
+    "load",
+)
+_DEEPEST = 32  # containers inside one another
+_MOST_ELEMENTS = 1 << 28
+_SEEN = {"Min": "min", "Max": "max", "Mean": "mean", "Norm": "l2"}
+
+
+def dumps_in(folder: Path) -> list[Path]:
+    """Return the ``dump.json`` files of a folder, or of the steps and ranks in it."""
+    return [folder / "dump.json"] if (folder / "dump.json").is_file() else sorted(folder.glob("**/dump.json"))
+
+
+def msprobe_cases(dump: Path) -> Iterator[Case]:
+    """Yield the forward calls of APIs in a dump, those alike once; each is tried with its gradients.
+
+    Raises `UnreadError` where the file is none, or damaged.
+    """
+    data = read_object(dump, "msprobe's dump.json").get("data")
+    if not isinstance(data, dict):
+        raise UnreadError(f"{dump} has no object 'data'; expected the dump.json that msprobe writes")
+    found: dict[str, Case] = {}
+    for name, entry in data.items():
+        parts = str(name).split(".")
+        if not str(name).endswith(".forward") or parts[0] in ("Module", "Cell") or not isinstance(entry, Mapping):
+            continue
+        case = _case(dump, str(name), parts, entry)
+        key = f"{parts[0]}.{'.'.join(parts[1:-2])} {_form(entry.get('input_args'))} {_form(entry.get('input_kwargs'))}"
+        calls = found[key].calls + 1 if key in found else 1
+        found[key] = Case(**{**found.get(key, case).as_dict(), "calls": calls})
+    yield from found.values()
+
+
+def _case(dump: Path, name: str, parts: list[str], entry: Mapping[str, Any]) -> Case:
+    given = [v for v in _values((entry.get("input_args"), entry.get("input_kwargs"))) if _is_tensor(v)]
+    dtypes = [str(v.get("dtype", "")).removeprefix("torch.") for v in given]
+    floating = [d for d in dtypes if d.startswith(("float", "bfloat"))]
+    shapes = " ".join(str(v.get("shape")).replace(" ", "") for v in given)
+    made_of = {"kind": KIND, "dump": str(dump), "entry": name}
+    refused = (
+        ""
+        if _function(parts) is not None
+        else (f"{parts[0]}.{'.'.join(parts[1:-2])} is none of torch's functions that may be run from a recording")
+    )
+    return Case(
+        name, f"{parts[0]}.{'.'.join(parts[1:-2])}", floating[0] if floating else "", shapes, made_of, refused=refused
+    )
+
+
+def _function(parts: list[str]) -> Any:
+    """Return the function that an entry's name names, if it is one of torch's that may be run; else None."""
+    home, names = _HOMES.get(parts[0]), parts[1:-2]
+    if home is None or not names or any(n.strip("_").startswith(_BARRED) for n in names):
+        return None
+    if parts[0] == "Aten":
+        return functional_operator(f"aten.{'.'.join(names)}")
+    found: Any = torch
+    for part in (*home.split(".")[1:], *names):
+        if not part.isidentifier():
+            return None
+        found = getattr(found, part, None)
+    return found if found is not None and found in overridable() else None
+
+
+def _values(value: Any, depth: int = 0) -> Iterator[Any]:
+    if depth > _DEEPEST:
+        return
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _values(item, depth + 1)
+    elif isinstance(value, Mapping) and "type" not in value:
+        for item in value.values():
+            yield from _values(item, depth + 1)
+    else:
+        yield value
+
+
+def _is_tensor(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping) and str(value.get("type", "")).endswith(("Tensor", "Parameter")) and "shape" in value
+    )
+
+
+def _form(value: Any) -> str:
+    """Return what makes two calls alike: dtypes, shapes and other arguments."""
+    return str([(v.get("dtype"), v.get("shape")) if _is_tensor(v) else v for v in _values(value)])
+
+
+def prepare(made_of: Mapping[str, Any], device: torch.device) -> Prepared:
+    """Return an entry as a call. Raises `NotJudged` for an argument that the file does not hold whole."""
+    name, dump = made_of["entry"], Path(made_of["dump"])
+    entry = _data(str(dump))[name]
+    function = _function(name.split("."))
+    generator = torch.Generator().manual_seed(0)
+    args = [_argument(v, dump, generator, device) for v in entry.get("input_args") or []]
+    kwargs = {k: _argument(v, dump, generator, device) for k, v in (entry.get("input_kwargs") or {}).items()}
+    home = _HOMES[name.split(".")[0]]
+    source, tensors = call_source(f"{home}.{'.'.join(name.split('.')[1:-2])}", args, kwargs)
+    return Prepared(Call(function, tuple(args), kwargs), {}, source, tensors)
+
+
+@lru_cache(maxsize=2)
+def _data(dump: str) -> dict[str, Any]:
+    data: dict[str, Any] = read_object(Path(dump), "msprobe's dump.json")["data"]
+    return data
+
+
+def _argument(value: Any, dump: Path, generator: torch.Generator, device: torch.device, depth: int = 0) -> Any:
+    if depth > _DEEPEST:
+        raise NotJudged(f"its arguments are nested deeper than {_DEEPEST} containers")
+    if isinstance(value, list):
+        return [_argument(item, dump, generator, device, depth + 1) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    kind = str(value.get("type", ""))
+    if _is_tensor(value):
+        return _tensor(value, dump, generator).to(device).requires_grad_(_may_require_grad(value))
+    if kind in ("int", "float", "bool", "str"):
+        return value.get("value", value.get("Max"))
+    if kind in ("torch.Size", "tuple", "list"):
+        return tuple(value["value"]) if isinstance(value.get("value"), list) else ()
+    if kind == "slice" and isinstance(value.get("value"), list):
+        return slice(*value["value"][:3])
+    if kind == "torch.dtype":
+        found = getattr(torch, str(value.get("value")).removeprefix("torch."), None)
+        if isinstance(found, torch.dtype):
+            return found
+    if kind == "torch.device":
+        return device
+    raise NotJudged(f"an argument of type {kind or 'unknown'} is not written whole")
+
+
+def _may_require_grad(value: Mapping[str, Any]) -> bool:
+    return bool(value.get("requires_grad")) and "float" in str(value.get("dtype"))
+
+
+def _tensor(value: Mapping[str, Any], dump: Path, generator: torch.Generator) -> Tensor:
+    name, shape = str(value.get("dtype")).removeprefix("torch."), value.get("shape")
+    dtype = getattr(torch, name, None)
+    if (
+        not isinstance(dtype, torch.dtype)
+        or not isinstance(shape, list)
+        or not all(type(n) is int and n >= 0 for n in shape)
+    ):
+        raise NotJudged(f"a tensor of dtype {name!r} and shape {shape} cannot be made")
+    if math.prod(shape) > _MOST_ELEMENTS:
+        raise NotJudged(f"an input has more than {_MOST_ELEMENTS:,} elements")
+    file = value.get("data_name")
+    if isinstance(file, str) and file not in ("", "-1") and Path(file).name == file:
+        try:
+            return read_tensor(dump.parent / "dump_tensor_data", file, name, tuple(shape))
+        except UsageError as error:
+            raise NotJudged(f"a kept value cannot be read: {error}") from error
+    seen = {
+        ours: value[theirs]
+        for theirs, ours in _SEEN.items()
+        if isinstance(value.get(theirs), int | float) and math.isfinite(value[theirs])
+    }
+    if isinstance(value.get("Max"), float) and value["Max"] == math.inf:
+        seen["pos_inf"] = 1
+    if isinstance(value.get("Min"), float) and value["Min"] == -math.inf:
+        seen["neg_inf"] = 1
+    return made(dtype, shape, None, seen, generator)

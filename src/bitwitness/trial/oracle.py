@@ -1,0 +1,105 @@
+"""The truth of a call: its float64 results, and how far rounding moves each element of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitwitness.numerics import unit_roundoff
+from bitwitness.oracle.float64 import wide_dtype
+from bitwitness.oracle.rounding import Rounding, kept_as
+from bitwitness.tap.ownwork import REFERENCE, own_work
+from bitwitness.trial.call import Call, Results, as_laid_out, is_inexact, output_gradients
+
+
+class Oracle:
+    """Answers for one call what its results should be, on the CPU; each answer is computed when it is first asked for.
+
+    Parameters
+    ----------
+    call
+        The call on trial.
+    reference
+        What is run in float64 in the place of the call's own function, where there is something more trustworthy.
+    like
+        The device's results: output gradients are drawn once for both.
+
+    """
+
+    def __init__(self, call: Call, like: Results, reference: Callable[..., Any] | None = None) -> None:
+        self._call = call
+        self._reference = reference
+        self._given = [
+            None if g is None else kept_as(g.cpu().to(wide_dtype(g.dtype)), g.dtype)
+            for g in output_gradients(like.outputs, call.seed)
+        ]
+        self.dtype = coarsest(call.tensors)
+        self._noisy: dict[bool, list[Results]] = {}
+
+    @cached_property
+    def _run(self) -> tuple[Results, Rounding]:
+        return self._once(None, stepwise=False)
+
+    @property
+    def exact(self) -> Results:
+        """The results in float64. Raises whatever the function raises in float64 on the CPU."""
+        return self._run[0]
+
+    @property
+    def mode(self) -> Rounding:
+        """What the float64 run saw: operators, random draws, results that are not unique."""
+        return self._run[1]
+
+    def noisy(self, *, stepwise: bool, draws: int) -> list[Results]:
+        """Return several runs with random roundings; ``stepwise``: intermediate results are rounded to the dtype, too."""
+        made = self._noisy.setdefault(stepwise, [])
+        while len(made) < draws:
+            made.append(self._once(len(made) + 1, stepwise=stepwise)[0])
+        return made[:draws]
+
+    def _once(self, seed: int | None, *, stepwise: bool) -> tuple[Results, Rounding]:
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        mode = Rounding(self.dtype, generator, stepwise=stepwise)
+        prepared = self._call.on(_wide)  # before the mode is on: inputs are what they are
+        with own_work(REFERENCE), _float64_by_default(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self._call.seed)
+            with mode:
+                found = prepared.run(self._reference or self._call.fn, self._given)
+        return Results(
+            tuple(mode.clean(t).detach() for t in found.outputs),
+            tuple(None if t is None else mode.clean(t).detach() for t in found.gradients),
+        ), mode
+
+
+def coarsest(tensors: list[Tensor]) -> torch.dtype:
+    """Return the floating dtype of the largest unit roundoff among tensors; float32 where none is floating."""
+    found = [t.dtype.to_real() if t.is_complex() else t.dtype for t in tensors if is_inexact(t)]
+    return max(found, key=unit_roundoff, default=torch.float32)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Return a float64 copy on the CPU of the same layout: an operator may look at all of a tensor's memory."""
+    copy = as_laid_out(tensor.detach().cpu())
+    if not is_inexact(copy):
+        return copy
+    wide = wide_dtype(copy.dtype)
+    if copy.layout is not torch.strided or copy.is_conj() or copy.is_neg():
+        return kept_as(copy.to(wide), tensor.dtype)
+    memory = torch.empty(0, dtype=copy.dtype).set_(copy.untyped_storage()).to(wide)
+    return kept_as(memory.as_strided(copy.size(), copy.stride(), copy.storage_offset()), tensor.dtype)
+
+
+@contextmanager
+def _float64_by_default() -> Iterator[None]:
+    """Have what is made of integers, or from nothing, made in float64."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

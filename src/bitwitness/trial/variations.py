@@ -1,0 +1,135 @@
+"""The same call in other ways: in another layout, in parts of its batch, on numbers that are small, large, exact or special.
+
+A kernel that is right on well-behaved numbers in contiguous memory may be wrong elsewhere. Each function returns further calls
+to be tried, with what they are called; a variation that does not apply to a call returns none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from bitwitness.trial.call import Call, is_inexact
+
+_SMALL = {torch.float16: 2.0**-6}
+_LARGE = {torch.float16: 2.0**3}
+_INTEGERS = 4
+"""Largest magnitude of the integers whose sums are exact: of 2^20 products of two they stay below 2^24, which float32 holds."""
+_APART = 7
+"""Special values are that many elements apart, at least: others between them stay ordinary."""
+
+
+def with_tensors(call: Call, change: Callable[[Tensor], Tensor]) -> Call:
+    """Return the call with each tensor among its arguments changed; one that is given twice stays one."""
+    seen: dict[int, Tensor] = {}
+
+    def changed(value: object) -> object:
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in seen:
+            seen[id(value)] = change(value).requires_grad_(value.requires_grad)
+        return seen[id(value)]
+
+    args, kwargs = tree_map(changed, (call.args, dict(call.kwargs)))
+    return replace(call, args=args, kwargs=kwargs)
+
+
+def layouts(call: Call) -> Iterator[tuple[str, Call]]:
+    """Yield the call with the same numbers in memory of another order: its truth is the same."""
+    tensors = [t for t in call.tensors if t.layout is torch.strided and t.numel() > 1 and t.dim()]
+    if any(t.dim() > 1 for t in tensors):
+        yield "inputs lie transposed in memory", with_tensors(call, _transposed)
+    if tensors:
+        yield "inputs are every other element of their memory", with_tensors(call, _strided)
+
+
+def _transposed(tensor: Tensor) -> Tensor:
+    if tensor.layout is not torch.strided or tensor.dim() < 2 or not is_inexact(tensor):
+        return tensor.detach()
+    return tensor.detach().transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+def _strided(tensor: Tensor) -> Tensor:
+    if tensor.layout is not torch.strided or not tensor.dim() or not tensor.numel() or not is_inexact(tensor):
+        return tensor.detach()
+    memory = torch.full((*tensor.shape, 2), math.nan, dtype=tensor.dtype, device=tensor.device)
+    memory[..., 0] = tensor.detach()
+    return memory[..., 0]
+
+
+def scales(call: Call) -> Iterator[tuple[str, Call]]:
+    """Yield the call with all its floating numbers smaller, and larger, by a power of two."""
+    for name, powers, usual in (("small numbers", _SMALL, 2.0**-12), ("large numbers", _LARGE, 2.0**6)):
+
+        def scaled(tensor: Tensor, powers: dict[torch.dtype, float] = powers, usual: float = usual) -> Tensor:
+            return tensor.detach() * powers.get(tensor.dtype, usual) if is_inexact(tensor) else tensor.detach()
+
+        yield name, with_tensors(call, scaled)
+
+
+def integers(call: Call) -> Call:
+    """Return the call with small integers for its floating numbers: sums of their products are exact, in any order."""
+    generator = torch.Generator().manual_seed(call.seed)
+
+    def whole(tensor: Tensor) -> Tensor:
+        if not is_inexact(tensor):
+            return tensor.detach()
+        drawn = torch.randint(-_INTEGERS, _INTEGERS + 1, tensor.shape, generator=generator)
+        return drawn.to(tensor.device, tensor.dtype)
+
+    return with_tensors(call, whole)
+
+
+def specials(call: Call) -> Iterator[tuple[str, Call]]:
+    """Yield the call with special values among its numbers: zeros and the smallest; infinities; NaN; the largest."""
+    dtypes = [t.dtype for t in call.tensors if t.is_floating_point()]
+    if not dtypes:
+        return
+    least = [0.0, -0.0, *(s * v for v in _smallest(dtypes) for s in (1.0, -1.0))]
+    yield "zeros and subnormal numbers", with_tensors(call, lambda t: _planted(t, least))
+    yield "infinities", with_tensors(call, lambda t: _planted(t, [math.inf, -math.inf], apart=31))
+    yield "NaN", with_tensors(call, lambda t: _planted(t, [math.nan], apart=61))
+    most = [s * torch.finfo(dtypes[0]).max for s in (1.0, -1.0)]
+    yield "the largest numbers", with_tensors(call, lambda t: _planted(t, most, apart=31))
+
+
+def _smallest(dtypes: Sequence[torch.dtype]) -> list[float]:
+    info = torch.finfo(dtypes[0])
+    return [info.smallest_normal, info.smallest_normal / 2, info.smallest_normal * info.eps]
+
+
+def _planted(tensor: Tensor, values: Sequence[float], apart: int = _APART) -> Tensor:
+    """Return a copy with some of its elements, spread over it, replaced one after the other."""
+    if not tensor.is_floating_point() or tensor.layout is not torch.strided:
+        return tensor.detach()
+    copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+    flat = copy.reshape(-1)
+    # a stride that no dimension divides: special values come to stand in every row and column
+    places = torch.arange(3 % max(flat.numel(), 1), flat.numel(), max(apart, flat.numel() // 64 + 1))
+    found = torch.tensor(list(values), dtype=torch.float64).to(tensor.device, tensor.dtype)
+    flat[places] = found[torch.arange(len(places)) % len(values)]
+    return copy
+
+
+def batch_parts(call: Call, outputs: Sequence[Tensor]) -> list[tuple[slice, Call]]:
+    """Return the call on parts of its batch, with the rows that they are of; none where there is no batch.
+
+    A batch is a first dimension that at least one tensor and all outputs share, and that is larger than one.
+    """
+    sizes = {t.shape[0] if t.dim() else 0 for t in outputs}
+    if len(sizes) != 1 or (batch := sizes.pop()) < 2 or not any(t.dim() and t.shape[0] == batch for t in call.tensors):
+        return []
+    rows = [slice(0, 1), slice(1, max(2, batch // 2 + 1))]
+
+    def part(which: slice) -> Call:
+        return replace(
+            with_tensors(call, lambda t: t.detach()[which] if t.dim() and t.shape[0] == batch else t.detach()),
+            gradients=False,
+        )
+
+    return [(which, part(which)) for which in rows]

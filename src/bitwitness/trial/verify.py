@@ -1,0 +1,269 @@
+"""One operator, or a whole module, on trial: against float64, against itself again, and in ways that kernels get wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bitwitness.errors import UsageError
+from bitwitness.oracle.opclass import is_linear
+from bitwitness.stats import same_bits
+from bitwitness.trial import variations
+from bitwitness.trial.call import Call, Results
+from bitwitness.trial.judging import judge_all
+from bitwitness.trial.module import as_function
+from bitwitness.trial.oracle import Oracle
+from bitwitness.trial.result import FAIL, NOT_JUDGED, PASS, WARN, OutputResult, worst
+
+_REPEATS = 3
+_SOFT = {"the largest numbers": "overflows on its way", "infinities": "takes infinities otherwise"}
+"""What a failure means for numbers of which right kernels make different things: it is a warning."""
+_LONGEST_SAID = 200  # characters of an error: torch's may hold whole schemas
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One way in which the operator was tried, with what it gave: see `OutputResult`."""
+
+    name: str
+    verdict: str
+    reason: str = ""
+    outputs: tuple[OutputResult, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What a trial found. ``str()`` gives it as text.
+
+    Attributes
+    ----------
+    verdict
+        ``pass``, ``warn`` or ``fail``: the worst of the checks. What could not be judged is ``warn``, never ``pass``.
+    reason
+        Why, in one sentence; empty where it passed.
+    checks
+        Each way in which it was tried.
+    deterministic
+        Whether it gave the same bits each time.
+    batch_invariant
+        Whether a row's bits are the same in a smaller batch; None where there is no batch.
+
+    """
+
+    verdict: str
+    reason: str
+    checks: tuple[Check, ...]
+    deterministic: bool = True
+    batch_invariant: bool | None = None
+    operators: tuple[str, ...] = field(default=())
+
+    def __str__(self) -> str:
+        head = self.verdict + (f": {self.reason}" if self.reason else "")
+        lines = [f"  {c.verdict:<10} {c.name}" + (f": {c.reason}" if c.reason else "") for c in self.checks]
+        return "\n".join([head, *lines])
+
+
+def verify_op(
+    fn: Callable[..., Any],
+    inputs: Tensor | Sequence[Any] | Mapping[str, Any],
+    reference: Callable[..., Any] | None = None,
+    *,
+    device: torch.device | str | None = None,
+    gradients: bool = True,
+    variations: bool = True,
+    seed: int = 0,
+) -> Verification:
+    """Judge whether an operator computes what its dtype allows, forward and backward.
+
+    Parameters
+    ----------
+    fn
+        The operator: any function of tensors, a custom operator, a kernel, a whole module.
+    inputs
+        Its arguments: one tensor, a sequence of positional ones, or a mapping of keyword ones. They are not changed. Gradients
+        are judged of those that require one (of a module's parameters, too).
+    reference
+        What it should compute, written for any dtype and the CPU; it is run in float64. Without one, ``fn`` itself is run in
+        float64 on the CPU: that finds what a kernel does wrong in its dtype, on its device, but not a wrong formula.
+    device
+        Where ``fn`` is run; by default where its inputs are.
+    gradients
+        Whether to judge gradients.
+    variations
+        Whether to try it in other ways, too: again, in other layouts, on parts of the batch, on numbers that are small, large,
+        special, or whose sums are exact.
+    seed
+        Of the output gradients and of what is drawn.
+
+    Raises
+    ------
+    UsageError
+        If there is no tensor among the inputs, or ``fn`` raises on them.
+
+    """
+    call = _call(fn, inputs, device, gradients=gradients, seed=seed)
+    reference = as_function(reference, like=fn) if reference is not None else None
+    return Trial(call, reference).run(everything=variations)
+
+
+class Trial:
+    """The checks of one call, one after the other."""
+
+    def __init__(self, call: Call, reference: Callable[..., Any] | None = None) -> None:
+        self._call = call
+        self._reference = reference
+        self._checks: list[Check] = []
+        self._deterministic = True
+        self._batch_invariant: bool | None = None
+
+    def run(self, *, everything: bool = True) -> Verification:
+        """Return the verdict. Raises UsageError where the call itself raises."""
+        try:
+            first = self._seeded(self._call)
+        except Exception as error:
+            raise UsageError(
+                f"the operator raises on its inputs: {said(error)}; give it inputs that it takes"
+            ) from error
+        if not first.outputs:
+            raise UsageError("the operator returned no tensor; expected a tensor, or a container of some")
+        oracle = Oracle(self._call, first, self._reference)
+        self._checks.append(self._judged("as given", first, oracle))
+        base = self._checks[0].verdict
+        if everything:
+            self._repeat(first, oracle)
+            if base in (PASS, WARN):
+                self._vary(first, oracle)
+        reason = next((c.reason if c.name == "as given" else f"{c.name}: {c.reason}" for c in self._worst_first()), "")
+        verdict = worst(c.verdict for c in self._checks)
+        return Verification(
+            WARN if verdict == NOT_JUDGED else verdict,
+            reason if verdict != PASS else "",
+            tuple(self._checks),
+            self._deterministic,
+            self._batch_invariant,
+            tuple(f.name() for f in oracle.mode.operators) if base != NOT_JUDGED else (),
+        )
+
+    def _worst_first(self) -> Iterator[Check]:
+        for verdict in (FAIL, WARN, NOT_JUDGED):
+            yield from (c for c in self._checks if c.verdict == verdict)
+
+    def _seeded(self, call: Call) -> Results:
+        with torch.random.fork_rng():
+            torch.manual_seed(call.seed)
+            return call.run()
+
+    def _judged(self, name: str, results: Results, oracle: Oracle, *, soft: str = "") -> Check:
+        """Judge all results of a run; ``soft``: what a failure means where it is only a warning."""
+        try:
+            outputs, reason = judge_all(results, oracle)
+        except Exception as error:
+            what = "the reference" if self._reference is not None else "the operator"
+            return Check(name, NOT_JUDGED, f"{what} cannot be run in float64 on the CPU: {said(error)}")
+        verdict = worst(o.verdict for o in outputs) if not reason else NOT_JUDGED
+        if not reason and verdict != PASS:
+            bad = next(o for o in outputs if o.verdict == verdict)
+            reason = f"{bad.slot}: {bad.reason}"
+        if verdict == FAIL and soft:
+            verdict, reason = WARN, f"{soft}: {reason}"
+        return Check(name, verdict, reason, outputs)
+
+    def _repeat(self, first: Results, oracle: Oracle) -> None:
+        """Run it again: other bits are no error where they are within what rounding allows, but they are told."""
+        for _ in range(_REPEATS - 1):
+            again = self._seeded(self._call)
+            if _same(first, again):
+                continue
+            self._deterministic = False
+            check = self._judged("again, on the same inputs", again, oracle)
+            if check.verdict in (PASS, NOT_JUDGED):
+                check = replace(check, verdict=WARN, reason="other bits than before, within what rounding allows")
+            self._checks.append(check)
+            return
+        self._checks.append(Check("again, on the same inputs", PASS))
+
+    def _vary(self, first: Results, oracle: Oracle) -> None:
+        for name, call in variations.layouts(self._call):
+            self._try(name, call, oracle)
+        self._batch(first)
+        for name, call in variations.scales(self._call):
+            self._try(name, call)
+        if is_linear(oracle.mode.operators):
+            self._try("integers, whose sums are exact", variations.integers(self._call))
+        for name, call in variations.specials(self._call):
+            self._try(name, replace(call, gradients=False), soft=_SOFT.get(name, ""))
+
+    def _try(self, name: str, call: Call, oracle: Oracle | None = None, *, soft: str = "") -> None:
+        try:
+            found = self._seeded(call)
+        except Exception as error:  # an operator may refuse a layout, or numbers: it does not compute wrongly then
+            self._checks.append(Check(name, NOT_JUDGED, f"it refuses: {said(error)}"))
+            return
+        check = self._judged(name, found, oracle or Oracle(call, found, self._reference), soft=soft)
+        self._checks.append(check)
+
+    def _batch(self, first: Results) -> None:
+        """Run it on parts of its batch: other bits are told, a result outside of what rounding allows is a failure."""
+        parts = variations.batch_parts(self._call, first.outputs)
+        for which, call in parts:
+            try:
+                found = self._seeded(call)
+            except Exception:
+                return
+            rows = [t[which] for t in first.outputs]
+            if len(rows) != len(found.outputs) or any(
+                a.shape != b.shape for a, b in zip(rows, found.outputs, strict=True)
+            ):
+                return
+            oracle = Oracle(call, found, self._reference)
+            check = self._judged(f"rows {which.start} to {which.stop - 1} of the batch alone", found, oracle)
+            if check.verdict != NOT_JUDGED and _independent(self._call, oracle, which, self._reference, first):
+                same = all(same_bits(a.detach(), b.detach()) for a, b in zip(rows, found.outputs, strict=True))
+                self._batch_invariant = same and self._batch_invariant is not False
+            self._checks.append(check)
+
+
+def _independent(call: Call, part: Oracle, which: slice, reference: Callable[..., Any] | None, first: Results) -> bool:
+    """Whether rows of a batch do not depend on one another: those of a part are those of the whole, in float64."""
+    whole = Oracle(replace(call, gradients=False), first, reference).exact.outputs
+    return all(
+        torch.allclose(a[which].double(), b.double(), rtol=1e-9, atol=1e-12, equal_nan=True)
+        for a, b in zip(whole, part.exact.outputs, strict=True)
+        if not a.is_complex()
+    )
+
+
+def _same(one: Results, other: Results) -> bool:
+    a, b = one.slots(), other.slots()
+    return len(a) == len(b) and all(
+        x.shape == y.shape and same_bits(x.detach(), y.detach()) for (_, x), (_, y) in zip(a, b, strict=True)
+    )
+
+
+def _call(
+    fn: Callable[..., Any], inputs: Any, device: torch.device | str | None, *, gradients: bool, seed: int
+) -> Call:
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = {}
+    if isinstance(inputs, Mapping):
+        kwargs = dict(inputs)
+    else:
+        args = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    if isinstance(fn, nn.Module):
+        args = (dict(fn.named_parameters()) | dict(fn.named_buffers()), *args)
+    call = Call(as_function(fn), args, kwargs, gradients=gradients, seed=seed)
+    if not call.tensors:
+        raise UsageError(
+            "there is no tensor among the inputs; expected a tensor, a sequence of arguments or a mapping of them"
+        )
+    return call if device is None else variations.with_tensors(call, lambda t: t.detach().to(device))
+
+
+def said(error: BaseException) -> str:
+    """Return the first line of an error, with its kind."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {(lines or [''])[0]}"[:_LONGEST_SAID]
