@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from bitwitness.session.session import Session
     from bitwitness.site import Site
     from bitwitness.store.folder import Run
+    from bitwitness.trial.verify import Verification, verify_op
 
 __all__ = [
     "BitwitnessError",
@@ -48,12 +49,14 @@ __all__ = [
     "TrainingStopped",
     "UsageError",
     "Verdict",
+    "Verification",
     "__version__",
     "ascend",
     "compare",
     "save",
     "testing",
     "trace_nonfinite",
+    "verify_op",
 ]
 
 _MODULES = ("ascend", "testing")
@@ -75,9 +78,11 @@ _HOMES = {
     "TrainingStopped": "errors",
     "UsageError": "errors",
     "Verdict": "finding",
+    "Verification": "trial.verify",
     "compare": "comparison.recordings",
     "save": "record.saved",
     "trace_nonfinite": "guard.tracer",
+    "verify_op": "trial.verify",
 }
 
 

@@ -21,6 +21,7 @@ from bitwitness.cli import (
     run,
     status,
     trace,
+    verify_op,
     view,
 )
 from bitwitness.cli.exitcode import CODES, ended, flushed, say, shown_streams
@@ -79,6 +80,7 @@ def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         monitor,
         compare,
         precheck,
+        verify_op,
         view,
         diff_env,
         ascend,

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from bitwitness.cli.options import add_quiet
+from bitwitness.cli.options import add_json, add_quiet, answer
 from bitwitness.cli.progress import progress_bar
 from bitwitness.errors import UsageError
 
@@ -49,6 +49,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--timeout", metavar="S", type=float, default=120.0, help="seconds after which a case is stopped"
     )
+    add_json(parser, "everything as JSON; '-', the default, prints it instead of the summary")
     add_quiet(parser)
     parser.set_defaults(main=main)
 
@@ -58,6 +59,7 @@ def main(args: argparse.Namespace) -> int:
     from bitwitness.precheck.attempt import Terms
     from bitwitness.precheck.runner import run_groups
     from bitwitness.precheck.summary import exit_code, summarize
+    from bitwitness.precheck.tables import told
 
     if (args.run is None) == (args.suite is None):
         raise UsageError(
@@ -88,9 +90,8 @@ def main(args: argparse.Namespace) -> int:
         )
     _write(out, results, str(args.run or f"PyTorch's operators ({args.suite})"))
     code = exit_code(results)
-    if not args.quiet or code:
-        print("\n".join(summarize(results)))
-        print(f"{out}: {', '.join(_FILES)}" + (", reproducers/" if (out / "reproducers").is_dir() else ""))
+    files = [*_FILES, *(["reproducers/"] if (out / "reproducers").is_dir() else [])]
+    answer(args, lambda: told(results), lambda: print("\n".join([*summarize(results), f"{out}: {', '.join(files)}"])))
     return code
 
 

@@ -89,7 +89,7 @@ class _Attention:
 
     def scores(self, sequence: int, heads: slice, rows: slice) -> Tensor:
         """Return these rows of S, minus infinity where a key is not seen."""
-        scores = self.q[sequence, heads, rows] @ self.k[sequence].transpose(-2, -1) * self.scale
+        scores: Tensor = self.q[sequence, heads, rows] @ self.k[sequence].transpose(-2, -1) * self.scale
         if self._bias is not None:
             bias = self._bias[sequence, heads, rows]
             scores = scores.masked_fill(~bias, -math.inf) if bias.dtype is torch.bool else scores + bias

@@ -31,15 +31,14 @@ def is_unique(func: OpOverload) -> bool:
     return not any(part in func.overloadpacket.__name__ for part in _NOT_UNIQUE)
 
 
-_OF_THE_DTYPE = frozenset(
-    ("nextafter", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted")
-)
-"""Operators whose result is a matter of the dtype's own numbers, or of what the memory held before."""
+_FRESH = frozenset(("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"))
+_OF_THE_DTYPE = frozenset(("nextafter", "nextafter_"))
 
 
-def has_truth(func: OpOverload) -> bool:
-    """Whether float64 can say what an operator's result should be."""
-    return func.overloadpacket.__name__ not in _OF_THE_DTYPE
+def have_truth(funcs: Sequence[OpOverload]) -> bool:
+    """Whether float64 can say what operators should give: not the next number of a dtype, nor what fresh memory holds."""
+    names = [func.overloadpacket.__name__ for func in funcs]
+    return not (names and _FRESH.issuperset(names)) and _OF_THE_DTYPE.isdisjoint(names)
 
 
 def may_draw(func: OpOverload) -> bool:

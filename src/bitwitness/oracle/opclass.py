@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bitwitness.oracle.kernels import named_arguments
 from bitwitness.oracle.names import PRODUCTS, canonical
-from bitwitness.oracle.opnames import CORRECTLY_ROUNDED_NAMES, EXACT_NAMES, SPECIAL_NAMES, WIDE_SUMS
+from bitwitness.oracle.opnames import CORRECTLY_ROUNDED_NAMES, ELEMENTARY, EXACT_NAMES, SPECIAL_NAMES, WIDE_SUMS
 from bitwitness.tap.compat import OpOverload
 
 EXACT, CORRECTLY_ROUNDED, ELEMENTWISE, SPECIAL, SUM, SOLVER, RESAMPLING, OTHER = (
@@ -122,6 +122,11 @@ def _depth(inputs: Sequence[Tensor]) -> float:
     )
 
 
+def is_elementary(func: OpOverload) -> bool:
+    """Whether an operator is one elementary function, which has no intermediate results that could be rounded."""
+    return func.overloadpacket.__name__.strip("_").removeprefix("special_") in ELEMENTARY
+
+
 def sums_wide(func: OpOverload, kind: str) -> bool:
     """Whether every kernel of an operator adds up in float32, whatever the dtype of what it adds."""
     return kind == SUM or func.overloadpacket.__name__ in WIDE_SUMS
@@ -148,6 +153,11 @@ def _flat(args: Sequence[Any]) -> list[Any]:
         else:
             found.append(a)
     return found
+
+
+def has_products(operators: Sequence[OpOverload]) -> bool:
+    """Whether a sum of products is among operators: a zero of it may be left out, or make a NaN of another."""
+    return any(_class_of(f) in (SUM, SOLVER) for f in operators)
 
 
 _LINEAR = frozenset(("sum", "add", "sub", "neg", "convolution", "convolution_backward", "zeros", "zeros_like", "mul"))

@@ -49,7 +49,15 @@ SPECIAL_NAMES = frozenset(
 
 WIDE_SUMS = frozenset(
     """
-    linalg_vector_norm logsumexp mean nanmean nansum norm std std_mean sum var var_mean
+    cosine_similarity cumsum linalg_vector_norm logsumexp mean nanmean nansum norm std std_mean sum var var_mean
     """.split()  # noqa: SIM905 - one a line would be longer than the code that reads them
 )
 """Reductions of which every kernel adds up in float32, whatever the dtype of what it adds."""
+
+ELEMENTARY = frozenset(
+    """
+    acos acosh asin asinh atan atan2 atanh cos cosh erf erfc erfinv exp exp2 expm1 log log10 log1p log2 pow rsqrt sigmoid sin
+    sinc sinh sqrt tan tanh
+    """.split()  # noqa: SIM905 - one a line would be longer than the code that reads them
+)
+"""One function of a number each, of which kernels round nothing but the result."""

@@ -93,7 +93,7 @@ def _run(func: OpOverload, call: Mapping[str, Any], inputs: Sequence[Tensor], ou
 
 
 def argument(value: Any, inputs: Sequence[Tensor], device: torch.device | None = None) -> Any:
-    """Return an argument as the operator got it, on a device (the CPU); raises ValueError for one that was not written whole."""
+    """Return an argument as the operator got it, on a device (the CPU); raises ValueError for one not written whole."""
     if isinstance(value, list):
         return [argument(item, inputs, device) for item in value]
     if not isinstance(value, dict):

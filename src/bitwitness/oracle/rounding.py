@@ -18,7 +18,17 @@ from torch import Tensor
 from bitwitness.numerics import unit_roundoff
 from bitwitness.oracle.eligible import draws, is_unique
 from bitwitness.oracle.float64 import wide_dtype
-from bitwitness.oracle.opclass import CORRECTLY_ROUNDED, EXACT, RESAMPLING, SPECIAL, SUM, class_of, growth, sums_wide
+from bitwitness.oracle.opclass import (
+    CORRECTLY_ROUNDED,
+    EXACT,
+    RESAMPLING,
+    SPECIAL,
+    SUM,
+    class_of,
+    growth,
+    is_elementary,
+    sums_wide,
+)
 from bitwitness.oracle.takenapart import parts_of
 from bitwitness.tap.compat import OpOverload, TorchDispatchMode
 
@@ -136,7 +146,8 @@ class Rounding(TorchDispatchMode):
         written = {
             i for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
         }
-        internal = self._internal(kept, wide=not self._stepwise or sums_wide(func, kind))
+        wide = not self._stepwise or sums_wide(func, kind) or is_elementary(func)
+        internal = self._internal(kept, wide=wide)
         if kind != CORRECTLY_ROUNDED:
             share = max(internal * growth(func, kind, given[0], given[1]), self._factors(kind))
             args = tuple(a if i in written else self._moved(a, share) for i, a in enumerate(given[0]))
@@ -151,7 +162,7 @@ class Rounding(TorchDispatchMode):
                 if kind == CORRECTLY_ROUNDED
                 else roundings * internal * growth(func, kind, given[0], given[1], wide)
             )
-            clean = self._noised(wide, share) if share and not _is_mask(wide) else wide
+            clean = self._noised(wide, share) if share else wide
             if kind == RESAMPLING and clean.numel():  # its weights are off, which may cancel
                 clean = clean + self._signs(clean) * (internal * clean.abs().nan_to_num(0.0, 0.0, 0.0).max() * _TAPS)
             if func._schema.is_mutable and any(tensor is given[0][i] for i in written if i < len(given[0])):
@@ -213,7 +224,7 @@ class Rounding(TorchDispatchMode):
 
     def _stored(self, clean: Tensor, kept: torch.dtype) -> Tensor:
         """Return a result as the device keeps it, and remember what it was before."""
-        rounded = kept_as(clean.clone() if _is_mask(clean) else self._rounded(clean, kept), kept)
+        rounded = kept_as(self._rounded(clean, kept), kept)
         self._clean[id(rounded)] = (rounded, clean)
         return rounded
 
@@ -228,7 +239,7 @@ class Rounding(TorchDispatchMode):
 
     def _noised(self, value: Tensor, share: float) -> Tensor:
         """Return a tensor with each element off by up to ``share`` of itself."""
-        if value.layout is not torch.strided:
+        if value.layout is not torch.strided or _is_mask(value):
             return value
         if value.is_complex():
             return torch.view_as_complex(self._noised(torch.view_as_real(value.resolve_conj()), share))
@@ -236,8 +247,8 @@ class Rounding(TorchDispatchMode):
 
     def _rounded(self, value: Tensor, kept: torch.dtype) -> Tensor:
         """Return a tensor with each element off by up to a rounding of ``kept``, infinite beyond its range."""
-        if kept not in _RANGES or value.layout is not torch.strided:
-            return value
+        if kept not in _RANGES or value.layout is not torch.strided or _is_mask(value):
+            return value.clone()  # another tensor than its clean one
         if value.is_complex():
             return torch.view_as_complex(self._rounded(torch.view_as_real(value.resolve_conj()), kept))
         largest, least = _RANGES[kept]

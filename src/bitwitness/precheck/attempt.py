@@ -30,7 +30,7 @@ MAKERS: dict[str, Maker] = {recorded.KIND: recorded.prepare, msprobe.KIND: mspro
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """How cases are tried: ``device``, ``standard``, and ``reproducers``, the folder for failing ones (None: none are written)."""
+    """How cases are tried: ``device``, ``standard``, and ``reproducers``: the folder for failing ones, None for none."""
 
     device: str = "cpu"
     standard: str = MODEL
@@ -57,12 +57,17 @@ def attempt(case: Case, terms: Terms) -> CaseResult:
     return result
 
 
+def prepared_of(case: Case, device: torch.device) -> Prepared:
+    """Return a case with its tensors. Raises `NotJudged` where they cannot be had."""
+    return MAKERS[case.made_of["kind"]](case.made_of, device)
+
+
 def _tried(case: Case, terms: Terms) -> tuple[str, str, tuple[OutputResult, ...], Prepared | None]:
     if case.refused:
         return NOT_JUDGED, case.refused, (), None
     device = torch.device(terms.device)
     try:
-        prepared = MAKERS[case.made_of["kind"]](case.made_of, device)
+        prepared = prepared_of(case, device)
     except (NotJudged, BitwitnessError) as error:
         return NOT_JUDGED, str(error), (), None
     try:

@@ -65,8 +65,8 @@ def _floating(count: int, seen: Mapping[str, Any], generator: torch.Generator) -
         some = min(max(int(seen.get(name) or 0), 0), count - taken)
         flat[order[taken : taken + some]] = value
         taken += some
-    for value in (low, high):
-        if value is not None and taken < count:
-            flat[order[taken]] = float(value)
+    for extreme in (low, high):
+        if extreme is not None and taken < count:
+            flat[order[taken]] = float(extreme)
             taken += 1
     return flat

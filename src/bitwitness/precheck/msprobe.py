@@ -148,21 +148,24 @@ def _argument(value: Any, dump: Path, generator: torch.Generator, device: torch.
         return [_argument(item, dump, generator, device, depth + 1) for item in value]
     if not isinstance(value, Mapping):
         return value
-    kind = str(value.get("type", ""))
     if _is_tensor(value):
         return _tensor(value, dump, generator).to(device).requires_grad_(_may_require_grad(value))
+    return _plain(str(value.get("type", "")), value.get("value", value.get("Max")), device)
+
+
+def _plain(kind: str, value: Any, device: torch.device) -> Any:
+    """Return an argument that is no tensor."""
     if kind in ("int", "float", "bool", "str"):
-        return value.get("value", value.get("Max"))
-    if kind in ("torch.Size", "tuple", "list"):
-        return tuple(value["value"]) if isinstance(value.get("value"), list) else ()
-    if kind == "slice" and isinstance(value.get("value"), list):
-        return slice(*value["value"][:3])
-    if kind == "torch.dtype":
-        found = getattr(torch, str(value.get("value")).removeprefix("torch."), None)
-        if isinstance(found, torch.dtype):
-            return found
+        return value
+    if kind in ("torch.Size", "tuple", "list") and isinstance(value, list):
+        return tuple(value)
+    if kind == "slice" and isinstance(value, list):
+        return slice(*value[:3])
     if kind == "torch.device":
         return device
+    found = getattr(torch, str(value).removeprefix("torch."), None)
+    if kind == "torch.dtype" and isinstance(found, torch.dtype):
+        return found
     raise NotJudged(f"an argument of type {kind or 'unknown'} is not written whole")
 
 

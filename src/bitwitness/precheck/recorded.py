@@ -35,8 +35,8 @@ def recorded_cases(source: Source, *, site: str = "", alike: bool = True) -> Ite
     site
         Only the call of this printed site (without its slot); all by default.
     alike
-        Calls of one operator with inputs of the same dtypes, shapes and layouts, and the same other arguments, are one case: the
-        first of them.
+        Calls of one operator with inputs of the same dtypes, shapes and layouts, and the same other arguments, are one case:
+        the first of them.
 
     """
     found: dict[str, Case] = {}
@@ -95,7 +95,7 @@ def _refusal(text: str, inputs: list[dict[str, Any]]) -> str:
     if not text:
         return "its arguments were not recorded: they are at the level of operators (--level mix or ops)"
     if _operator(text) is None:
-        return "it is none that a recording may have run again: it draws, reads files, changes something else, or is not torch's"
+        return "a recording may not have it run again: it draws, reads files, changes its arguments, or is not torch's"
     if any(math.prod(r["shape"]) > _MOST_ELEMENTS for r in inputs):
         return f"an input has more than {_MOST_ELEMENTS:,} elements"
     if all(r["tensor"] is None and r["count"] is None for r in inputs) and inputs:

@@ -85,7 +85,7 @@ def _tried(
         yield group, found
 
 
-def _answer(future: ProcessFuture, group: Group, seconds: float, *, alone: bool = False) -> list[CaseResult]:
+def _answer(future: ProcessFuture[Any], group: Group, seconds: float, *, alone: bool = False) -> list[CaseResult]:
     """Return what came of a group; nothing where it did not end well, unless it is ``alone``: then that is the result."""
     try:
         return [CaseResult.from_dict(one) for one in future.result()]

@@ -36,6 +36,7 @@ def run_cases(run: str, *, only: Iterable[str] = (), site: str = "", alike: bool
     if not folder.exists():
         raise UsageError(f"{run} does not exist; expected the folder of a recording (bitwitness record, msprobe)")
     dumps = dumps_in(folder) if folder.is_dir() and not (folder / "run.json").is_file() else []
+    found: Iterator[Case]
     if dumps:
         found = (case for dump in dumps for case in msprobe_cases(dump) if not site or case.name.startswith(site))
     else:

@@ -57,16 +57,10 @@ def groups(operators: Iterable[str], dtypes: Iterable[str], device: torch.device
         if wanted and not any(_named(op, glob) for glob in wanted):
             continue
         supported = op.supported_dtypes(device.type)
+        head = {"kind": KIND, "place": place, "operator": op.formatted_name}
         for dtype in sorted(supported, key=str) if chosen is None else chosen:
-            found.append(
-                {
-                    "kind": KIND,
-                    "place": place,
-                    "operator": op.formatted_name,
-                    "dtype": _name(dtype),
-                    "refused": "" if dtype in supported else f"it does not take {_name(dtype)} on {device.type}",
-                }
-            )
+            refused = "" if dtype in supported else f"it does not take {_name(dtype)} on {device.type}"
+            found.append(head | {"dtype": _name(dtype), "refused": refused})
     return found
 
 

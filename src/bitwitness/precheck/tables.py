@@ -42,16 +42,20 @@ def write_json(path: str | os.PathLike[str], results: Sequence[CaseResult]) -> N
 
     What no JSON number can be is written as ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``.
     """
-    told = {
+    with new_file(path) as file:
+        json.dump(told(results), file, indent=1, allow_nan=False)
+        file.write("\n")
+
+
+def told(results: Sequence[CaseResult]) -> dict[str, Any]:
+    """Return all that is known as JSON takes it."""
+    return {
         "schema": SCHEMA,
         "conclusion": headline(results),
         "exit_code": exit_code(results),
         "counts": count_of(results),
         "results": [to_jsonable(result.as_dict()) for result in results],
     }
-    with new_file(path) as file:
-        json.dump(told, file, indent=1, allow_nan=False)
-        file.write("\n")
 
 
 def _rows(case: CaseResult) -> Iterator[list[Any]]:

@@ -18,7 +18,7 @@ def database() -> list[Any]:
         return list(import_module("torch.testing._internal.common_methods_invocations").op_db)
     except ImportError as error:
         raise UsageError(
-            f"torch's sample inputs cannot be imported ({error}); install what its tests need: pip install 'bitwitness[precheck]'"
+            f"torch's sample inputs cannot be imported ({error}); pip install 'bitwitness[precheck]' has what they need"
         ) from error
 
 

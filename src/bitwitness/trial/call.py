@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
 from bitwitness.tap.compat import tree_flatten, tree_map
 
 Copier = Callable[[Tensor], Tensor]

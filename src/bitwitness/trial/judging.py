@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitwitness.oracle.eligible import has_truth
+from bitwitness.oracle.eligible import have_truth
 from bitwitness.trial.call import Results, is_inexact
 from bitwitness.trial.figures import figures, parts, spacing
 from bitwitness.trial.oracle import Oracle
@@ -26,6 +26,12 @@ from bitwitness.trial.result import FAIL, PASS, WARN, OutputResult
 ALLOWANCE = 8.0
 """Times the spread that an element may be off by: uniform roundings sum to nearly normal errors, of which 8 sigma never happen;
 what a kernel's own algorithm adds is of the same size."""
+_ROOM, _HALF_ROOM = 2.0**-9, 2.0**-5
+"""Of half a unit in the last place: for what the oracle itself rounds, and for half types what float32 leaves on the way."""
+_BEYOND, _FEW_NUMBERS = 1.25, 30.0
+"""Times what bounded noise reaches that it may reach; and the count of numbers below which what was seen says little."""
+_LEANING, _LEANING_NUMBERS, _LEANING_SIZE = 0.3, 64, 2.0
+"""Units in the last place that results may lean by in the mean, over so many numbers, none further off than that many units."""
 _PRIOR = 4.0
 """Weight, in draws, of the spread of an element's neighbours in size: a few draws may all be small by chance."""
 FEW, MANY = 4, 16
@@ -43,7 +49,7 @@ def judge_all(results: Results, oracle: Oracle) -> tuple[tuple[OutputResult, ...
     Raises whatever the function raises in float64 on the CPU.
     """
     exact = oracle.exact
-    if oracle.mode.operators and not any(map(has_truth, oracle.mode.operators)):
+    if not have_truth(oracle.mode.operators):
         return (
             (),
             "float64 cannot say what its result should be: it depends on the dtype's own numbers, or on fresh memory",
@@ -112,6 +118,9 @@ def judge(slot: str, actual: Tensor, oracle: Oracle, place: int, *, gradient: bo
         allowed = allowance(truth, noisy, dtype)
         within = right | ((value - truth).abs() <= allowed) | _may_be_infinite(value, truth, noisy, allowed, dtype)
         if bool(within.all()):
+            if leaning := lean(value, truth, dtype):
+                verdict, reason = FAIL, leaning
+                break
             verdict = WARN if stepwise else PASS
             reason = _ROUNDED_ON_THE_WAY.format(dtype=head["dtype"]) if stepwise else ""
             break
@@ -119,11 +128,44 @@ def judge(slot: str, actual: Tensor, oracle: Oracle, place: int, *, gradient: bo
 
 
 def allowance(truth: Tensor, noisy: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return by how much each element may be off; float64, all of one shape."""
+    """Return by how much each element may be off; float64, all of one shape.
+
+    For half types nearly all of the noise is that of known roundings: a few of them never sum to what is unusual for many, and
+    how far they go together is seen in the noise itself.
+    """
     finite = truth.isfinite()
     size = truth.masked_fill(~finite, 0.0)
     deviations = [torch.where(finite & n.isfinite(), n - size, 0.0) for n in noisy]
-    return spacing(size, dtype) / 2 * (1 + 2.0**-9) + ALLOWANCE * _spread(deviations, size)
+    spread = _spread(deviations, size)
+    half = dtype in (torch.float16, torch.bfloat16)
+    times = min(ALLOWANCE, _reach(deviations, spread)) if half else ALLOWANCE
+    return spacing(size, dtype) / 2 * (1 + (_HALF_ROOM if half else _ROOM)) + times * spread
+
+
+def _reach(deviations: Sequence[Tensor], spread: Tensor) -> float:
+    """Return how many standard deviations the noise goes at the most; more than that where there are few numbers to tell."""
+    count = len(deviations) * spread.numel()
+    furthest = max(
+        (float((d.abs() / spread.clamp_min(1e-300)).max()) for d in deviations if d.numel()), default=ALLOWANCE
+    )
+    return _BEYOND * furthest * (1 + _FEW_NUMBERS / max(count, 1))
+
+
+def lean(value: Tensor, truth: Tensor, dtype: torch.dtype) -> str:
+    """Return what is to be told where results lean towards zero, or away from it: rounding to nearest leans neither way.
+
+    The mean error in units in the last place is 0 for rounding to nearest, half a unit for a store that cuts or raises. It is
+    asked where errors are of that size: larger ones are not made by the store.
+    """
+    error = ((value - truth) * truth.sign() / spacing(truth, dtype))[value.isfinite() & truth.isfinite() & (truth != 0)]
+    error = error[error != 0]
+    if error.numel() < _LEANING_NUMBERS or float(error.abs().max()) > _LEANING_SIZE:
+        return ""
+    mean = float(error.mean())
+    if abs(mean) <= _LEANING:
+        return ""
+    way = "away from" if mean > 0 else "towards"
+    return f"results lean {way} zero by {abs(mean):.2f} units in the last place in the mean: they are not rounded to nearest"
 
 
 def _spread(deviations: Sequence[Tensor], size: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bitwitness.errors import UsageError
-from bitwitness.oracle.opclass import is_linear
+from bitwitness.oracle.opclass import has_products, is_linear
 from bitwitness.stats import same_bits
 from bitwitness.trial import variations
 from bitwitness.trial.call import Call, Results
@@ -60,6 +60,11 @@ class Verification:
     deterministic: bool = True
     batch_invariant: bool | None = None
     operators: tuple[str, ...] = field(default=())
+
+    @property
+    def judged(self) -> bool:
+        """Whether its results on the inputs as they were given could be judged."""
+        return bool(self.checks) and self.checks[0].verdict != NOT_JUDGED
 
     def __str__(self) -> str:
         head = self.verdict + (f": {self.reason}" if self.reason else "")
@@ -195,7 +200,10 @@ class Trial:
         if is_linear(oracle.mode.operators):
             self._try("integers, whose sums are exact", variations.integers(self._call))
         for name, call in variations.specials(self._call):
-            self._try(name, replace(call, gradients=False), soft=_SOFT.get(name, ""))
+            soft = _SOFT.get(name, "")
+            if name == "NaN" and has_products(oracle.mode.operators):
+                soft = "takes NaN otherwise"
+            self._try(name, replace(call, gradients=False), soft=soft)
 
     def _try(self, name: str, call: Call, oracle: Oracle | None = None, *, soft: str = "") -> None:
         try:
@@ -220,11 +228,18 @@ class Trial:
             ):
                 return
             oracle = Oracle(call, found, self._reference)
-            check = self._judged(f"rows {which.start} to {which.stop - 1} of the batch alone", found, oracle)
+            check = self._judged(_rows(which), found, oracle)
             if check.verdict != NOT_JUDGED and _independent(self._call, oracle, which, self._reference, first):
                 same = all(same_bits(a.detach(), b.detach()) for a, b in zip(rows, found.outputs, strict=True))
                 self._batch_invariant = same and self._batch_invariant is not False
             self._checks.append(check)
+
+
+def _rows(which: slice) -> str:
+    last = which.stop - 1
+    return (
+        f"row {last} of the batch alone" if which.start == last else f"rows {which.start} to {last} of the batch alone"
+    )
 
 
 def _independent(call: Call, part: Oracle, which: slice, reference: Callable[..., Any] | None, first: Results) -> bool:
