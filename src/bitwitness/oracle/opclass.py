@@ -122,6 +122,12 @@ def _depth(inputs: Sequence[Tensor]) -> float:
     )
 
 
+def adds_in_place(func: OpOverload) -> bool:
+    """Whether kernels of an operator are known to add up in the dtype of their result: so do norms' backwards on a CPU."""
+    name: str = func.overloadpacket.__name__
+    return name.endswith("_norm_backward") or name.startswith("nll_loss")
+
+
 def is_elementary(func: OpOverload) -> bool:
     """Whether an operator is one elementary function, which has no intermediate results that could be rounded."""
     return func.overloadpacket.__name__.strip("_").removeprefix("special_") in ELEMENTARY

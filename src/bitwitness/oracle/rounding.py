@@ -18,12 +18,14 @@ from torch import Tensor
 from bitwitness.numerics import unit_roundoff
 from bitwitness.oracle.eligible import draws, is_unique
 from bitwitness.oracle.float64 import wide_dtype
+from bitwitness.oracle.noise import Noise
 from bitwitness.oracle.opclass import (
     CORRECTLY_ROUNDED,
     EXACT,
     RESAMPLING,
     SPECIAL,
     SUM,
+    adds_in_place,
     class_of,
     growth,
     is_elementary,
@@ -41,11 +43,6 @@ _TAPS = 64.0
 _TAG = "_bitwitness_kept_as"
 """The attribute of a float64 tensor that says which dtype the device keeps it in."""
 _HALF = (torch.float16, torch.bfloat16)
-_RANGES = {
-    dtype: (torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps)
-    for dtype in (*_HALF, torch.float32)
-}
-"""Largest and smallest positive number of a dtype that is narrower than float64."""
 
 
 def kept_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -83,7 +80,7 @@ class Rounding(TorchDispatchMode):
         self.draws = False
         self.is_unique = True
         self._dtype = dtype
-        self._generator = generator
+        self._noise = None if generator is None else Noise(generator)
         self._stepwise = stepwise
         self._whole: list[tuple[OpOverload, torch.dtype]] = []
         """Operators of which the parts run now, the outermost first, and in which dtype their results are kept."""
@@ -108,13 +105,14 @@ class Rounding(TorchDispatchMode):
             kept = self._inner(kept)
         given = widened(args), widened(kwargs)
         kind = class_of(func, args, kwargs, kept)
-        if self._generator is None or kind == EXACT:
+        noise = self._noise
+        if noise is None or kind == EXACT:
             return self._marked(func(*given[0], **given[1]), kept)
         if all(func is not whole for whole, _ in self._whole) and (
             parts := parts_of(func, kind, *given, stepwise=self._stepwise)
         ):
-            return self._in_parts(func, parts, given, kept)
-        return self._rounding(func, kind, given, kept)
+            return self._in_parts(func, parts, given, kept, noise)
+        return self._rounding(func, kind, given, kept, noise)
 
     def _note(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if not self._whole:
@@ -132,26 +130,29 @@ class Rounding(TorchDispatchMode):
                 self._clean[id(result)] = (result, clean)
         return result
 
-    def _in_parts(self, func: OpOverload, parts: Callable[..., Any], given: Any, kept: torch.dtype) -> Any:
+    def _in_parts(
+        self, func: OpOverload, parts: Callable[..., Any], given: Any, kept: torch.dtype, noise: Noise
+    ) -> Any:
         self._whole.append((func, kept))
         try:
             with self, torch.no_grad():
                 result = parts(*given[0], **given[1])
         finally:
             self._whole.pop()
-        return self._each(result, lambda t: self._stored(t, kept))
+        return self._each(result, lambda t: self._stored(t, kept, noise))
 
-    def _rounding(self, func: OpOverload, kind: str, given: Any, kept: torch.dtype) -> Any:
+    def _rounding(self, func: OpOverload, kind: str, given: Any, kept: torch.dtype, noise: Noise) -> Any:
         """Run an operator on inputs that are off by what it may lose inside, and round what it returns."""
         written = {
             i for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
         }
-        wide = not self._stepwise or sums_wide(func, kind) or is_elementary(func)
+        sums = sums_wide(func, kind) and not any(adds_in_place(whole) for whole, _ in self._whole)
+        wide = not self._stepwise or sums or is_elementary(func)
         internal = self._internal(kept, wide=wide)
         if kind != CORRECTLY_ROUNDED:
             share = max(internal * growth(func, kind, given[0], given[1]), self._factors(kind))
-            args = tuple(a if i in written else self._moved(a, share) for i, a in enumerate(given[0]))
-            given = args, {k: v if func._schema.is_mutable else self._moved(v, share) for k, v in given[1].items()}
+            args = tuple(a if i in written else _moved(noise, a, share) for i, a in enumerate(given[0]))
+            given = args, {k: v if func._schema.is_mutable else _moved(noise, v, share) for k, v in given[1].items()}
         result = func(*given[0], **given[1])
 
         def finished(tensor: Tensor) -> Tensor:
@@ -162,15 +163,15 @@ class Rounding(TorchDispatchMode):
                 if kind == CORRECTLY_ROUNDED
                 else roundings * internal * growth(func, kind, given[0], given[1], wide)
             )
-            clean = self._noised(wide, share) if share else wide
+            clean = noise.moved(wide, share) if share else wide
             if kind == RESAMPLING and clean.numel():  # its weights are off, which may cancel
-                clean = clean + self._signs(clean) * (internal * clean.abs().nan_to_num(0.0, 0.0, 0.0).max() * _TAPS)
+                clean = clean + noise.signs(clean) * (internal * clean.abs().nan_to_num(0.0, 0.0, 0.0).max() * _TAPS)
             if func._schema.is_mutable and any(tensor is given[0][i] for i in written if i < len(given[0])):
                 clean = clean.clone()
-                tensor.copy_(self._rounded(clean, kept))
+                tensor.copy_(noise.rounded(clean, kept))
                 self._clean[id(tensor)] = (tensor, clean)
                 return kept_as(tensor, kept)
-            return self._stored(clean, kept)
+            return self._stored(clean, kept, noise)
 
         return self._each(result, finished)
 
@@ -222,49 +223,22 @@ class Rounding(TorchDispatchMode):
             return found if isinstance(result, list) else tuple(found)  # a named one takes its parts otherwise
         return result
 
-    def _stored(self, clean: Tensor, kept: torch.dtype) -> Tensor:
+    def _stored(self, clean: Tensor, kept: torch.dtype, noise: Noise) -> Tensor:
         """Return a result as the device keeps it, and remember what it was before."""
-        rounded = kept_as(self._rounded(clean, kept), kept)
+        rounded = kept_as(noise.rounded(clean, kept), kept)
         self._clean[id(rounded)] = (rounded, clean)
         return rounded
 
-    def _moved(self, values: Any, share: float) -> Any:
-        if isinstance(values, Tensor):
-            return self._noised(values, share) if values.is_floating_point() or values.is_complex() else values
-        if isinstance(values, list | tuple):
-            return type(values)(self._moved(v, share) for v in values)
-        if isinstance(values, dict):
-            return {k: self._moved(v, share) for k, v in values.items()}
-        return values
 
-    def _noised(self, value: Tensor, share: float) -> Tensor:
-        """Return a tensor with each element off by up to ``share`` of itself."""
-        if value.layout is not torch.strided or _is_mask(value):
-            return value
-        if value.is_complex():
-            return torch.view_as_complex(self._noised(torch.view_as_real(value.resolve_conj()), share))
-        return torch.where(value.isfinite(), value * (1 + share * self._signs(value)), value)
-
-    def _rounded(self, value: Tensor, kept: torch.dtype) -> Tensor:
-        """Return a tensor with each element off by up to a rounding of ``kept``, infinite beyond its range."""
-        if kept not in _RANGES or value.layout is not torch.strided or _is_mask(value):
-            return value.clone()  # another tensor than its clean one
-        if value.is_complex():
-            return torch.view_as_complex(self._rounded(torch.view_as_real(value.resolve_conj()), kept))
-        largest, least = _RANGES[kept]
-        room = (value.abs() * unit_roundoff(kept)).clamp_min(least / 2).masked_fill(value == 0, 0.0)
-        moved = torch.where(value.isfinite(), value + self._signs(value) * room, value)
-        return moved.masked_fill(moved > largest, torch.inf).masked_fill(moved < -largest, -torch.inf)
-
-    def _signs(self, value: Tensor) -> Tensor:
-        """Return uniform numbers from -1 to 1, one for each element."""
-        # laid out as the value is: what comes after may view it
-        return torch.empty_like(value, dtype=torch.float64).uniform_(-1.0, 1.0, generator=self._generator)
-
-
-def _is_mask(tensor: Tensor) -> bool:
-    """Whether all is 0 or 1: no rounding moves these, and others may rely on it."""
-    return bool(((tensor == 0) | (tensor == 1)).all())
+def _moved(noise: Noise, values: Any, share: float) -> Any:
+    """Return arguments with each floating tensor among them off by up to ``share`` of itself."""
+    if isinstance(values, Tensor):
+        return noise.moved(values, share) if values.is_floating_point() or values.is_complex() else values
+    if isinstance(values, list | tuple):
+        return type(values)(_moved(noise, v, share) for v in values)
+    if isinstance(values, dict):
+        return {k: _moved(noise, v, share) for k, v in values.items()}
+    return values
 
 
 def is_view(func: OpOverload) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from bitwitness.oracle.eligible import have_truth
 from bitwitness.trial.call import Results, is_inexact
 from bitwitness.trial.figures import figures, parts, spacing
 from bitwitness.trial.oracle import Oracle
+from bitwitness.trial.residuals import residual_of
 from bitwitness.trial.result import FAIL, PASS, WARN, OutputResult
 
 ALLOWANCE = 8.0
@@ -28,10 +30,10 @@ ALLOWANCE = 8.0
 what a kernel's own algorithm adds is of the same size."""
 _ROOM, _HALF_ROOM = 2.0**-9, 2.0**-5
 """Of half a unit in the last place: for what the oracle itself rounds, and for half types what float32 leaves on the way."""
-_BEYOND, _FEW_NUMBERS = 1.25, 30.0
+_BEYOND, _FEW_NUMBERS = 2.0, 30.0
 """Times what bounded noise reaches that it may reach; and the count of numbers below which what was seen says little."""
-_LEANING, _LEANING_NUMBERS, _LEANING_SIZE = 0.3, 64, 2.0
-"""Units in the last place that results may lean by in the mean, over so many numbers, none further off than that many units."""
+_LEANING, _LEANING_NUMBERS = 0.3, 64
+"""Units in the last place that results are off by in the mean, over so many numbers, where a store cuts or raises."""
 _PRIOR = 4.0
 """Weight, in draws, of the spread of an element's neighbours in size: a few draws may all be small by chance."""
 FEW, MANY = 4, 16
@@ -65,9 +67,20 @@ def judge_all(results: Results, oracle: Oracle) -> tuple[tuple[OutputResult, ...
             found.append(judge(f"grad{i}", gradient, oracle, i, gradient=True))
         elif i < len(exact.gradients) and (due := exact.gradients[i]) is not None and bool((due != 0).any()):
             found.append(OutputResult(f"grad{i}", FAIL, "there is no gradient; the oracle has one that is not zero"))
-    if not oracle.mode.is_unique:
-        return tuple(found), "its result is right in more than one form (signs, order): it is not judged"
-    return tuple(found), ""
+    if oracle.mode.is_unique or all(one.verdict != FAIL for one in found):
+        return tuple(found), ""
+    return _of_several(found, results, oracle)
+
+
+def _of_several(found: list[OutputResult], results: Results, oracle: Oracle) -> tuple[tuple[OutputResult, ...], str]:
+    """Judge results of which more than one is right, and which are not the oracle's."""
+    names = [f.overloadpacket.__name__ for f in oracle.mode.operators]
+    wrong = residual_of(names, oracle.given, results.outputs)
+    if wrong:
+        return tuple(replace(one, verdict=FAIL, reason=wrong) for one in found if one.slot == "out0"), ""
+    if wrong is None or any(one.verdict == FAIL and one.slot.startswith("grad") for one in found):
+        return (), "its result is right in more than one form (signs, order), and not the one that float64 gives"
+    return tuple(replace(one, verdict=PASS, reason="") for one in found), ""
 
 
 def judge(slot: str, actual: Tensor, oracle: Oracle, place: int, *, gradient: bool = False) -> OutputResult:
@@ -152,20 +165,20 @@ def _reach(deviations: Sequence[Tensor], spread: Tensor) -> float:
 
 
 def lean(value: Tensor, truth: Tensor, dtype: torch.dtype) -> str:
-    """Return what is to be told where results lean towards zero, or away from it: rounding to nearest leans neither way.
+    """Return what is to be told where every result is rounded towards zero, or away from it; rounding to nearest does both.
 
-    The mean error in units in the last place is 0 for rounding to nearest, half a unit for a store that cuts or raises. It is
-    asked where errors are of that size: larger ones are not made by the store.
+    A store that cuts or raises leaves errors of one sign, up to one unit in the last place, half a unit in the mean. What all
+    elements share (a norm that they are divided by) moves them together, and leaves errors of both signs, or larger ones.
     """
-    error = ((value - truth) * truth.sign() / spacing(truth, dtype))[value.isfinite() & truth.isfinite() & (truth != 0)]
-    error = error[error != 0]
-    if error.numel() < _LEANING_NUMBERS or float(error.abs().max()) > _LEANING_SIZE:
+    among = value.isfinite() & truth.isfinite() & (truth != 0) & (value != truth)
+    error = ((value - truth) * truth.sign() / spacing(truth, dtype))[among]
+    if error.numel() < _LEANING_NUMBERS or float(error.abs().max()) >= 1.0:
         return ""
-    mean = float(error.mean())
-    if abs(mean) <= _LEANING:
+    mean, one_way = float(error.mean()), bool((error > 0).all() or (error < 0).all())
+    if not one_way or abs(mean) < _LEANING:
         return ""
     way = "away from" if mean > 0 else "towards"
-    return f"results lean {way} zero by {abs(mean):.2f} units in the last place in the mean: they are not rounded to nearest"
+    return f"every result is rounded {way} zero, by {abs(mean):.2f} units in the last place in the mean, and not to nearest"
 
 
 def _spread(deviations: Sequence[Tensor], size: Tensor) -> Tensor:

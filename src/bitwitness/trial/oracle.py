@@ -46,6 +46,11 @@ class Oracle:
         return self._once(None, stepwise=False)
 
     @property
+    def given(self) -> list[Tensor]:
+        """The tensors among the call's arguments."""
+        return self._call.tensors
+
+    @property
     def exact(self) -> Results:
         """The results in float64. Raises whatever the function raises in float64 on the CPU."""
         return self._run[0]
