@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from mutants import Mutant, mutants
 
+import bitwitness as bw
 from bitwitness.trial.call import Call
 from bitwitness.trial.oracle import Oracle
 from bitwitness.trial.standards import judge_by
-from bitwitness.trial.verify import verify_op
 
 OTHERS = ("allclose", "thousandths", "backendbench")
 
@@ -49,9 +49,9 @@ def tried(mutant: Mutant, *, others: bool) -> dict[str, Any]:
     """Return who calls a mutant wrong, and who its right function."""
     inputs = mutant.inputs()
     began = time.process_time()
-    wrong = verify_op(mutant.wrong, inputs, mutant.right)
+    wrong = bw.verify_op(mutant.wrong, inputs, mutant.right)
     seconds = time.process_time() - began
-    right = verify_op(mutant.right, inputs, mutant.right)
+    right = bw.verify_op(mutant.right, inputs, mutant.right)
     found: dict[str, Any] = {
         "name": mutant.name,
         "fault": mutant.fault,

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bitwitness.errors import UsageError
+from bitwitness import UsageError
 from bitwitness.trial.result import FAIL, NOT_JUDGED, PASS, WARN
 from bitwitness.trial.standard import STANDARDS, standard
 from bitwitness.trial.standards import judge_by

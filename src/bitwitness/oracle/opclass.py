@@ -166,6 +166,11 @@ def has_products(operators: Sequence[OpOverload]) -> bool:
     return any(_class_of(f) in (SUM, SOLVER) for f in operators)
 
 
+def sums_products(func: OpOverload) -> bool:
+    """Whether autocast has an operator computed in its lower precision: products, convolutions, attention."""
+    return _class_of(func) == SUM or "attention" in func.overloadpacket.__name__
+
+
 _LINEAR = frozenset(("sum", "add", "sub", "neg", "convolution", "convolution_backward", "zeros", "zeros_like", "mul"))
 
 

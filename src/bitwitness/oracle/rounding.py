@@ -29,9 +29,11 @@ from bitwitness.oracle.opclass import (
     class_of,
     growth,
     is_elementary,
+    sums_products,
     sums_wide,
 )
 from bitwitness.oracle.takenapart import parts_of
+from bitwitness.oracle.widening import asked_dtype, is_view, tensors_in_all, widened
 from bitwitness.tap.compat import OpOverload, TorchDispatchMode
 
 _ROUNDINGS = 2.0
@@ -71,6 +73,8 @@ class Rounding(TorchDispatchMode):
         Whether one of them drew random numbers.
     is_unique
         Whether each of them has only one right result.
+    autocast
+        To which dtype autocast has products computed now (`oracle.shown` tells it).
 
     """
 
@@ -79,6 +83,7 @@ class Rounding(TorchDispatchMode):
         self.operators: list[OpOverload] = []
         self.draws = False
         self.is_unique = True
+        self.autocast: torch.dtype | None = None
         self._dtype = dtype
         self._noise = None if generator is None else Noise(generator)
         self._stepwise = stepwise
@@ -91,6 +96,13 @@ class Rounding(TorchDispatchMode):
         found = self._clean.get(id(tensor))
         return tensor if found is None else found[1]
 
+    def kept_dtype(self, tensor: Tensor) -> torch.dtype:
+        """Return in which dtype the device keeps a tensor."""
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            return tensor.dtype
+        kept = self._of(tensor)
+        return kept.to_complex() if tensor.is_complex() and not kept.is_complex else kept
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -100,12 +112,16 @@ class Rounding(TorchDispatchMode):
         if is_view(func):
             return self._view(func, args, kwargs)
         self._note(func, args, kwargs)
-        kept = _asked_dtype(args, kwargs) or self._promoted((args, kwargs))
+        asked, noise = asked_dtype(args, kwargs), self._noise
+        kept = asked or self._coarsest((args, kwargs))
+        if noise is not None and asked is None and not self._whole:
+            if self.autocast is not None and sums_products(func):
+                kept = max(kept, self.autocast, key=_roundoff)
+            args, kwargs = self._cast(args, kept, noise), self._cast(kwargs, kept, noise)
         if self._whole:
             kept = self._inner(kept)
         given = widened(args), widened(kwargs)
         kind = class_of(func, args, kwargs, kept)
-        noise = self._noise
         if noise is None or kind == EXACT:
             return self._marked(func(*given[0], **given[1]), kept)
         if all(func is not whole for whole, _ in self._whole) and (
@@ -195,15 +211,28 @@ class Rounding(TorchDispatchMode):
     def _of(self, tensor: Tensor) -> torch.dtype:
         return getattr(tensor, _TAG, self._dtype)
 
-    def _promoted(self, values: Any) -> torch.dtype:
-        kept = [self._of(t) for t in tensors_in_all(values) if t.is_floating_point() or t.is_complex()]
-        real = [k.to_real() if k.is_complex else k for k in kept]
-        if not real:  # made of integers, as torch's default; or from nothing, most often as the tensors around it
+    def _coarsest(self, values: Any) -> torch.dtype:
+        """Return in which dtype a result of these is kept: the coarsest of theirs.
+
+        Torch would take the widest where they differ. But where a function casts to ``x.dtype`` nothing is cast in float64,
+        and what is wider here was cast there.
+        """
+        kept = [(t.dim() > 0, self._of(t)) for t in tensors_in_all(values) if t.is_floating_point() or t.is_complex()]
+        if not kept:  # made of integers, as torch's default; or from nothing, most often as the tensors around it
             return torch.float32 if tensors_in_all(values) else self._dtype
-        found = real[0]
-        for other in real[1:]:
-            found = torch.promote_types(found, other) if found != other else found
-        return found
+        shaped = [k for has_shape, k in kept if has_shape] or [k for _, k in kept]  # numbers take no part in it
+        return max((k.to_real() if k.is_complex else k for k in shaped), key=_roundoff)
+
+    def _cast(self, values: Any, kept: torch.dtype, noise: Noise) -> Any:
+        """Return arguments with those rounded to ``kept`` that are kept in a wider dtype: the device reads them cast."""
+        if isinstance(values, Tensor):
+            wide = values.is_floating_point() and values.dim() and _roundoff(self._of(values)) < _roundoff(kept)
+            return noise.rounded(values, kept) if wide else values
+        if isinstance(values, list | tuple):
+            return type(values)(self._cast(v, kept, noise) for v in values)
+        if isinstance(values, dict):
+            return {k: self._cast(v, kept, noise) for k, v in values.items()}
+        return values
 
     def _marked(self, result: Any, kept: torch.dtype) -> Any:
         def marked(tensor: Tensor) -> Tensor:
@@ -241,43 +270,5 @@ def _moved(noise: Noise, values: Any, share: float) -> Any:
     return values
 
 
-def is_view(func: OpOverload) -> bool:
-    """Whether an operator returns a view of what it was given."""
-    return not func._schema.is_mutable and any(r.alias_info is not None for r in func._schema.returns)
-
-
-def widened(value: Any) -> Any:
-    """Return an operator's arguments with every floating dtype, and every tensor of one, as wide as float64, on the CPU."""
-    if isinstance(value, Tensor):
-        return value.to("cpu", wide_dtype(value.dtype))
-    if isinstance(value, torch.dtype):
-        return wide_dtype(value)
-    if isinstance(value, torch.device):
-        return torch.device("cpu")
-    if isinstance(value, list | tuple):
-        return type(value)(widened(v) for v in value)
-    if isinstance(value, dict):
-        return {k: widened(v) for k, v in value.items()}
-    return value
-
-
-def tensors_in_all(values: Any) -> list[Tensor]:
-    """Return the tensors in nested lists, tuples and dicts."""
-    if isinstance(values, Tensor):
-        return [values]
-    if isinstance(values, dict):
-        values = list(values.values())
-    return [t for v in values for t in tensors_in_all(v)] if isinstance(values, list | tuple) else []
-
-
 def _roundoff(dtype: torch.dtype) -> float:
     return unit_roundoff(dtype if dtype.is_floating_point or dtype.is_complex else torch.float32)
-
-
-def _asked_dtype(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
-    """Return the floating dtype that a call asks for; not float64, which is what a tensor that was made wide asks for, too."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.dtype) and (value.is_floating_point or value.is_complex):
-            real = value.to_real() if value.is_complex else value
-            return None if real is torch.float64 else real
-    return None

@@ -13,6 +13,8 @@ from torch import Tensor
 from bitwitness.numerics import unit_roundoff
 from bitwitness.oracle.float64 import wide_dtype
 from bitwitness.oracle.rounding import Rounding, kept_as
+from bitwitness.oracle.shown import DeviceDtypes
+from bitwitness.tap.compat import heard
 from bitwitness.tap.ownwork import REFERENCE, own_work
 from bitwitness.trial.call import Call, Results, as_laid_out, is_inexact, output_gradients
 
@@ -73,7 +75,7 @@ class Oracle:
         prepared = self._call.on(_wide)  # before the mode is on: inputs are what they are
         with own_work(REFERENCE), _float64_by_default(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._call.seed)
-            with mode:
+            with heard(), mode, DeviceDtypes(mode):
                 found = prepared.run(self._reference or self._call.fn, self._given)
         return Results(
             tuple(mode.clean(t).detach() for t in found.outputs),

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
+from bitwitness.tap.compat import tree_map
 from bitwitness.trial.call import Call, is_inexact
 
 _SMALL = {torch.float16: 2.0**-6}
