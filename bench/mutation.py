@@ -33,9 +33,14 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="parts of mutants' names")
     parser.add_argument("--only-model", action="store_true", help="without the other rules")
     parser.add_argument("--every", type=int, default=1, help="only every n-th mutant")
+    parser.add_argument("--first", type=int, default=0, help="and which one of them is the first")
+    parser.add_argument("--read", type=Path, nargs="*", help="run nothing: print the table of what --out has written")
     parser.add_argument("--out", type=Path, help="write a JSON line for each")
     args = parser.parse_args()
-    chosen = [m for m in mutants() if not args.names or any(n in m.name for n in args.names)][:: args.every]
+    if args.read:
+        report([json.loads(line) for path in args.read for line in path.read_text().splitlines()])
+        return
+    chosen = [m for m in mutants() if not args.names or any(n in m.name for n in args.names)][args.first :: args.every]
     found = []
     for mutant in chosen:
         found.append(tried(mutant, others=not args.only_model))

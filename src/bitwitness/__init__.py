@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from bitwitness.session.session import Session
     from bitwitness.site import Site
     from bitwitness.store.folder import Run
-    from bitwitness.trial.verify import Verification, verify_op
+    from bitwitness.trial.verification import Verification
+    from bitwitness.trial.verify import verify_op
 
 __all__ = [
     "BitwitnessError",
@@ -78,7 +79,7 @@ _HOMES = {
     "TrainingStopped": "errors",
     "UsageError": "errors",
     "Verdict": "finding",
-    "Verification": "trial.verify",
+    "Verification": "trial.verification",
     "compare": "comparison.recordings",
     "save": "record.saved",
     "trace_nonfinite": "guard.tracer",

@@ -36,7 +36,7 @@ def add_parser(verbs: Any) -> None:
         "--dtypes", metavar="A,B", help="with --suite: float32,bfloat16,float16 by default; all for every one"
     )
     parser.add_argument(
-        "--samples", metavar="N", type=int, default=0, help="with --suite: at most N of an operator and dtype"
+        "--samples", metavar="N", type=int, default=0, help="with --suite: at most N of an operator and dtype (0: all)"
     )
     parser.add_argument("--every-call", action="store_true", help="with RUN: calls that are alike are tried each, too")
     parser.add_argument("--device", default="cpu", help="the device on trial: cpu (default), cuda, npu:0, …")
@@ -44,7 +44,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("-o", "--out", metavar="DIR", default="precheck", help="where results go (default: precheck)")
     parser.add_argument("--overwrite", action="store_true", help="where DIR holds another pre-check, delete that first")
     parser.add_argument(
-        "--jobs", metavar="N", type=int, default=0, help="processes (default: one, or as many as CPUs for cpu)"
+        "--jobs", metavar="N", type=int, default=0, help="processes (0, the default: one, or as many as CPUs for cpu)"
     )
     parser.add_argument(
         "--timeout", metavar="S", type=float, default=120.0, help="seconds after which a case is stopped"
@@ -97,8 +97,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Raise UsageError for a device that is not there, and for a standard that is none."""
-    import torch
-
+    from bitwitness.cli.usable import usable
     from bitwitness.precheck.attempt import MODEL
     from bitwitness.trial.standards import STANDARDS
 
@@ -106,14 +105,14 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(
             f"there is no standard {args.standard!r}; expected one of {', '.join((MODEL, *sorted(STANDARDS)))}"
         )
-    try:
-        torch.ones(1, device=args.device).cpu()
-    except Exception as error:
-        first = (str(error).splitlines() or [""])[0]
-        raise UsageError(
-            f"the device {args.device!r} cannot be used here ({type(error).__name__}: {first}); nothing was tried. Run this "
-            "where it is, or name another one with --device"
-        ) from error
+    for name, value, least in (
+        ("--jobs", args.jobs, 0),
+        ("--samples", args.samples, 0),
+        ("--timeout", args.timeout, 1),
+    ):
+        if value < least:
+            raise UsageError(f"{name} {value:g} is too little; expected {least} or more")
+    usable(args.device)
 
 
 def _groups(args: argparse.Namespace) -> list[dict[str, Any]]:

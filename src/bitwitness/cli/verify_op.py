@@ -51,14 +51,17 @@ def _operator(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     from bitwitness.cli.named import named
+    from bitwitness.cli.usable import usable
     from bitwitness.trial.verify import verify_op
 
+    if args.device is not None:
+        usable(args.device)
     fn = named(args.op)
     if (args.inputs is None) == (args.shapes is None):
         raise UsageError(
             "expected --inputs FILE.py:NAME or --shapes 64x256,256 for what OP is given; give one of the two"
         )
-    inputs = named(args.inputs)() if args.inputs is not None else _drawn(args.shapes, args.dtype)
+    inputs = _asked(args.inputs) if args.inputs is not None else _drawn(args.shapes, args.dtype)
     reference = named(args.reference) if args.reference is not None else None
     found = verify_op(fn, inputs, reference, device=args.device)
     _tell(args, str(found), asdict(found))
@@ -83,6 +86,23 @@ def _tell(args: argparse.Namespace, text: str, told: dict[str, Any]) -> None:
     answer(args, lambda: to_jsonable(told), lambda: print(text))
 
 
+def _asked(name: str) -> Any:
+    """Return what a user's function gives as inputs."""
+    from bitwitness.cli.named import named
+
+    try:
+        found = named(name)()
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"{name} raises {type(error).__name__}: {error}; expected a function that returns inputs"
+        ) from error
+    if found is None:
+        raise UsageError(f"{name} returned None; expected a tensor, a sequence of arguments or a mapping of them")
+    return found
+
+
 def _drawn(shapes: str, dtype: str) -> list[Any]:
     """Return normal tensors of shapes such as ``64x256,256``."""
     import torch
@@ -96,5 +116,9 @@ def _drawn(shapes: str, dtype: str) -> list[Any]:
         sides = shape.strip().split("x")
         if not all(side.isdecimal() for side in sides):
             raise UsageError(f"{shape!r} is no shape; expected numbers with x between them, such as 64x256,256")
-        found.append(torch.randn([int(s) for s in sides], generator=generator).to(kind).requires_grad_())
+        try:
+            drawn = torch.randn([int(s) for s in sides], generator=generator)
+        except RuntimeError as error:  # more than there is memory for, or than a tensor can have
+            raise UsageError(f"a tensor of shape {shape} cannot be made here: {str(error).splitlines()[0]}") from error
+        found.append(drawn.to(kind).requires_grad_())
     return found

@@ -10,8 +10,13 @@ from torch import Tensor
 from bitwitness.oracle.product import READERS
 from bitwitness.tap.operators import OpCall
 
-_DEFINED_RESULTS = {"_ctc_loss": 1}
+_DEFINED_RESULTS = {"_ctc_loss": 1, "_embedding_bag": 1, "_embedding_bag_forward_only": 1}
 """Operators of whose results only so many are defined everywhere; the others are work space."""
+
+
+def defined_count(op: str, count: int) -> int:
+    """Return how many of an operator's ``count`` results are no work space; they come first."""
+    return _DEFINED_RESULTS.get(op, count)
 
 
 def defined_results(call: OpCall) -> tuple[Tensor, ...]:

@@ -54,8 +54,12 @@ def draws(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> b
     return bool(given.get("dropout_p", 1.0) != 0.0)  # what has no dropout draws in any case
 
 
-def functional_operator(name: str) -> OpOverload | None:
+def functional_operator(
+    name: str, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
+) -> OpOverload | None:
     """Return the operator of that full name (``aten.mm.default``) if a recording may have it run, else None.
+
+    ``args``, ``kwargs``: of the call, where they are known: attention draws with dropout alone.
 
     A recording's word is not taken for what is run: only torch's own ``aten`` operators that change no argument, draw no
     random numbers and read no files.
@@ -72,4 +76,5 @@ def functional_operator(name: str) -> OpOverload | None:
         return None
     # Whatever its name, what takes a file's name may read it.
     reads_file = any(str(a.type) in ("str", "Optional[str]") and a.name == "filename" for a in arguments)
-    return None if func._schema.is_mutable or may_draw(func) or reads_file else func
+    random = may_draw(func) if args is None else draws(func, args, kwargs or {})
+    return None if func._schema.is_mutable or random or reads_file else func

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from bitwitness.numerics import unit_roundoff
 
+
+def _least(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+
+
 _RANGES = {
-    dtype: (torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps)
+    dtype: (torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal, _least(dtype))
     for dtype in (torch.float16, torch.bfloat16, torch.float32)
 }
-"""Largest and smallest positive number of a dtype that is narrower than float64."""
+"""Largest, smallest normal and smallest positive number of a dtype that is narrower than float64."""
 
 
 class Noise:
@@ -26,7 +33,15 @@ class Noise:
             return value
         if value.is_complex():
             return torch.view_as_complex(self.moved(torch.view_as_real(value.resolve_conj()), share))
-        return _laid_out_as(value, torch.where(value.isfinite(), value * (1 + share * self.signs(value)), value))
+        moved = (value * self.signs(value, share)).add_(value)
+        if not bool(moved.isfinite().all()):
+            moved = torch.where(value.isfinite(), moved, value)
+        return _laid_out_as(value, moved)
+
+    def number(self, value: float, share: float) -> float:
+        """Return a number that kernels read in float32, off by as much, where that does not hold it."""
+        held = not math.isfinite(value) or float(torch.tensor(value, dtype=torch.float32)) == value
+        return value if held else value * (1 + float(self.signs(torch.empty((), dtype=torch.float64), share)))
 
     def rounded(self, value: Tensor, kept: torch.dtype) -> Tensor:
         """Return a tensor with each element off by up to a rounding of ``kept``, infinite beyond its range."""
@@ -34,16 +49,19 @@ class Noise:
             return value.clone()  # another tensor than its clean one
         if value.is_complex():
             return torch.view_as_complex(self.rounded(torch.view_as_real(value.resolve_conj()), kept))
-        largest, least = _RANGES[kept]
-        room = (value.abs() * unit_roundoff(kept)).clamp_min(least / 2).masked_fill(value == 0, 0.0)
-        moved = torch.where(value.isfinite(), value + self.signs(value) * room, value)
-        return _laid_out_as(
-            value, moved.masked_fill(moved > largest, torch.inf).masked_fill(moved < -largest, -torch.inf)
-        )
+        largest, normal, least = _RANGES[kept]
+        size, share = value.abs(), unit_roundoff(kept)
+        if not float(size.amax() if size.numel() else 0.0) < largest / 2 or bool(((size < normal) & (size > 0)).any()):
+            room = (size * share).clamp_min(least / 2).masked_fill(value == 0, 0.0)
+            moved = torch.where(value.isfinite(), value + self.signs(value, 1.0) * room, value)
+            moved = moved.masked_fill(moved > largest, torch.inf).masked_fill(moved < -largest, -torch.inf)
+        else:
+            moved = (value * self.signs(value, share)).add_(value)
+        return _laid_out_as(value, moved)
 
-    def signs(self, value: Tensor) -> Tensor:
-        """Return uniform numbers from -1 to 1, one for each element."""
-        return torch.empty_like(value, dtype=torch.float64).uniform_(-1.0, 1.0, generator=self._generator)
+    def signs(self, value: Tensor, share: float) -> Tensor:
+        """Return uniform numbers from ``-share`` to ``share``, one for each element; float32, which suffices for noise."""
+        return torch.empty_like(value, dtype=torch.float32).uniform_(-share, share, generator=self._generator)
 
 
 def _laid_out_as(one: Tensor, other: Tensor) -> Tensor:
@@ -53,4 +71,6 @@ def _laid_out_as(one: Tensor, other: Tensor) -> Tensor:
 
 def _is_mask(tensor: Tensor) -> bool:
     """Whether all is 0 or 1: no rounding moves these, and others may rely on it."""
+    if not tensor.numel() or tensor[(0,) * tensor.dim()].item() not in (0.0, 1.0):  # the first one tells most
+        return not tensor.numel()
     return bool(((tensor == 0) | (tensor == 1)).all())

@@ -163,7 +163,7 @@ def _flat(args: Sequence[Any]) -> list[Any]:
 
 def has_products(operators: Sequence[OpOverload]) -> bool:
     """Whether a sum of products is among operators: a zero of it may be left out, or make a NaN of another."""
-    return any(_class_of(f) in (SUM, SOLVER) for f in operators)
+    return any(_class_of(f) == SOLVER or sums_products(f) or "fft" in f.overloadpacket.__name__ for f in operators)
 
 
 def sums_products(func: OpOverload) -> bool:

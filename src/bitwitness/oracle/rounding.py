@@ -36,8 +36,8 @@ from bitwitness.oracle.takenapart import parts_of
 from bitwitness.oracle.widening import asked_dtype, is_view, tensors_in_all, widened
 from bitwitness.tap.compat import OpOverload, TorchDispatchMode
 
-_ROUNDINGS = 2.0
-"""Roundings that an elementary function's approximation may leave: one unit in the last place."""
+_ROUNDINGS = 4.0
+"""Roundings that an elementary function's approximation may leave: two units in the last place, as CUDA's are documented."""
 _SPECIAL_ROUNDINGS = 16.0
 """The same of a special function's."""
 _TAPS = 64.0
@@ -181,7 +181,7 @@ class Rounding(TorchDispatchMode):
             )
             clean = noise.moved(wide, share) if share else wide
             if kind == RESAMPLING and clean.numel():  # its weights are off, which may cancel
-                clean = clean + noise.signs(clean) * (internal * clean.abs().nan_to_num(0.0, 0.0, 0.0).max() * _TAPS)
+                clean = clean + noise.signs(clean, internal * _TAPS) * clean.abs().nan_to_num(0.0, 0.0, 0.0).max()
             if func._schema.is_mutable and any(tensor is given[0][i] for i in written if i < len(given[0])):
                 clean = clean.clone()
                 tensor.copy_(noise.rounded(clean, kept))
@@ -263,6 +263,8 @@ def _moved(noise: Noise, values: Any, share: float) -> Any:
     """Return arguments with each floating tensor among them off by up to ``share`` of itself."""
     if isinstance(values, Tensor):
         return noise.moved(values, share) if values.is_floating_point() or values.is_complex() else values
+    if isinstance(values, float):
+        return noise.number(values, share)
     if isinstance(values, list | tuple):
         return type(values)(_moved(noise, v, share) for v in values)
     if isinstance(values, dict):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from bitwitness.oracle.rounding import Rounding
+from bitwitness.oracle.rounding import Rounding, kept_as
+from bitwitness.oracle.widening import tensors_in_all
 from bitwitness.tap.compat import unheard
 
 _DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
@@ -29,15 +30,30 @@ class DeviceDtypes(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if func is _DTYPE:
+        if func == _DTYPE:  # a wrapper that is made anew each time
             with unheard():
                 return self._rounding.kept_dtype(args[0])
+        kwargs = kwargs or {}
         before = self._rounding.autocast
         self._rounding.autocast = autocast_dtype()
         try:
-            return func(*args, **(kwargs or {}))
+            found = func(*args, **kwargs)
         finally:
             self._rounding.autocast = before
+        return self._kept(func, args, kwargs, found) if isinstance(found, Tensor) else found
+
+    @staticmethod
+    def _kept(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], found: Tensor) -> Tensor:
+        """Return a result with the dtype that a script asked for: float64, which is what all has here; torch's default."""
+        with unheard():
+            if not found.is_floating_point():
+                return found
+            given = tensors_in_all((list(args), dict(kwargs)))
+            if func is Tensor.double or torch.float64 in (*args, *kwargs.values()):
+                mine = found.view_as(found) if any(found is t for t in given) else found
+                return kept_as(mine, torch.float64)
+            made = not given and not any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values()))
+            return kept_as(found, torch.float32) if made else found
 
 
 def autocast_dtype() -> torch.dtype | None:

@@ -47,8 +47,8 @@ def dumps_in(folder: Path) -> list[Path]:
     return [folder / "dump.json"] if (folder / "dump.json").is_file() else sorted(folder.glob("**/dump.json"))
 
 
-def msprobe_cases(dump: Path) -> Iterator[Case]:
-    """Yield the forward calls of APIs in a dump, those alike once; each is tried with its gradients.
+def msprobe_cases(dump: Path, *, alike: bool = True) -> Iterator[Case]:
+    """Yield the forward calls of APIs in a dump, those alike once if so asked; with gradients where a backward was recorded.
 
     Raises `UnreadError` where the file is none, or damaged.
     """
@@ -62,6 +62,7 @@ def msprobe_cases(dump: Path) -> Iterator[Case]:
             continue
         case = _case(dump, str(name), parts, entry)
         key = f"{parts[0]}.{'.'.join(parts[1:-2])} {_form(entry.get('input_args'))} {_form(entry.get('input_kwargs'))}"
+        key = key if alike else str(name)
         calls = found[key].calls + 1 if key in found else 1
         found[key] = Case(**{**found.get(key, case).as_dict(), "calls": calls})
     yield from found.values()
@@ -132,7 +133,8 @@ def prepare(made_of: Mapping[str, Any], device: torch.device) -> Prepared:
     kwargs = {k: _argument(v, dump, generator, device) for k, v in (entry.get("input_kwargs") or {}).items()}
     home = _HOMES[name.split(".")[0]]
     source, tensors = call_source(f"{home}.{'.'.join(name.split('.')[1:-2])}", args, kwargs)
-    return Prepared(Call(function, tuple(args), kwargs), {}, source, tensors)
+    gradients = f"{name.removesuffix('forward')}backward" in _data(str(dump))
+    return Prepared(Call(function, tuple(args), kwargs, gradients=gradients), {}, source, tensors)
 
 
 @lru_cache(maxsize=2)

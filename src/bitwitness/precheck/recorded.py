@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from bitwitness.errors import UsageError
+from bitwitness.oracle.defined import defined_count
 from bitwitness.oracle.eligible import functional_operator
 from bitwitness.oracle.recorded import argument, arguments
 from bitwitness.precheck.case import Case, NotJudged, Prepared
@@ -105,12 +106,17 @@ def _refusal(text: str, inputs: list[dict[str, Any]]) -> str:
 
 def _operator(text: str) -> Any:
     """Return the operator that an args column names, in its form that changes nothing."""
-    name = str(arguments(text).get("f", ""))
-    found = functional_operator(name)
+    call = arguments(text)
+    name = str(call.get("f", ""))
+    args, kwargs = call.get("a", []), call.get("k", {})
+    if not isinstance(args, list) or not isinstance(kwargs, dict):
+        return None
+    found = functional_operator(name, args, kwargs)
     if found is not None or name.count(".") != 2:
         return found
     space, bare, overload = name.split(".")
-    return functional_operator(f"{space}.{bare.removesuffix('_')}.{overload}") if bare.endswith("_") else None
+    inner = f"{space}.{bare.removesuffix('_')}.{overload}"
+    return functional_operator(inner, args, kwargs) if bare.endswith("_") else None
 
 
 def _key(rows: list[dict[str, Any]]) -> str:
@@ -135,7 +141,10 @@ def prepare(made_of: Mapping[str, Any], device: torch.device) -> Prepared:
     kept = {slot: _kept(made_of, value) for slot, value in made_of["outputs"].items() if value.get("tensor")}
     whole = all(value.get("tensor") for value in made_of["inputs"])
     source, tensors = call_source(f"torch.ops.{func}", args, kwargs)
-    return Prepared(Call(func, tuple(args), kwargs, gradients=False), kept if whole else {}, source, tensors)
+    count = defined_count(func.overloadpacket.__name__, len(made_of["outputs"]))
+    kept = dict(list(kept.items())[:count])
+    called = func if count >= len(made_of["outputs"]) else lambda *a, **k: func(*a, **k)[:count]
+    return Prepared(Call(called, tuple(args), kwargs, gradients=False), kept if whole else {}, source, tensors)
 
 
 def _tensor(made_of: Mapping[str, Any], value: Mapping[str, Any], generator: torch.Generator) -> torch.Tensor:

@@ -38,7 +38,12 @@ def run_cases(run: str, *, only: Iterable[str] = (), site: str = "", alike: bool
     dumps = dumps_in(folder) if folder.is_dir() and not (folder / "run.json").is_file() else []
     found: Iterator[Case]
     if dumps:
-        found = (case for dump in dumps for case in msprobe_cases(dump) if not site or case.name.startswith(site))
+        found = (
+            case
+            for dump in dumps
+            for case in msprobe_cases(dump, alike=alike)
+            if not site or case.name.startswith(site)
+        )
     else:
         source = open_source(run)
         if source.kind != "bitwitness":

@@ -14,6 +14,7 @@ VERDICTS = (FAIL, CRASH, TIMEOUT, ERROR, WARN, NOT_JUDGED, PASS)
 """The worst first."""
 JUDGED, LOST = (FAIL, WARN, PASS), (CRASH, TIMEOUT, ERROR)
 _TOLD = (FAIL, CRASH, TIMEOUT, ERROR, WARN)
+_NAMED = 6  # operators that were not judged for one reason
 _NUMBER = re.compile(r"-?\d[\d.,]*(e[+-]?\d+)?", re.IGNORECASE)
 
 
@@ -39,7 +40,11 @@ def summarize(results: Sequence[CaseResult], most: int = 20) -> list[str]:
     unjudged = Counter(_kind(one.reason) for one in results if one.verdict == NOT_JUDGED)
     first = {_kind(one.reason): one.reason for one in reversed(results) if one.verdict == NOT_JUDGED}
     for kind, count in unjudged.most_common(most):
-        lines.append(f"not judged, {_cases(count)}: {shown(first[kind]) or 'no reason was given'}")
+        whose = sorted({one.operator for one in results if one.verdict == NOT_JUDGED and _kind(one.reason) == kind})
+        named = ", ".join(map(shown, whose[:_NAMED])) + (
+            f" and {len(whose) - _NAMED} others" if len(whose) > _NAMED else ""
+        )
+        lines.append(f"not judged, {_cases(count)}: {shown(first[kind]) or 'no reason was given'} ({named})")
     if len(unjudged) > most:
         count = sum(count for _, count in unjudged.most_common()[most:])
         lines.append(f"… and {count} more, not judged for {len(unjudged) - most} other reasons")
@@ -104,7 +109,8 @@ def _told(cases: list[CaseResult]) -> Iterator[str]:
     what = f"{shown(one.operator)} [{shown(one.dtype)}]"
     yield f"{one.verdict.upper()} {what}, {_cases(len(cases))}: {shown(one.reason) or 'no reason was given'}"
     output = worst_output(one)
-    said = "" if output is None or one.verdict in LOST else f", {_element(output)}"
+    plain = output is None or one.verdict in LOST or not output.allowed  # another standard tells no single element
+    said = "" if plain or output is None else f", {_element(output)}"
     yield f"  worst: {shown(one.name)}{said}" if len(cases) > 1 else f"  case {shown(one.name)}{said}"
     if one.reproducer:
         yield f"  run it alone: python {shown(one.reproducer)}"

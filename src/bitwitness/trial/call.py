@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -16,15 +16,31 @@ Copier = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """The tensors that a call returned, flat, in order; and the gradients of the inputs that want one (None: it got none)."""
+    """What a call left.
+
+    Attributes
+    ----------
+    outputs
+        The tensors that it returned, flat, in order.
+    gradients
+        Those of the inputs that want one, in order; None: it got none.
+    changed
+        Tensors among the arguments that it wrote into, by their number, as they are afterwards.
+    kept
+        Of a float64 run, in which dtype the device would keep each output.
+
+    """
 
     outputs: tuple[Tensor, ...]
     gradients: tuple[Tensor | None, ...] = ()
+    changed: Mapping[int, Tensor] = field(default_factory=dict)
+    kept: tuple[torch.dtype, ...] = ()
 
     def slots(self) -> list[tuple[str, Tensor]]:
-        """Return all of them with their names: ``out0``, …, ``grad0``, …; without those that are None."""
+        """Return all of them with their names: ``out0``, …, ``grad0``, …, ``in0``; without those that are None."""
         named: list[tuple[str, Tensor | None]] = [(f"out{i}", t) for i, t in enumerate(self.outputs)]
         named += [(f"grad{i}", t) for i, t in enumerate(self.gradients)]
+        named += [(f"in{i}", t) for i, t in self.changed.items()]
         return [(name, tensor) for name, tensor in named if tensor is not None]
 
 
@@ -48,6 +64,11 @@ class Call:
         return tensors_of((self.args, dict(self.kwargs)))
 
     @property
+    def tensors_once(self) -> list[Tensor]:
+        """The same, each one once."""
+        return list({id(t): t for t in self.tensors}.values())
+
+    @property
     def wants_gradients(self) -> bool:
         """Whether any argument requires a gradient."""
         return self.gradients and any(t.requires_grad for t in self.tensors)
@@ -64,8 +85,7 @@ class Call:
             return copies[id(value)]
 
         args, kwargs = tree_map(copied, (self.args, dict(self.kwargs)))
-        leaves = [copy for copy in copies.values() if copy.requires_grad]
-        return Prepared(self, args, kwargs, leaves)
+        return Prepared(self, args, kwargs, list(copies.values()))
 
     def run(self) -> Results:
         """Run it once on copies of its arguments that lie in memory as they do; raises whatever the function raises."""
@@ -79,21 +99,32 @@ class Prepared:
     call: Call
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    leaves: Sequence[Tensor]
+    copies: Sequence[Tensor]
 
     def run(self, fn: Callable[..., Any], given: Sequence[Tensor | None] = ()) -> Results:
-        """Run a function; ``given``: output gradients, drawn where there are none."""
-        with torch.set_grad_enabled(bool(self.leaves)):
+        """Run a function; ``given``: output gradients, drawn where there are none, unused where they do not fit."""
+        leaves = [copy for copy in self.copies if copy.requires_grad]
+        versions = [copy._version for copy in self.copies]
+        with torch.set_grad_enabled(bool(leaves)):
             outputs = tensors_of(fn(*self.args, **self.kwargs))
-        if not self.leaves:
-            return Results(tuple(outputs))
-        differentiable = [(i, t) for i, t in enumerate(outputs) if t.requires_grad and is_inexact(t)]
-        found: Sequence[Tensor | None] = [None] * len(self.leaves)
-        if differentiable:
-            drawn = given or output_gradients(outputs, self.call.seed)
-            sources, grads = [t for _, t in differentiable], [drawn[i] for i, _ in differentiable]
-            found = torch.autograd.grad(sources, self.leaves, grads, allow_unused=True)
-        return Results(tuple(outputs), tuple(found))
+        changed = {i: c for i, (c, v) in enumerate(zip(self.copies, versions, strict=True)) if c._version != v}
+        found: Sequence[Tensor | None] = ()
+        if leaves:
+            found = self._gradients(leaves, outputs, given or output_gradients(outputs, self.call.seed))
+        return Results(tuple(outputs), tuple(found), changed)
+
+    def _gradients(
+        self, leaves: Sequence[Tensor], outputs: Sequence[Tensor], drawn: Sequence[Tensor | None]
+    ) -> Sequence[Tensor | None]:
+        fits = len(drawn) == len(outputs) and all(
+            g is None or g.shape == t.shape for g, t in zip(drawn, outputs, strict=True)
+        )
+        asked = [
+            (t, g) for t, g in zip(outputs, drawn, strict=False) if t.requires_grad and is_inexact(t) and g is not None
+        ]
+        if not fits or not asked:
+            return [None] * len(leaves)
+        return torch.autograd.grad([t for t, _ in asked], leaves, [g for _, g in asked], allow_unused=True)
 
 
 def output_gradients(outputs: Sequence[Tensor], seed: int) -> list[Tensor | None]:
@@ -108,8 +139,14 @@ def output_gradients(outputs: Sequence[Tensor], seed: int) -> list[Tensor | None
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Return the tensors in nested containers (dataclasses and model outputs that torch knows, too), flat, in order."""
-    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
+    """Return the tensors in nested containers, dataclasses and model outputs, too, flat, in order."""
+    found: list[Tensor] = []
+    for leaf in tree_flatten(value)[0]:
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            found += tensors_of([getattr(leaf, one.name) for one in fields(leaf)])
+    return found
 
 
 def is_inexact(tensor: Tensor) -> bool:

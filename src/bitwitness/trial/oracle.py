@@ -40,6 +40,7 @@ class Oracle:
             None if g is None else kept_as(g.cpu().to(wide_dtype(g.dtype)), g.dtype)
             for g in output_gradients(like.outputs, call.seed)
         ]
+        self._dtypes = [t.dtype for t in like.outputs]
         self.dtype = coarsest(call.tensors)
         self._noisy: dict[bool, list[Results]] = {}
 
@@ -50,7 +51,7 @@ class Oracle:
     @property
     def given(self) -> list[Tensor]:
         """The tensors among the call's arguments."""
-        return self._call.tensors
+        return self._call.tensors_once
 
     @property
     def exact(self) -> Results:
@@ -77,9 +78,20 @@ class Oracle:
             torch.manual_seed(self._call.seed)
             with heard(), mode, DeviceDtypes(mode):
                 found = prepared.run(self._reference or self._call.fn, self._given)
+
+        def seen(tensor: Tensor, due: torch.dtype) -> Tensor:
+            """Return it before its own rounding, or after where what follows keeps it wider: that changes nothing any more."""
+            kept = mode.kept_dtype(tensor)
+            coarser = is_inexact(tensor) and due.is_floating_point and unit_roundoff(kept) > unit_roundoff(due)
+            return (tensor if coarser else mode.clean(tensor)).detach()
+
+        leaves = [t.dtype for t in self._call.tensors_once if t.requires_grad]
+        wanted = [*self._dtypes, *[torch.float64] * len(found.outputs)]
         return Results(
-            tuple(mode.clean(t).detach() for t in found.outputs),
-            tuple(None if t is None else mode.clean(t).detach() for t in found.gradients),
+            tuple(seen(t, due) for t, due in zip(found.outputs, wanted, strict=False)),
+            tuple(None if t is None else seen(t, due) for t, due in zip(found.gradients, leaves, strict=False)),
+            {i: mode.clean(t).detach() for i, t in found.changed.items()},
+            tuple(mode.kept_dtype(t) for t in found.outputs),
         ), mode
 
 

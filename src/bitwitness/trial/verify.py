@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,58 +20,11 @@ from bitwitness.trial.judging import judge_all
 from bitwitness.trial.module import as_function
 from bitwitness.trial.oracle import Oracle
 from bitwitness.trial.result import FAIL, NOT_JUDGED, PASS, WARN, OutputResult, worst
+from bitwitness.trial.verification import Check, Verification
 
 _REPEATS = 3
-_SOFT = {"the largest numbers": "overflows on its way", "infinities": "takes infinities otherwise"}
-"""What a failure means for numbers of which right kernels make different things: it is a warning."""
+Soft = Callable[[OutputResult], str]
 _LONGEST_SAID = 200  # characters of an error: torch's may hold whole schemas
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One way in which the operator was tried, with what it gave: see `OutputResult`."""
-
-    name: str
-    verdict: str
-    reason: str = ""
-    outputs: tuple[OutputResult, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Verification:
-    """What a trial found. ``str()`` gives it as text.
-
-    Attributes
-    ----------
-    verdict
-        ``pass``, ``warn`` or ``fail``: the worst of the checks. What could not be judged is ``warn``, never ``pass``.
-    reason
-        Why, in one sentence; empty where it passed.
-    checks
-        Each way in which it was tried.
-    deterministic
-        Whether it gave the same bits each time.
-    batch_invariant
-        Whether a row's bits are the same in a smaller batch; None where there is no batch.
-
-    """
-
-    verdict: str
-    reason: str
-    checks: tuple[Check, ...]
-    deterministic: bool = True
-    batch_invariant: bool | None = None
-    operators: tuple[str, ...] = field(default=())
-
-    @property
-    def judged(self) -> bool:
-        """Whether its results on the inputs as they were given could be judged."""
-        return bool(self.checks) and self.checks[0].verdict != NOT_JUDGED
-
-    def __str__(self) -> str:
-        head = self.verdict + (f": {self.reason}" if self.reason else "")
-        lines = [f"  {c.verdict:<10} {c.name}" + (f": {c.reason}" if c.reason else "") for c in self.checks]
-        return "\n".join([head, *lines])
 
 
 def verify_op(
@@ -133,7 +88,7 @@ class Trial:
             raise UsageError(
                 f"the operator raises on its inputs: {said(error)}; give it inputs that it takes"
             ) from error
-        if not first.outputs:
+        if not first.outputs and not first.changed:
             raise UsageError("the operator returned no tensor; expected a tensor, or a container of some")
         oracle = Oracle(self._call, first, self._reference)
         self._checks.append(self._judged("as given", first, oracle))
@@ -162,8 +117,8 @@ class Trial:
             torch.manual_seed(call.seed)
             return call.run()
 
-    def _judged(self, name: str, results: Results, oracle: Oracle, *, soft: str = "") -> Check:
-        """Judge all results of a run; ``soft``: what a failure means where it is only a warning."""
+    def _judged(self, name: str, results: Results, oracle: Oracle, *, soft: Soft | None = None) -> Check:
+        """Judge all results of a run; ``soft``: tells where a failure is only a warning, and what it means."""
         try:
             outputs, reason = judge_all(results, oracle)
         except Exception as error:
@@ -173,8 +128,8 @@ class Trial:
         if not reason and verdict != PASS:
             bad = next(o for o in outputs if o.verdict == verdict)
             reason = f"{bad.slot}: {bad.reason}"
-        if verdict == FAIL and soft:
-            verdict, reason = WARN, f"{soft}: {reason}"
+        if verdict == FAIL and soft is not None and all((why := soft(o)) for o in outputs if o.verdict == FAIL):
+            verdict, reason = WARN, f"{why}: {reason}"
         return Check(name, verdict, reason, outputs)
 
     def _repeat(self, first: Results, oracle: Oracle) -> None:
@@ -199,13 +154,14 @@ class Trial:
             self._try(name, call)
         if is_linear(oracle.mode.operators):
             self._try("integers, whose sums are exact", variations.integers(self._call))
+        products = has_products(oracle.mode.operators)
         for name, call in variations.specials(self._call):
-            soft = _SOFT.get(name, "")
-            if name == "NaN" and has_products(oracle.mode.operators):
-                soft = "takes NaN otherwise"
-            self._try(name, replace(call, gradients=False), soft=soft)
+            if name == "zeros and subnormal numbers":
+                self._try(name, call, soft=_kinked)
+            else:
+                self._try(name, replace(call, gradients=False), soft=partial(_odd, products=products))
 
-    def _try(self, name: str, call: Call, oracle: Oracle | None = None, *, soft: str = "") -> None:
+    def _try(self, name: str, call: Call, oracle: Oracle | None = None, *, soft: Soft | None = None) -> None:
         try:
             found = self._seeded(call)
         except Exception as error:  # an operator may refuse a layout, or numbers: it does not compute wrongly then
@@ -233,6 +189,21 @@ class Trial:
                 same = all(same_bits(a.detach(), b.detach()) for a, b in zip(rows, found.outputs, strict=True))
                 self._batch_invariant = same and self._batch_invariant is not False
             self._checks.append(check)
+
+
+def _odd(one: OutputResult, *, products: bool) -> str:
+    """Tell where right kernels make different things of infinities, NaN and the largest numbers.
+
+    A number where there should be a NaN or an infinity is an error, but in products, which may leave a zero factor out.
+    """
+    if math.isfinite(one.value):
+        return "makes a number of it" if products and not math.isfinite(one.expected) else ""
+    return "is not finite where float64 is, or otherwise"
+
+
+def _kinked(one: OutputResult) -> str:
+    """Tell where there is more than one right gradient: at the kink of an absolute value, say."""
+    return "another subgradient" if one.slot.startswith("grad") else ""
 
 
 def _rows(which: slice) -> str:

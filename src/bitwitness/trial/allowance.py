@@ -1,0 +1,83 @@
+"""By how much a result may be off: half a unit in the last place, and what the noise of rounding leaves beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from bitwitness.trial.figures import spacing
+
+ALLOWANCE = 8.0
+"""Times the spread that an element may be off by: uniform roundings sum to nearly normal errors, of which 8 sigma never happen;
+what a kernel's own algorithm adds is of the same size."""
+_ROOM, _HALF_ROOM = 2.0**-9, 2.0**-5
+"""Of half a unit in the last place: for what the oracle itself rounds, and for half types what float32 leaves on the way."""
+_BEYOND, _FEW_NUMBERS = 2.0, 30.0
+"""Times what bounded noise reaches that it may reach; and the count of numbers below which what was seen says little."""
+_LEANING, _LEANING_NUMBERS, _SHARED = 0.4, 64, 2.0
+"""Units in the last place that results are off by in the mean, over so many different numbers, where a store
+cuts or raises; and times what they may lean by together."""
+_PRIOR = 4.0
+"""Weight, in draws, of the spread of an element's neighbours in size: a few draws may all be small by chance."""
+
+
+def allowance(truth: Tensor, noisy: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return by how much each element may be off; float64, all of one shape.
+
+    For half types nearly all of the noise is that of known roundings: a few of them never sum to what is unusual for many, and
+    how far they go together is seen in the noise itself.
+    """
+    finite = truth.isfinite()
+    size = truth.masked_fill(~finite, 0.0)
+    deviations = [torch.where(finite & n.isfinite(), n - size, 0.0) for n in noisy]
+    spread = _spread(deviations, size)
+    half = dtype in (torch.float16, torch.bfloat16)
+    times = min(ALLOWANCE, _reach(deviations, spread)) if half else ALLOWANCE
+    return spacing(size, dtype) / 2 * (1 + (_HALF_ROOM if half else _ROOM)) + times * spread
+
+
+def _reach(deviations: Sequence[Tensor], spread: Tensor) -> float:
+    """Return how many standard deviations the noise goes at the most; more than that where there are few numbers to tell."""
+    count = len(deviations) * spread.numel()
+    furthest = max(
+        (float((d.abs() / spread.clamp_min(1e-300)).max()) for d in deviations if d.numel()), default=ALLOWANCE
+    )
+    return _BEYOND * furthest * (1 + _FEW_NUMBERS / max(count, 1))
+
+
+def lean(value: Tensor, truth: Tensor, noisy: Sequence[Tensor], dtype: torch.dtype) -> str:
+    """Return what is to be told where every result is rounded towards zero, or away from it; rounding to nearest does both.
+
+    A store that cuts or raises leaves errors of one sign, up to one unit in the last place, half a unit in the mean. What all
+    elements share (a norm that they are divided by, a number that float32 does not hold) moves them together as well: by how
+    much, the noise of a kernel that rounds nothing on its way tells.
+    """
+    among = value.isfinite() & truth.isfinite() & (truth != 0) & (value != truth)
+    error = ((value - truth) * truth.sign() / spacing(truth, dtype))[among]
+    if error.numel() < _LEANING_NUMBERS or float(error.abs().max()) >= 1.0:
+        return ""
+    mean, one_way = float(error.mean()), bool((error > 0).all() or (error < 0).all())
+    if not one_way or abs(mean) < _LEANING or truth[among].unique().numel() < _LEANING_NUMBERS:
+        return ""
+    unit = (truth.sign() / spacing(truth, dtype))[among]
+    shared = math.sqrt(sum(float(((n - truth)[among] * unit).mean()) ** 2 for n in noisy) / max(len(noisy), 1))
+    if abs(mean) < _LEANING + _SHARED * shared:
+        return ""
+    way = "away from" if mean > 0 else "towards"
+    return f"every result is rounded {way} zero, by {abs(mean):.2f} units in the last place in the mean, and not to nearest"
+
+
+def _spread(deviations: Sequence[Tensor], size: Tensor) -> Tensor:
+    """Return the standard deviation of each element over the draws, drawn towards that of elements of its size."""
+    draws = len(deviations)
+    variance = torch.stack([d * d for d in deviations]).mean(0) if draws else torch.zeros_like(size)
+    if not size.numel():
+        return variance
+    exponent = torch.frexp(size.abs())[1].reshape(-1).long()
+    exponent = exponent - exponent.min()
+    count = torch.bincount(exponent)
+    usual = torch.bincount(exponent, weights=variance.reshape(-1)) / count.clamp_min(1)
+    return ((draws * variance + _PRIOR * usual[exponent].reshape(size.shape)) / (draws + _PRIOR)).sqrt()
