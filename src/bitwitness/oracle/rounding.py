@@ -103,6 +103,18 @@ class Rounding(TorchDispatchMode):
         kept = self._of(tensor)
         return kept.to_complex() if tensor.is_complex() and not kept.is_complex else kept
 
+    def watch_gradient(self, tensor: Tensor) -> None:
+        """Have the gradient of a tensor that the device keeps in a half type kept in it, too, as autograd casts it there."""
+        if tensor.requires_grad and tensor.is_floating_point() and (kept := self._of(tensor)) in _HALF:
+
+            def cast(gradient: Tensor) -> Tensor:
+                if _roundoff(self._of(gradient)) >= _roundoff(kept):
+                    return gradient
+                found = gradient.view_as(gradient) if self._noise is None else self._noise.rounded(gradient, kept)
+                return kept_as(found, kept)
+
+            tensor.register_hook(cast)
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

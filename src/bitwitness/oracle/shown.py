@@ -20,6 +20,8 @@ _DEVICES = ("cpu", "cuda", "xpu", "npu")
 class DeviceDtypes(TorchFunctionMode):
     """Answers ``x.dtype`` with the dtype in which the device keeps ``x``, and tells a `Rounding` where autocast is on.
 
+    Gradients of what is kept in a half type are cast to it on the device, which float64 does not show either.
+
     Autocast leaves float64 alone, and below it nobody can tell that it is on.
     """
 
@@ -40,7 +42,12 @@ class DeviceDtypes(TorchFunctionMode):
             found = func(*args, **kwargs)
         finally:
             self._rounding.autocast = before
-        return self._kept(func, args, kwargs, found) if isinstance(found, Tensor) else found
+        if not isinstance(found, Tensor):
+            return found
+        found = self._kept(func, args, kwargs, found)
+        with unheard():
+            self._rounding.watch_gradient(found)
+        return found
 
     @staticmethod
     def _kept(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], found: Tensor) -> Tensor:

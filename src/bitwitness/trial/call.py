@@ -107,7 +107,8 @@ class Prepared:
         versions = [copy._version for copy in self.copies]
         with torch.set_grad_enabled(bool(leaves)):
             outputs = tensors_of(fn(*self.args, **self.kwargs))
-        changed = {i: c for i, (c, v) in enumerate(zip(self.copies, versions, strict=True)) if c._version != v}
+        before = zip(self.copies, versions, self.call.tensors_once, strict=True)
+        changed = {i: c for i, (c, version, given) in enumerate(before) if c._version != version or _differ(c, given)}
         found: Sequence[Tensor | None] = ()
         if leaves:
             found = self._gradients(leaves, outputs, given or output_gradients(outputs, self.call.seed))
@@ -125,6 +126,15 @@ class Prepared:
         if not fits or not asked:
             return [None] * len(leaves)
         return torch.autograd.grad([t for t, _ in asked], leaves, [g for _, g in asked], allow_unused=True)
+
+
+def _differ(copy: Tensor, given: Tensor) -> bool:
+    """Whether a copy holds other numbers than what it was made of: what is written through ``.data`` counts no version."""
+    if copy.layout is not torch.strided or copy.is_complex():
+        return False
+    plain = given.detach().to(copy.device, copy.dtype)
+    same = copy.detach() == plain
+    return not bool((same | plain.isnan() if plain.is_floating_point() else same).all())
 
 
 def output_gradients(outputs: Sequence[Tensor], seed: int) -> list[Tensor | None]:

@@ -54,7 +54,7 @@ def judge_all(results: Results, oracle: Oracle) -> tuple[tuple[OutputResult, ...
     if len(exact.outputs) != len(results.outputs):
         wrong = f"{len(results.outputs)} tensors were returned; the oracle has {len(exact.outputs)}"
         return (OutputResult("out0", FAIL, wrong),), ""
-    found = [judge(f"out{i}", t, oracle, _Output(i)) for i, t in enumerate(results.outputs)]
+    found = [_typed(judge(f"out{i}", t, oracle, _Output(i)), t, oracle, i) for i, t in enumerate(results.outputs)]
     for i, gradient in enumerate(results.gradients):
         due = _at(exact.gradients, i)
         if gradient is not None and (due is not None or all(one.verdict != FAIL for one in found)):
@@ -168,6 +168,21 @@ def judge(slot: str, actual: Tensor, oracle: Oracle, of: Callable[[Results], Ten
     if verdict == FAIL and _only_flushed(value, truth, within, dtype) and len(oracle.mode.operators) > 1:
         verdict, reason = WARN, f"subnormal numbers of {head['dtype']} are flushed to zero on the way"
     return figures(head, verdict, reason, value, truth, allowed, dtype, within=within)
+
+
+def _typed(one: OutputResult, actual: Tensor, oracle: Oracle, place: int) -> OutputResult:
+    """Return a passed result with a warning where its dtype is wider than a reference gives."""
+    due = _at_dtype(oracle, place)
+    if one.verdict != PASS or not oracle.has_reference or due not in (torch.float16, torch.bfloat16):
+        return one
+    if not actual.is_floating_point() or unit_roundoff(actual.dtype) >= unit_roundoff(due):
+        return one
+    return replace(one, verdict=WARN, reason=f"{one.dtype} was returned where the reference gives {str(due)[6:]}")
+
+
+def _at_dtype(oracle: Oracle, place: int) -> torch.dtype | None:
+    kept = oracle.exact.kept
+    return kept[place] if place < len(kept) else None
 
 
 def _due_dtype(slot: str, actual: Tensor, oracle: Oracle) -> torch.dtype:

@@ -49,6 +49,11 @@ class Oracle:
         return self._once(None, stepwise=False)
 
     @property
+    def has_reference(self) -> bool:
+        """Whether something else than the call's own function is run."""
+        return self._reference is not None
+
+    @property
     def given(self) -> list[Tensor]:
         """The tensors among the call's arguments."""
         return self._call.tensors_once
