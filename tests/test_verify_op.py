@@ -99,7 +99,8 @@ RIGHT = {
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_what_is_right_does_not_fail(name: str, dtype: torch.dtype) -> None:
     fn, shapes = RIGHT[name]
-    found = bw.verify_op(fn, [wanting(*s, dtype=dtype, seed=i) for i, s in enumerate(shapes)])
+    inputs = [wanting(*s, dtype=dtype, seed=i) for i, s in enumerate(shapes)]
+    found = bw.verify_op(fn, inputs, variations=dtype is torch.bfloat16)
     assert found.verdict in ("pass", "warn"), str(found)
     assert as_given(found) in ("pass", "warn")
     if dtype is torch.float32:
@@ -253,7 +254,7 @@ def test_a_reference_that_does_not_fit_is_told() -> None:
     assert "the reference cannot be run in float64" in found.reason
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.sampled_from(["add", "mul", "div", "exp", "tanh", "sigmoid", "sum", "softmax", "matmul", "relu", "abs"]),
     st.sampled_from(FLOATS),

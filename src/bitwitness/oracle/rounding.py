@@ -90,11 +90,19 @@ class Rounding(TorchDispatchMode):
         self._whole: list[tuple[OpOverload, torch.dtype]] = []
         """Operators of which the parts run now, the outermost first, and in which dtype their results are kept."""
         self._clean: dict[int, tuple[Tensor, Tensor]] = {}
+        self._hooks: list[Any] = []
 
     def clean(self, tensor: Tensor) -> Tensor:
         """Return a result before it was rounded itself: what its operator made of what it read."""
         found = self._clean.get(id(tensor))
         return tensor if found is None else found[1]
+
+    def release(self) -> None:
+        """Let go of all tensors: they would keep this, and this them, for ever."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._clean.clear()
 
     def kept_dtype(self, tensor: Tensor) -> torch.dtype:
         """Return in which dtype the device keeps a tensor."""
@@ -113,7 +121,7 @@ class Rounding(TorchDispatchMode):
                 found = gradient.view_as(gradient) if self._noise is None else self._noise.rounded(gradient, kept)
                 return kept_as(found, kept)
 
-            tensor.register_hook(cast)
+            self._hooks.append(tensor.register_hook(cast))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

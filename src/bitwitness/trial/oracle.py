@@ -79,25 +79,34 @@ class Oracle:
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         mode = Rounding(self.dtype, generator, stepwise=stepwise)
         prepared = self._call.on(_wide)  # before the mode is on: inputs are what they are
-        with own_work(REFERENCE), _float64_by_default(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self._call.seed)
-            with heard(), mode, DeviceDtypes(mode):
-                found = prepared.run(self._reference or self._call.fn, self._given)
+        try:
+            with own_work(REFERENCE), _float64_by_default(), torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self._call.seed)
+                with heard(), mode, DeviceDtypes(mode):
+                    found = prepared.run(self._reference or self._call.fn, self._given)
+            return self._seen(found, mode), mode
+        finally:
+            mode.release()
 
-        def seen(tensor: Tensor, due: torch.dtype) -> Tensor:
-            """Return it before its own rounding, or after where what follows keeps it wider: that changes nothing any more."""
-            kept = mode.kept_dtype(tensor)
-            coarser = is_inexact(tensor) and due.is_floating_point and unit_roundoff(kept) > unit_roundoff(due)
-            return (tensor if coarser else mode.clean(tensor)).detach()
-
+    def _seen(self, found: Results, mode: Rounding) -> Results:
+        """Return results as they are before their own rounding: what is judged is rounded once more."""
         leaves = [t.dtype for t in self._call.tensors_once if t.requires_grad]
         wanted = [*self._dtypes, *[torch.float64] * len(found.outputs)]
+        gradients = zip(found.gradients, leaves, strict=False)
         return Results(
-            tuple(seen(t, due) for t, due in zip(found.outputs, wanted, strict=False)),
-            tuple(None if t is None else seen(t, due) for t, due in zip(found.gradients, leaves, strict=False)),
+            tuple(_before_rounding(t, due, mode) for t, due in zip(found.outputs, wanted, strict=False)),
+            tuple(None if t is None else _before_rounding(t, due, mode) for t, due in gradients),
             {i: mode.clean(t).detach() for i, t in found.changed.items()},
             tuple(mode.kept_dtype(t) for t in found.outputs),
-        ), mode
+        )
+
+
+def _before_rounding(tensor: Tensor, due: torch.dtype, mode: Rounding) -> Tensor:
+    """Return a result before its own rounding; after it where what follows keeps it wider, and rounds nothing any more."""
+    coarser = (
+        is_inexact(tensor) and due.is_floating_point and unit_roundoff(mode.kept_dtype(tensor)) > unit_roundoff(due)
+    )
+    return (tensor if coarser else mode.clean(tensor)).detach()
 
 
 def coarsest(tensors: list[Tensor]) -> torch.dtype:
