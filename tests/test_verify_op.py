@@ -112,7 +112,9 @@ def test_a_module_is_judged_with_its_parameters_and_left_as_it_was() -> None:
     before = {name: t.clone() for name, t in module.state_dict().items()}
     found = bw.verify_op(module, normal(64, 16))
     assert as_given(found) == "pass", str(found)
-    assert len(found.checks[0].outputs) == 1 + len(list(module.parameters()))
+    slots = [one.slot for one in found.checks[0].outputs]
+    assert sum(slot.startswith("grad") for slot in slots) == len(list(module.parameters()))
+    assert sum(slot.startswith("in") for slot in slots) == 3  # running mean, variance and count
     assert all(torch.equal(before[name], t) for name, t in module.state_dict().items())
 
 

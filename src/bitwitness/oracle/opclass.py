@@ -161,6 +161,11 @@ def _flat(args: Sequence[Any]) -> list[Any]:
     return found
 
 
+def roundings(operators: Sequence[OpOverload]) -> int:
+    """Return how many of these operators round."""
+    return sum(_class_of(f) != EXACT for f in operators)
+
+
 def has_products(operators: Sequence[OpOverload]) -> bool:
     """Whether a sum of products is among operators: a zero of it may be left out, or make a NaN of another."""
     return any(_class_of(f) == SOLVER or sums_products(f) or "fft" in f.overloadpacket.__name__ for f in operators)

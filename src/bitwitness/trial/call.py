@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -89,7 +89,8 @@ class Call:
 
     def run(self) -> Results:
         """Run it once on copies of its arguments that lie in memory as they do; raises whatever the function raises."""
-        return self.on(as_laid_out).run(self.fn)
+        prepared = self.on(as_laid_out)
+        return replace(prepared.run(self.fn), changed=prepared.written())
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,15 +105,19 @@ class Prepared:
     def run(self, fn: Callable[..., Any], given: Sequence[Tensor | None] = ()) -> Results:
         """Run a function; ``given``: output gradients, drawn where there are none, unused where they do not fit."""
         leaves = [copy for copy in self.copies if copy.requires_grad]
-        versions = [copy._version for copy in self.copies]
         with torch.set_grad_enabled(bool(leaves)):
             outputs = tensors_of(fn(*self.args, **self.kwargs))
-        before = zip(self.copies, versions, self.call.tensors_once, strict=True)
-        changed = {i: c for i, (c, version, given) in enumerate(before) if c._version != version or _differ(c, given)}
         found: Sequence[Tensor | None] = ()
         if leaves:
             found = self._gradients(leaves, outputs, given or output_gradients(outputs, self.call.seed))
-        return Results(tuple(outputs), tuple(found), changed)
+        return Results(tuple(outputs), tuple(found))
+
+    def written(self) -> dict[int, Tensor]:
+        """Return the copies that hold other numbers than they did, by their number; through ``.data``, too."""
+        given = self.call.tensors_once
+        return {
+            i: copy for i, (copy, before) in enumerate(zip(self.copies, given, strict=True)) if _differ(copy, before)
+        }
 
     def _gradients(
         self, leaves: Sequence[Tensor], outputs: Sequence[Tensor], drawn: Sequence[Tensor | None]
@@ -129,7 +134,7 @@ class Prepared:
 
 
 def _differ(copy: Tensor, given: Tensor) -> bool:
-    """Whether a copy holds other numbers than what it was made of: what is written through ``.data`` counts no version."""
+    """Whether a copy holds other numbers than what it was made of."""
     if copy.layout is not torch.strided or copy.is_complex():
         return False
     plain = given.detach().to(copy.device, copy.dtype)

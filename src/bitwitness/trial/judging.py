@@ -21,6 +21,7 @@ from torch import Tensor
 
 from bitwitness.numerics import unit_roundoff
 from bitwitness.oracle.eligible import have_truth
+from bitwitness.oracle.opclass import roundings
 from bitwitness.oracle.widening import widened
 from bitwitness.trial.allowance import allowance, lean
 from bitwitness.trial.call import Results, is_inexact
@@ -165,7 +166,7 @@ def judge(slot: str, actual: Tensor, oracle: Oracle, of: Callable[[Results], Ten
             verdict = WARN if stepwise else PASS
             reason = _ROUNDED_ON_THE_WAY.format(dtype=head["dtype"]) if stepwise else ""
             break
-    if verdict == FAIL and _only_flushed(value, truth, within, dtype) and len(oracle.mode.operators) > 1:
+    if verdict == FAIL and _only_flushed(value, truth, within, dtype) and roundings(oracle.mode.operators) > 1:
         verdict, reason = WARN, f"subnormal numbers of {head['dtype']} are flushed to zero on the way"
     return figures(head, verdict, reason, value, truth, allowed, dtype, within=within)
 
@@ -208,7 +209,9 @@ def _correctly_rounded(value: Tensor, truth: Tensor, dtype: torch.dtype) -> Tens
 def _only_flushed(value: Tensor, truth: Tensor, within: Tensor, dtype: torch.dtype) -> bool:
     """Whether all that is outside is zero where the truth is subnormal."""
     outside = ~within
-    return bool(((value == 0) & (truth.abs() < torch.finfo(dtype).smallest_normal))[outside].all())
+    return bool(outside.any()) and bool(
+        ((value == 0) & (truth.abs() < torch.finfo(dtype).smallest_normal))[outside].all()
+    )
 
 
 def _may_be_infinite(

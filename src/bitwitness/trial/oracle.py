@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -84,7 +85,7 @@ class Oracle:
                 torch.manual_seed(self._call.seed)
                 with heard(), mode, DeviceDtypes(mode):
                     found = prepared.run(self._reference or self._call.fn, self._given)
-            return self._seen(found, mode), mode
+            return self._seen(replace(found, changed=prepared.written()), mode), mode
         finally:
             mode.release()
 
