@@ -5,7 +5,7 @@ export OMP_NUM_THREADS := 1
 # hundreds of fresh processes import the package in the tests: none shall compile it again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test test-torch check demo demo-seed bench bench-record bench-monitor bench-compare detect campaign innocent clean
+.PHONY: test test-torch check demo demo-seed bench bench-record bench-monitor bench-compare bench-precheck detect campaign innocent clean
 
 # three files of tests at a time on two cores: most wait for the processes that they start; types are checked beside them
 test: .stamp-venv
@@ -58,6 +58,11 @@ bench-monitor: .stamp-venv
 
 bench-compare: .stamp-venv
 	$(BIN)/python bench/compare.py
+
+# every operator on trial: wrong variants, and what it costs beside msprobe
+bench-precheck: .stamp-venv
+	$(BIN)/python bench/mutation.py
+	$(BIN)/python bench/precheck.py
 
 detect: .stamp-venv
 	$(BIN)/python bench/detect.py

@@ -166,6 +166,11 @@ def roundings(operators: Sequence[OpOverload]) -> int:
     return sum(_class_of(f) != EXACT for f in operators)
 
 
+def only_rounds_correctly(operators: Sequence[OpOverload]) -> bool:
+    """Whether each of these operators is exact or correctly rounded."""
+    return all(_class_of(f) in (EXACT, CORRECTLY_ROUNDED) for f in operators)
+
+
 def has_products(operators: Sequence[OpOverload]) -> bool:
     """Whether a sum of products is among operators: a zero of it may be left out, or make a NaN of another."""
     return any(_class_of(f) == SOLVER or sums_products(f) or "fft" in f.overloadpacket.__name__ for f in operators)

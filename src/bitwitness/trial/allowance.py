@@ -24,6 +24,17 @@ _PRIOR = 4.0
 """Weight, in draws, of the spread of an element's neighbours in size: a few draws may all be small by chance."""
 
 
+def least_allowance(truth: Tensor, dtype: torch.dtype, *, rounds_once: bool) -> Tensor:
+    """Return by how much each element may be off in any case: noise would allow more.
+
+    For half types that is half a unit in the last place and what float32 leaves; for others one unit, but for the operations
+    that IEEE 754 has rounded correctly (``rounds_once``).
+    """
+    half = dtype in (torch.float16, torch.bfloat16)
+    share = (1 + _HALF_ROOM) / 2 if half else (1 + _ROOM) / 2 if rounds_once else 1.0
+    return spacing(truth.masked_fill(~truth.isfinite(), 0.0), dtype) * share
+
+
 def allowance(truth: Tensor, noisy: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Return by how much each element may be off; float64, all of one shape.
 
