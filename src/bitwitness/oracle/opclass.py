@@ -161,14 +161,19 @@ def _flat(args: Sequence[Any]) -> list[Any]:
     return found
 
 
-def roundings(operators: Sequence[OpOverload]) -> int:
-    """Return how many of these operators round."""
-    return sum(_class_of(f) != EXACT for f in operators)
-
-
 def only_rounds_correctly(operators: Sequence[OpOverload]) -> bool:
     """Whether each of these operators is exact or correctly rounded."""
     return all(_class_of(f) in (EXACT, CORRECTLY_ROUNDED) for f in operators)
+
+
+def is_elementwise(operators: Sequence[OpOverload]) -> bool:
+    """Whether all of these operators make each number of one number of each input."""
+    return all(_class_of(f) in (EXACT, CORRECTLY_ROUNDED, ELEMENTWISE, SPECIAL) for f in operators)
+
+
+def is_pointwise(operators: Sequence[OpOverload]) -> bool:
+    """Whether they are, and no more than one of them rounds: nothing gets lost on the way."""
+    return is_elementwise(operators) and sum(_class_of(f) != EXACT for f in operators) <= 1
 
 
 def has_products(operators: Sequence[OpOverload]) -> bool:

@@ -33,10 +33,11 @@ def parts_of(
     args, kwargs
         Arguments in float64, on which both are tried once for each operator: one that gives anything else is not used.
     stepwise
-        Kernels may round on their way: what they add to a product, too.
+        Kernels may round on their way: a product that is scaled and added to something, too.
 
     """
-    biased = stepwise and func.overloadpacket.__name__ in _BIASED
+    scaled = kwargs.get("alpha", 1) != 1 or kwargs.get("beta", 1) != 1
+    biased = stepwise and scaled and func.overloadpacket.__name__ in _BIASED
     if (kind not in (ELEMENTWISE, OTHER) and not biased) or any(r.alias_info is not None for r in func._schema.returns):
         return None
     parts = _known(func)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bitwitness.numerics import unit_roundoff
 from bitwitness.oracle.eligible import have_truth
-from bitwitness.oracle.opclass import only_rounds_correctly, roundings
+from bitwitness.oracle.opclass import is_elementwise, only_rounds_correctly
 from bitwitness.oracle.widening import widened
 from bitwitness.trial.allowance import allowance, lean, least_allowance
 from bitwitness.trial.call import Results, is_inexact
@@ -169,7 +169,7 @@ def judge(slot: str, actual: Tensor, oracle: Oracle, of: Callable[[Results], Ten
             verdict = WARN if stepwise else PASS
             reason = _ROUNDED_ON_THE_WAY.format(dtype=head["dtype"]) if stepwise else ""
             break
-    if verdict == FAIL and _only_flushed(value, truth, within, dtype) and roundings(oracle.mode.operators) > 1:
+    if verdict == FAIL and _only_flushed(value, truth, within, dtype) and not is_elementwise(oracle.mode.operators):
         verdict, reason = WARN, f"subnormal numbers of {head['dtype']} are flushed to zero on the way"
     return figures(head, verdict, reason, value, truth, allowed, dtype, within=within)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bitwitness.errors import UsageError
-from bitwitness.oracle.opclass import has_products, is_linear
+from bitwitness.oracle.opclass import has_products, is_linear, is_pointwise
 from bitwitness.stats import same_bits
 from bitwitness.trial import variations
 from bitwitness.trial.call import Call, Results
@@ -23,6 +23,8 @@ from bitwitness.trial.result import FAIL, NOT_JUDGED, PASS, WARN, OutputResult, 
 from bitwitness.trial.verification import Check, Verification
 
 _REPEATS = 3
+_TINY = 2.0**12
+"""Times the smallest normal number below which results may come of numbers that were lost."""
 Soft = Callable[[OutputResult], str]
 _LONGEST_SAID = 200  # characters of an error: torch's may hold whole schemas
 
@@ -151,13 +153,13 @@ class Trial:
             self._try(name, call, oracle)
         self._batch(first)
         for name, call in variations.scales(self._call):
-            self._try(name, call)
+            self._try(name, call, soft=_overflows if name == "large numbers" else None)
         if is_linear(oracle.mode.operators):
             self._try("integers, whose sums are exact", variations.integers(self._call))
         products = has_products(oracle.mode.operators)
         for name, call in variations.specials(self._call):
             if name == "zeros and subnormal numbers":
-                self._try(name, call, soft=_kinked)
+                self._try(name, call, soft=partial(_kinked, alone=is_pointwise(oracle.mode.operators)))
             else:
                 self._try(name, replace(call, gradients=False), soft=partial(_odd, products=products))
 
@@ -201,9 +203,22 @@ def _odd(one: OutputResult, *, products: bool) -> str:
     return "is not finite where float64 is, or otherwise"
 
 
-def _kinked(one: OutputResult) -> str:
-    """Tell where there is more than one right gradient: at the kink of an absolute value, say."""
-    return "another subgradient" if one.slot.startswith("grad") else ""
+def _kinked(one: OutputResult, *, alone: bool) -> str:
+    """Tell where there is more than one right gradient, and where numbers get lost that are too small on the way.
+
+    The first is at the kink of an absolute value, say; the second is not in what makes each number of one ``alone``.
+    """
+    if one.slot.startswith("grad"):
+        return "another subgradient"
+    tiny = _TINY * torch.finfo(getattr(torch, one.dtype, torch.float32)).smallest_normal
+    return (
+        "loses the smallest numbers on its way" if not alone and max(abs(one.value), abs(one.expected)) < tiny else ""
+    )
+
+
+def _overflows(one: OutputResult) -> str:
+    """Tell where what is finite in float64 leaves the dtype's range on the way."""
+    return "" if math.isfinite(one.value) else "overflows on its way"
 
 
 def _rows(which: slice) -> str:
