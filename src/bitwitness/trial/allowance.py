@@ -10,9 +10,10 @@ from torch import Tensor
 
 from bitwitness.trial.figures import spacing
 
-ALLOWANCE = 8.0
-"""Times the spread that an element may be off by: uniform roundings sum to nearly normal errors, of which 8 sigma never happen;
-what a kernel's own algorithm adds is of the same size."""
+ALLOWANCE = 10.0
+"""Times the spread that an element may be off by: uniform roundings sum to nearly normal errors, of which 10 sigma never
+happen; what a kernel's own algorithm adds is of the same size. Of more than `_MANY_NUMBERS` the furthest is further off."""
+_MANY_NUMBERS = 1e4
 _ROOM, _HALF_ROOM = 2.0**-9, 2.0**-5
 """Of half a unit in the last place: for what the oracle itself rounds, and for half types what float32 leaves on the way."""
 _BEYOND, _FEW_NUMBERS = 2.0, 30.0
@@ -46,7 +47,8 @@ def allowance(truth: Tensor, noisy: Sequence[Tensor], dtype: torch.dtype) -> Ten
     deviations = [torch.where(finite & n.isfinite(), n - size, 0.0) for n in noisy]
     spread = _spread(deviations, size)
     half = dtype in (torch.float16, torch.bfloat16)
-    times = min(ALLOWANCE, _reach(deviations, spread)) if half else ALLOWANCE
+    most = ALLOWANCE * max(1.0, math.sqrt(math.log(max(size.numel(), 1)) / math.log(_MANY_NUMBERS)))  # of normal errors
+    times = min(most, _reach(deviations, spread)) if half else most
     return spacing(size, dtype) / 2 * (1 + (_HALF_ROOM if half else _ROOM)) + times * spread
 
 
