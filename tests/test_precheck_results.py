@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bitwitness.errors import UnwrittenError, UsageError
+from bitwitness import UsageError
+from bitwitness.errors import UnwrittenError
 from bitwitness.precheck.junit import write_junit
 from bitwitness.precheck.reproducer import safe_name, write_reproducer
 from bitwitness.precheck.summary import exit_code, headline, summarize
@@ -162,7 +163,7 @@ class TestSummary:
         )
         assert lines[1] == "FAIL nn.functional.gelu [float32], 1 case: why fail"
         assert lines[2].endswith("out0[3, 1] is 1.5, expected 1.25, may be off by 0.02 (12 times that)")
-        assert lines[-1] == "not judged, 1 case: why not judged"
+        assert lines[-1] == "not judged, 1 case: why not judged (nn.functional.gelu)"
 
     def test_cases_of_one_reason_are_told_together_and_many_are_counted(self) -> None:
         alike = [case(FAIL, n, reason=f"element [{n}] is {n}.5 off") for n in range(30)]
