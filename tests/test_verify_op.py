@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
@@ -248,6 +249,11 @@ def test_inputs_that_are_none_are_refused_with_what_was_expected() -> None:
         bw.verify_op(torch.matmul, (normal(2, 3), normal(2, 3)))
     with pytest.raises(bw.UsageError, match="returned no tensor"):
         bw.verify_op(lambda x: x.shape, normal(2, 3))
+
+
+def test_an_operator_that_ends_the_process_is_refused_like_one_that_raises() -> None:
+    with pytest.raises(bw.UsageError, match="the operator raises on its inputs: SystemExit: 5"):
+        bw.verify_op(lambda _: sys.exit(5), normal(4))
 
 
 def test_a_reference_that_does_not_fit_is_told() -> None:

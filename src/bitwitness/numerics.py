@@ -29,6 +29,8 @@ _SIGNIFICAND_BITS = {  # the hidden bit included
 _PACKED = (torch.float4_e2m1fn_x2,)  # two numbers in one element: torch has no arithmetic and no cast for it
 _UNSIGNED = (torch.float8_e8m0fnu,)  # a bare exponent, without a sign bit
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+HALF = (torch.float16, torch.bfloat16)
+"""The half types that have arithmetic of their own: kernels compute in float32 for them."""
 _FARTHEST = torch.iinfo(torch.int64).max
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from bitwitness.cli.options import write_json
 from bitwitness.cli.progress import progress_bar
 from bitwitness.errors import EXIT_FINDINGS, EXIT_UNREAD, UsageError
+from bitwitness.files.shown import harmless
 from bitwitness.files.writing import distinct, target_of, write_text
 
 if TYPE_CHECKING:
@@ -66,8 +67,6 @@ def refuse(args: argparse.Namespace) -> None:
 
 def show(report: CheckpointReport, shown: int = _SHOWN) -> None:
     """Print the parameters that are farthest apart, what was not compared, and the conclusion."""
-    from bitwitness.comparison.table import harmless
-
     rows = [one for one in report.parameters if one.result not in ("equal", "same values")]
     if rows:
         print(_table(rows[:shown]))
@@ -89,8 +88,6 @@ def _table(rows: list[Any]) -> str:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
-
-    from bitwitness.comparison.table import harmless
 
     table = Table(box=None, pad_edge=False)
     table.add_column("parameter", overflow="fold")
@@ -125,7 +122,6 @@ def _note(row: Any) -> str:
 
 
 def _csv(report: CheckpointReport) -> str:
-    from bitwitness.comparison.table import harmless
 
     text = StringIO()
     writer = csv.writer(text)

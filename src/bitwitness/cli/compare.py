@@ -14,6 +14,7 @@ from typing import Any
 from bitwitness.cli.options import add_json, add_quiet
 from bitwitness.cli.progress import progress_bar
 from bitwitness.errors import EXIT_FINDINGS, EXIT_UNREAD
+from bitwitness.files.shown import harmless
 
 _SHOWN = 10  # places on the terminal: the first ones matter, the rest follow from them; the CSV has all
 _CODES = {"fine": 0, "findings": EXIT_FINDINGS, "unread": EXIT_UNREAD}
@@ -90,8 +91,6 @@ def main(args: argparse.Namespace) -> int:
 
 def _show_all(report: Any, earlier: str, others: Sequence[str]) -> None:
     """Print what was found of one model, and a line for each of the others: ``earlier`` before it, which parts before."""
-    from bitwitness.comparison.table import harmless
-
     print(f"{harmless(earlier)}\n" * bool(earlier), end="")
     _show(report)
     print("".join(f"{harmless(line)}\n" for line in others if line != earlier), end="")
@@ -132,7 +131,6 @@ def _propose(modules: dict[str, str], path: str) -> int:
 
 
 def _show(report: Any) -> None:
-    from bitwitness.comparison.table import harmless
 
     print(harmless(report.conclusion))
     if report.first is not None:
@@ -164,8 +162,6 @@ def _show_suspects(report: Any) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
-
-    from bitwitness.comparison.table import harmless
 
     if report.first.line:
         print(f"called at {harmless(report.first.line)}")

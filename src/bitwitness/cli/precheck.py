@@ -164,13 +164,13 @@ def _write(out: Path, results: list[Any], title: str) -> None:
     from bitwitness.files.writing import write_text
     from bitwitness.precheck.junit import write_junit
     from bitwitness.precheck.tables import write_csv, write_json
+    from bitwitness.report.prechecked import precheck_page
 
     write_csv(out / "results.csv", results)
     write_json(out / "results.json", results)
     write_junit(out / "junit.xml", results)
     try:
-        from bitwitness.report.prechecked import precheck_page
-    except ImportError:  # the report's templates are an extra
-        write_text(out / "report.html", "<p>Install bitwitness[report] for this page; results.json holds all.</p>\n")
-        return
-    write_text(out / "report.html", precheck_page(results, title))
+        page = precheck_page(results, title)
+    except UsageError:  # the report's templates are an extra
+        page = "<p>Install bitwitness[report] for this page; results.json holds all.</p>\n"
+    write_text(out / "report.html", page)

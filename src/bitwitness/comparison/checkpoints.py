@@ -11,7 +11,7 @@ from typing import Any
 
 from bitwitness.comparison.pair import DIFFERS, EQUAL, SAME_VALUES, SHAPES, UNREADABLE, Parameter, compare_pair
 from bitwitness.comparison.renames import Names, matched
-from bitwitness.comparison.table import harmless
+from bitwitness.files.shown import harmless
 from bitwitness.finding import to_jsonable
 from bitwitness.store.checkpoints import Checkpoint
 

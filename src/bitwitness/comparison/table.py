@@ -15,7 +15,7 @@ from bitwitness.comparison.align import Pair
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.values import KeptValues
 from bitwitness.errors import UsageError
-from bitwitness.files.shown import shown
+from bitwitness.files.shown import harmless
 from bitwitness.finding import to_jsonable
 
 COLUMNS = (
@@ -25,8 +25,6 @@ COLUMNS = (
     "l2_rel", "nan_a", "nan_b", "hash_a", "hash_b",
 )  # fmt: skip
 _SHEET_ROWS = 1_048_575  # that a spreadsheet holds below its header
-# Beginnings that make spreadsheets compute a cell; names in a recording may come from somebody else.
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 Cells = dict[str, Any]
 
@@ -82,12 +80,6 @@ def _cells(differences: Differences, pair: Pair, row_a: int, row_b: int, values:
             "ulp": metrics.ulp_max,
         }
     return cells
-
-
-def harmless(text: str) -> str:
-    """Return a text that no spreadsheet takes for a formula and no terminal for a command."""
-    safe = shown(text, None)
-    return f"'{safe}" if text.startswith(_FORMULA) else safe
 
 
 class CsvTable:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 _LONGEST = 300  # characters of one quoted piece: two lines of a terminal
+# Beginnings that make spreadsheets compute a cell; names in a recording may come from somebody else.
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def shown(text: object, limit: int | None = _LONGEST) -> str:
@@ -31,6 +33,12 @@ def shown_lines(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else escaped(c) for c in text)
+
+
+def harmless(text: str) -> str:
+    """Return a text, as `shown` gives it and uncut, that no spreadsheet takes for a formula: what begins one is quoted."""
+    safe = shown(text, None)
+    return f"'{safe}" if text.startswith(_FORMULA) else safe
 
 
 def escaped(character: str) -> str:

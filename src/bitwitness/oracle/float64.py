@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,24 +19,44 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype.is_floating_point else dtype
 
 
+def each_argument(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return an operator's arguments with each of them changed: lists, tuples and dicts are gone through."""
+    if isinstance(value, list | tuple):
+        return type(value)(each_argument(item, change) for item in value)
+    if isinstance(value, dict):
+        return {key: each_argument(item, change) for key, item in value.items()}
+    return change(value)
+
+
+def widened(value: Any) -> Any:
+    """Return an operator's arguments with every floating dtype, and every tensor of one, as wide as float64, on the CPU."""
+
+    def wide(one: Any) -> Any:
+        if isinstance(one, torch.Tensor):
+            return one.to("cpu", wide_dtype(one.dtype))
+        if isinstance(one, torch.dtype):
+            return wide_dtype(one)
+        return torch.device("cpu") if isinstance(one, torch.device) else one
+
+    return each_argument(value, wide)
+
+
 def to_float64(value: Any) -> Any:
-    """Return an operator's arguments as float64 takes them: lists, tuples and dicts are gone through.
+    """Return an operator's arguments as float64 takes them.
 
     Floating tensors become detached float64 tensors on the CPU, other tensors move there, floating dtypes become float64 and
     devices the CPU (an operator that casts or creates would leave float64 otherwise). What is float64 on the CPU already is
     not copied, and complex numbers keep their precision.
     """
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu().double() if value.is_floating_point() else value.detach().cpu()
-    if isinstance(value, torch.dtype):
-        return torch.float64 if value.is_floating_point else value
-    if isinstance(value, torch.device):
-        return torch.device("cpu")
-    if isinstance(value, list | tuple):
-        return type(value)(to_float64(item) for item in value)
-    if isinstance(value, dict):
-        return {key: to_float64(item) for key, item in value.items()}
-    return value
+
+    def wide(one: Any) -> Any:
+        if isinstance(one, torch.Tensor):
+            return one.detach().cpu().double() if one.is_floating_point() else one.detach().cpu()
+        if isinstance(one, torch.dtype):
+            return torch.float64 if one.is_floating_point else one
+        return torch.device("cpu") if isinstance(one, torch.device) else one
+
+    return each_argument(value, wide)
 
 
 def run_in_float64(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:

@@ -19,6 +19,7 @@ from bitwitness.oracle.kernels import named_arguments
 from bitwitness.oracle.names import PRODUCTS, canonical
 from bitwitness.oracle.opnames import CORRECTLY_ROUNDED_NAMES, ELEMENTARY, EXACT_NAMES, SPECIAL_NAMES, WIDE_SUMS
 from bitwitness.tap.compat import OpOverload
+from bitwitness.tap.operators import tensors_in
 
 EXACT, CORRECTLY_ROUNDED, ELEMENTWISE, SPECIAL, SUM, SOLVER, RESAMPLING, OTHER = (
     "exact",
@@ -30,6 +31,20 @@ EXACT, CORRECTLY_ROUNDED, ELEMENTWISE, SPECIAL, SUM, SOLVER, RESAMPLING, OTHER =
     "resampling",
     "other",
 )
+
+
+def is_view(func: OpOverload) -> bool:
+    """Whether an operator returns a view of what it was given."""
+    return not func._schema.is_mutable and any(r.alias_info is not None for r in func._schema.returns)
+
+
+def asked_dtype(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
+    """Return the floating dtype that a call asks for; not float64, which is what a tensor that was made wide asks for, too."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.dtype) and (value.is_floating_point or value.is_complex):
+            real = value.to_real() if value.is_complex else value
+            return None if real is torch.float64 else real
+    return None
 
 
 def class_of(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], kept: torch.dtype) -> str:
@@ -63,6 +78,8 @@ def _accumulates(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any
     return bool(named.get("accumulate")) or named.get("reduce") is not None
 
 
+_PLACES = 4.0
+"""Roundings for each row of a solver's matrix, or place on a resampler's side."""
 _SOLVERS = ("linalg_", "cholesky", "lu_", "triangular_solve", "inverse", "ormqr")
 _NO_SOLVERS = ("linalg_cross", "linalg_vector_norm", "linalg_vecdot", "linalg_diagonal")
 _RESAMPLERS = ("upsample", "grid_sampler", "affine_grid")
@@ -100,7 +117,7 @@ def growth(
     rounding error analysis", 2019); half of it, for kernels add up in several lanes. A solver's grow with the size of its
     matrix (Higham, chapters 9 and 10), a resampler's with the coordinates that it computes.
     """
-    inputs = [a for a in _flat(args) if isinstance(a, Tensor)]
+    inputs = tensors_in(args)
     sides = [n for t in inputs for n in t.shape[-2:]]
     if kind in (SOLVER, RESAMPLING):
         return _PLACES * max([1.0, *map(float, sides)])
@@ -110,9 +127,6 @@ def growth(
     if kind == OTHER and result is not None and result.numel():
         terms = max(terms, max((t.numel() for t in inputs), default=1) / result.numel())
     return max(1.0, math.sqrt(terms) / 2)
-
-
-_PLACES = 4.0
 
 
 def _depth(inputs: Sequence[Tensor]) -> float:
@@ -151,16 +165,6 @@ def _reduced(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return float(math.prod(source.shape[d] for d in dims)) if dims else float(source.numel())
 
 
-def _flat(args: Sequence[Any]) -> list[Any]:
-    found: list[Any] = []
-    for a in args:
-        if isinstance(a, list | tuple):
-            found += _flat(a)
-        else:
-            found.append(a)
-    return found
-
-
 def only_rounds_correctly(operators: Sequence[OpOverload]) -> bool:
     """Whether each of these operators is exact or correctly rounded."""
     return all(_class_of(f) in (EXACT, CORRECTLY_ROUNDED) for f in operators)
@@ -190,7 +194,7 @@ _LINEAR = frozenset(("sum", "add", "sub", "neg", "convolution", "convolution_bac
 
 
 def is_linear(operators: Sequence[OpOverload]) -> bool:
-    """Whether all operators but one select, and that one sums or multiplies: of small integers its result is exact."""
+    """Whether all that rounds among operators sums or multiplies: of small integers the result is exact."""
     rounding = [f for f in operators if _class_of(f) != EXACT]
     names = {f.overloadpacket.__name__.strip("_") for f in rounding}
     return bool(rounding) and all(n in _LINEAR or canonical(n) in PRODUCTS for n in names)

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitwitness.numerics import unit_roundoff
+from bitwitness.numerics import HALF, unit_roundoff
 from bitwitness.oracle.eligible import draws, is_unique
-from bitwitness.oracle.float64 import wide_dtype
+from bitwitness.oracle.float64 import each_argument, wide_dtype, widened
 from bitwitness.oracle.noise import Noise
 from bitwitness.oracle.opclass import (
     CORRECTLY_ROUNDED,
@@ -26,15 +26,17 @@ from bitwitness.oracle.opclass import (
     SPECIAL,
     SUM,
     adds_in_place,
+    asked_dtype,
     class_of,
     growth,
     is_elementary,
+    is_view,
     sums_products,
     sums_wide,
 )
 from bitwitness.oracle.takenapart import parts_of
-from bitwitness.oracle.widening import asked_dtype, is_view, tensors_in_all, widened
 from bitwitness.tap.compat import OpOverload, TorchDispatchMode
+from bitwitness.tap.operators import tensors_in
 
 _ROUNDINGS = 4.0
 """Roundings that an elementary function's approximation may leave: two units in the last place, as CUDA's are documented."""
@@ -44,7 +46,6 @@ _TAPS = 64.0
 """Roundings of weights, in units of the largest result, that a resampler's neighbours may leave when they cancel."""
 _TAG = "_bitwitness_kept_as"
 """The attribute of a float64 tensor that says which dtype the device keeps it in."""
-_HALF = (torch.float16, torch.bfloat16)
 
 
 def kept_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -106,14 +107,14 @@ class Rounding(TorchDispatchMode):
 
     def kept_dtype(self, tensor: Tensor) -> torch.dtype:
         """Return in which dtype the device keeps a tensor."""
-        if not (tensor.is_floating_point() or tensor.is_complex()):
+        if not _is_inexact(tensor):
             return tensor.dtype
         kept = self._of(tensor)
         return kept.to_complex() if tensor.is_complex() and not kept.is_complex else kept
 
     def watch_gradient(self, tensor: Tensor) -> None:
         """Have the gradient of a tensor that the device keeps in a half type kept in it, too, as autograd casts it there."""
-        if tensor.requires_grad and tensor.is_floating_point() and (kept := self._of(tensor)) in _HALF:
+        if tensor.requires_grad and tensor.is_floating_point() and (kept := self._of(tensor)) in HALF:
 
             def cast(gradient: Tensor) -> Tensor:
                 if _roundoff(self._of(gradient)) >= _roundoff(kept):
@@ -133,7 +134,7 @@ class Rounding(TorchDispatchMode):
             return self._view(func, args, kwargs)
         self._note(func, args, kwargs)
         asked, noise = asked_dtype(args, kwargs), self._noise
-        kept = asked or self._coarsest((args, kwargs))
+        kept = asked or self._coarsest(tensors_in([*args, *kwargs.values()]))
         if noise is not None and asked is None and not self._whole:
             if self.autocast is not None and sums_products(func):
                 kept = max(kept, self.autocast, key=_roundoff)
@@ -183,8 +184,7 @@ class Rounding(TorchDispatchMode):
             i for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
         }
         sums = sums_wide(func, kind) and not any(adds_in_place(whole) for whole, _ in self._whole)
-        wide = not self._stepwise or sums or is_elementary(func)
-        internal = self._internal(kept, wide=wide)
+        internal = self._internal(kept, wide=not self._stepwise or sums or is_elementary(func))
         if kind != CORRECTLY_ROUNDED:
             share = max(internal * growth(func, kind, given[0], given[1]), self._factors(kind))
             args = tuple(a if i in written else _moved(noise, a, share) for i, a in enumerate(given[0]))
@@ -193,13 +193,10 @@ class Rounding(TorchDispatchMode):
 
         def finished(tensor: Tensor) -> Tensor:
             wide = tensor.to(wide_dtype(tensor.dtype))
-            roundings = _SPECIAL_ROUNDINGS if kind == SPECIAL else _ROUNDINGS
-            share = (
-                0.0
-                if kind == CORRECTLY_ROUNDED
-                else roundings * internal * growth(func, kind, given[0], given[1], wide)
-            )
-            clean = noise.moved(wide, share) if share else wide
+            clean = wide
+            if kind != CORRECTLY_ROUNDED:
+                roundings = _SPECIAL_ROUNDINGS if kind == SPECIAL else _ROUNDINGS
+                clean = noise.moved(wide, roundings * internal * growth(func, kind, given[0], given[1], wide))
             if kind == RESAMPLING and clean.numel():  # its weights are off, which may cancel
                 clean = clean + noise.signs(clean, internal * _TAPS) * clean.abs().nan_to_num(0.0, 0.0, 0.0).max()
             if func._schema.is_mutable and any(tensor is given[0][i] for i in written if i < len(given[0])):
@@ -219,7 +216,7 @@ class Rounding(TorchDispatchMode):
 
     def _inner(self, kept: torch.dtype) -> torch.dtype:
         """Return in which dtype a kernel keeps what it computes on its way to a result in ``kept``."""
-        return torch.float32 if kept in _HALF and not self._stepwise else kept
+        return torch.float32 if kept in HALF and not self._stepwise else kept
 
     def _factors(self, kind: str) -> float:
         """Return how far factors of a product are off: in attention, probabilities are rounded to be multiplied."""
@@ -231,42 +228,42 @@ class Rounding(TorchDispatchMode):
     def _of(self, tensor: Tensor) -> torch.dtype:
         return getattr(tensor, _TAG, self._dtype)
 
-    def _coarsest(self, values: Any) -> torch.dtype:
+    def _coarsest(self, tensors: Sequence[Tensor]) -> torch.dtype:
         """Return in which dtype a result of these is kept: the coarsest of theirs.
 
         Torch would take the widest where they differ. But where a function casts to ``x.dtype`` nothing is cast in float64,
         and what is wider here was cast there.
         """
-        kept = [(t.dim() > 0, self._of(t)) for t in tensors_in_all(values) if t.is_floating_point() or t.is_complex()]
-        if not kept:  # made of integers, as torch's default; or from nothing, most often as the tensors around it
-            return torch.float32 if tensors_in_all(values) else self._dtype
-        shaped = [k for has_shape, k in kept if has_shape] or [k for _, k in kept]  # numbers take no part in it
-        return max((k.to_real() if k.is_complex else k for k in shaped), key=_roundoff)
+        inexact = [t for t in tensors if _is_inexact(t)]
+        if not inexact:  # made of integers, as torch's default; or from nothing, most often as the tensors around it
+            return torch.float32 if tensors else self._dtype
+        shaped = [t for t in inexact if t.dim()] or inexact  # numbers take no part in it
+        kept = map(self._of, shaped)
+        return max((k.to_real() if k.is_complex else k for k in kept), key=_roundoff)
 
     def _cast(self, values: Any, kept: torch.dtype, noise: Noise) -> Any:
         """Return arguments with those rounded to ``kept`` that are kept in a wider dtype: the device reads them cast."""
-        if isinstance(values, Tensor):
-            wide = values.is_floating_point() and values.dim() and _roundoff(self._of(values)) < _roundoff(kept)
-            return noise.rounded(values, kept) if wide else values
-        if isinstance(values, list | tuple):
-            return type(values)(self._cast(v, kept, noise) for v in values)
-        if isinstance(values, dict):
-            return {k: self._cast(v, kept, noise) for k, v in values.items()}
-        return values
+
+        def cast(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not value.is_floating_point() or not value.dim():
+                return value
+            return noise.rounded(value, kept) if _roundoff(self._of(value)) < _roundoff(kept) else value
+
+        return each_argument(values, cast)
 
     def _marked(self, result: Any, kept: torch.dtype) -> Any:
         def marked(tensor: Tensor) -> Tensor:
             wide = tensor.to(wide_dtype(tensor.dtype))
-            return (
-                wide if hasattr(wide, _TAG) else kept_as(wide, kept)
-            )  # what comes back as it was given stays what it is
+            if hasattr(wide, _TAG):  # what comes back as it was given stays what it is
+                return wide
+            return kept_as(wide, kept)
 
         return self._each(result, marked)
 
     def _each(self, result: Any, change: Callable[[Tensor], Tensor]) -> Any:
         """Return a result with each of its floating tensors changed."""
         if isinstance(result, Tensor):
-            return change(result) if result.is_floating_point() or result.is_complex() else result
+            return change(result) if _is_inexact(result) else result
         if isinstance(result, list | tuple):
             found = [self._each(one, change) for one in result]
             return found if isinstance(result, list) else tuple(found)  # a named one takes its parts otherwise
@@ -280,16 +277,18 @@ class Rounding(TorchDispatchMode):
 
 
 def _moved(noise: Noise, values: Any, share: float) -> Any:
-    """Return arguments with each floating tensor among them off by up to ``share`` of itself."""
-    if isinstance(values, Tensor):
-        return noise.moved(values, share) if values.is_floating_point() or values.is_complex() else values
-    if isinstance(values, float):
-        return noise.number(values, share)
-    if isinstance(values, list | tuple):
-        return type(values)(_moved(noise, v, share) for v in values)
-    if isinstance(values, dict):
-        return {k: _moved(noise, v, share) for k, v in values.items()}
-    return values
+    """Return arguments with each floating number and tensor among them off by up to ``share`` of itself."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return noise.moved(value, share) if _is_inexact(value) else value
+        return noise.number(value, share) if isinstance(value, float) else value
+
+    return each_argument(values, moved)
+
+
+def _is_inexact(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _roundoff(dtype: torch.dtype) -> float:

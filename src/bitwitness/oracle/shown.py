@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from bitwitness.oracle.rounding import Rounding, kept_as
-from bitwitness.oracle.widening import tensors_in_all
 from bitwitness.tap.compat import unheard
+from bitwitness.tap.operators import tensors_in
 
 _DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
 _DEVICES = ("cpu", "cuda", "xpu", "npu")
@@ -20,9 +20,8 @@ _DEVICES = ("cpu", "cuda", "xpu", "npu")
 class DeviceDtypes(TorchFunctionMode):
     """Answers ``x.dtype`` with the dtype in which the device keeps ``x``, and tells a `Rounding` where autocast is on.
 
-    Gradients of what is kept in a half type are cast to it on the device, which float64 does not show either.
-
-    Autocast leaves float64 alone, and below it nobody can tell that it is on.
+    Autocast leaves float64 alone, and below it nobody can tell that it is on. Gradients of what is kept in a half type are cast
+    to it on the device, which float64 does not show either.
     """
 
     def __init__(self, rounding: Rounding) -> None:
@@ -55,7 +54,7 @@ class DeviceDtypes(TorchFunctionMode):
         with unheard():
             if not found.is_floating_point():
                 return found
-            given = tensors_in_all((list(args), dict(kwargs)))
+            given = tensors_in([*args, *kwargs.values()])
             if func is Tensor.double or torch.float64 in (*args, *kwargs.values()):
                 mine = found.view_as(found) if any(found is t for t in given) else found
                 return kept_as(mine, torch.float64)

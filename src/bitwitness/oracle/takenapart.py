@@ -6,19 +6,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from bitwitness.oracle.attention import attention_backward_from_logsumexp, attention_with_logsumexp
 from bitwitness.oracle.eligible import is_torchs
 from bitwitness.oracle.kernels import named_arguments
 from bitwitness.oracle.opclass import ELEMENTWISE, OTHER
 from bitwitness.tap.compat import OpOverload, decompositions, on_cpu
+from bitwitness.tap.operators import tensors_in
 
 _WHOLE = frozenset(("cumsum", "cumprod", "logcumsumexp", "native_dropout", "sum", "mean", "prod", "var", "std"))
 """Operators whose decomposition says less than their class: of quadratic cost, or one that only calls them again."""
 _BIASED = frozenset(("addmm", "addmv", "addr", "baddbmm", "addbmm"))
+"""Products that are added to something."""
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 _trusted: dict[OpOverload, bool] = {}
+"""Whether an operator's parts gave what it gives, the one time that both were tried."""
 
 
 def parts_of(
@@ -65,15 +67,9 @@ def _known(func: OpOverload) -> Callable[..., Any] | None:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    a, b = _tensors(one), _tensors(other)
+    a, b = tensors_in(one), tensors_in(other)
     return len(a) == len(b) and all(
         x.shape == y.shape and torch.allclose(x.double(), y.double(), rtol=1e-6, atol=1e-9, equal_nan=True)
         for x, y in zip(a, b, strict=True)
         if not x.is_complex()
     )
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [t for v in value for t in _tensors(v)] if isinstance(value, list | tuple) else []

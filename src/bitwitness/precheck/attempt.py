@@ -15,9 +15,8 @@ from bitwitness.errors import BitwitnessError
 from bitwitness.precheck import msprobe, recorded, suite
 from bitwitness.precheck.case import Case, Maker, NotJudged, Prepared
 from bitwitness.precheck.reproducer import write_reproducer
-from bitwitness.stats import same_bits
 from bitwitness.trial.call import Results, as_laid_out
-from bitwitness.trial.judging import judge_all
+from bitwitness.trial.judging import judge_all, undecidable
 from bitwitness.trial.oracle import Oracle
 from bitwitness.trial.result import ERROR, FAIL, NOT_JUDGED, PASS, WARN, CaseResult, OutputResult, worst
 from bitwitness.trial.standards import judge_by
@@ -95,6 +94,9 @@ def _judged(
     results: Results, oracle: Oracle, prepared: Prepared, case: Case, terms: Terms
 ) -> tuple[tuple[OutputResult, ...], str]:
     """Return what is said of the run, and of the results that were recorded."""
+    if terms.standard != MODEL and oracle.mode.is_unique:
+        reason = undecidable(oracle)
+        return ((), reason) if reason else (_by(terms.standard, results, oracle, prepared, case), "")
     outputs, reason = judge_all(results, oracle)
     if reason:
         return outputs, reason
@@ -107,11 +109,11 @@ def _judged(
 
 
 def _by(standard: str, results: Results, oracle: Oracle, prepared: Prepared, case: Case) -> tuple[OutputResult, ...]:
-    due, benchmark = dict(oracle.exact.slots()), {}
+    due, benchmark = oracle.exact.slots(), {}
     if standard == "benchmark":
-        benchmark = dict(prepared.call.on(lambda t: as_laid_out(t.detach().cpu())).run(prepared.call.fn).slots())
+        benchmark = prepared.call.on(lambda t: as_laid_out(t.detach().cpu())).run(prepared.call.fn).slots()
     found = []
-    for slot, tensor in results.slots():
+    for slot, tensor in results.slots().items():
         said_of = judge_by(standard, tensor, due[slot], benchmark.get(slot), case.operator)
         ratio = said_of.figures.get("ratio", 0.0)
         kind = str(tensor.dtype).removeprefix("torch.")
@@ -122,11 +124,10 @@ def _by(standard: str, results: Results, oracle: Oracle, prepared: Prepared, cas
 def _other_bits(prepared: Prepared, results: Results) -> str:
     """Run it again; return what is to be told if its bits are others."""
     torch.manual_seed(0)
-    again = dict(prepared.call.run().slots())
-    for slot, tensor in results.slots():
-        if slot not in again or not same_bits(tensor.detach(), again[slot].detach()):
-            return f"{slot}: other bits when it is run again, within what rounding allows: it is not deterministic"
-    return ""
+    slot = results.differs_at(prepared.call.run())
+    return (
+        f"{slot}: other bits when it is run again, within what rounding allows: it is not deterministic" if slot else ""
+    )
 
 
 def _with_reproducer(result: CaseResult, prepared: Prepared, terms: Terms) -> CaseResult:
@@ -145,7 +146,7 @@ def _with_reproducer(result: CaseResult, prepared: Prepared, terms: Terms) -> Ca
         )
     except (
         BitwitnessError
-    ):  # a tensor that no file holds, a call that is more than literals: the verdict stands without
+    ):  # no file holds such a tensor, or the call is more than literals: the verdict stands without
         return result
     return replace(result, reproducer=str(place))
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
 from bitwitness.trial.call import Call
+
+_MOST_ELEMENTS = 1 << 28  # of an input: 2 GiB in float64
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +24,7 @@ class Case:
     name, operator, dtype, shapes, calls
         As in `bitwitness.trial.result.CaseResult`.
     made_of
-        How it is made: ``kind`` is a key of `bitwitness.precheck.trial.MAKERS`, the rest is that maker's.
+        How it is made: ``kind`` is a key of `bitwitness.precheck.attempt.MAKERS`, the rest is that maker's.
     refused
         Why it cannot be judged, where that is known beforehand; else empty.
 
@@ -60,6 +64,32 @@ class Prepared:
     recorded: Mapping[str, torch.Tensor] = field(default_factory=dict)
     source: str = ""
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+def counted(cases: Iterable[tuple[str, Case]]) -> Iterator[Case]:
+    """Yield the first case of each key, with how many there are, in their order."""
+    found: dict[str, Case] = {}
+    calls: Counter[str] = Counter()
+    for key, case in cases:
+        found.setdefault(key, case)
+        calls[key] += 1
+    for key, case in found.items():
+        yield replace(case, calls=calls[key])
+
+
+def shapes_text(shapes: Iterable[Sequence[int]]) -> str:
+    """Return shapes as ``[64,256] [256]``."""
+    return " ".join(str(list(shape)).replace(" ", "") for shape in shapes)
+
+
+def first_floating(dtypes: Iterable[str]) -> str:
+    """Return the first floating dtype of several by its name; empty where there is none."""
+    return next((dtype for dtype in dtypes if dtype.startswith(("float", "bfloat"))), "")
+
+
+def too_large(shape: Sequence[int]) -> str:
+    """Return why an input is too large to be tried in float64; empty where it is not."""
+    return f"an input has more than {_MOST_ELEMENTS:,} elements" if math.prod(shape) > _MOST_ELEMENTS else ""
 
 
 class NotJudged(Exception):  # noqa: N818 - a case's own end, which becomes its verdict

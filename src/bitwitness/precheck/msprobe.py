@@ -14,7 +14,7 @@ from torch import Tensor
 from bitwitness.errors import UnreadError, UsageError
 from bitwitness.files.reading import read_object
 from bitwitness.oracle.eligible import functional_operator
-from bitwitness.precheck.case import Case, NotJudged, Prepared
+from bitwitness.precheck.case import Case, NotJudged, Prepared, counted, first_floating, too_large
 from bitwitness.precheck.literals import call_source
 from bitwitness.precheck.made import made
 from bitwitness.store.msprobe_tensor import read_tensor
@@ -38,7 +38,6 @@ _BARRED = (
     "load",
 )
 _DEEPEST = 32  # containers inside one another
-_MOST_ELEMENTS = 1 << 28
 _SEEN = {"Min": "min", "Max": "max", "Mean": "mean", "Norm": "l2"}
 
 
@@ -52,36 +51,29 @@ def msprobe_cases(dump: Path, *, alike: bool = True) -> Iterator[Case]:
 
     Raises `UnreadError` where the file is none, or damaged.
     """
-    data = read_object(dump, "msprobe's dump.json").get("data")
-    if not isinstance(data, dict):
-        raise UnreadError(f"{dump} has no object 'data'; expected the dump.json that msprobe writes")
-    found: dict[str, Case] = {}
-    for name, entry in data.items():
-        parts = str(name).split(".")
-        if not str(name).endswith(".forward") or parts[0] in ("Module", "Cell") or not isinstance(entry, Mapping):
-            continue
-        case = _case(dump, str(name), parts, entry)
-        key = f"{parts[0]}.{'.'.join(parts[1:-2])} {_form(entry.get('input_args'))} {_form(entry.get('input_kwargs'))}"
-        key = key if alike else str(name)
-        calls = found[key].calls + 1 if key in found else 1
-        found[key] = Case(**{**found.get(key, case).as_dict(), "calls": calls})
-    yield from found.values()
+
+    def cases() -> Iterator[tuple[str, Case]]:
+        for name, entry in _data(str(dump)).items():
+            parts = name.split(".")
+            if parts[-1] == "forward" and parts[0] not in ("Module", "Cell") and isinstance(entry, Mapping):
+                form = f"{_api(parts)} {_form(entry.get('input_args'))} {_form(entry.get('input_kwargs'))}"
+                yield form if alike else name, _case(dump, name, parts, entry)
+
+    yield from counted(cases())
 
 
 def _case(dump: Path, name: str, parts: list[str], entry: Mapping[str, Any]) -> Case:
     given = [v for v in _values((entry.get("input_args"), entry.get("input_kwargs"))) if _is_tensor(v)]
-    dtypes = [str(v.get("dtype", "")).removeprefix("torch.") for v in given]
-    floating = [d for d in dtypes if d.startswith(("float", "bfloat"))]
+    dtype = first_floating(str(v.get("dtype", "")).removeprefix("torch.") for v in given)
+    api, made_of = _api(parts), {"kind": KIND, "dump": str(dump), "entry": name}
+    refused = "" if _function(parts) else f"{api} is none of torch's functions that may be run from a recording"
     shapes = " ".join(str(v.get("shape")).replace(" ", "") for v in given)
-    made_of = {"kind": KIND, "dump": str(dump), "entry": name}
-    refused = (
-        ""
-        if _function(parts) is not None
-        else (f"{parts[0]}.{'.'.join(parts[1:-2])} is none of torch's functions that may be run from a recording")
-    )
-    return Case(
-        name, f"{parts[0]}.{'.'.join(parts[1:-2])}", floating[0] if floating else "", shapes, made_of, refused=refused
-    )
+    return Case(name, api, dtype, shapes, made_of, refused=refused)
+
+
+def _api(parts: list[str]) -> str:
+    """Return what an entry's name calls: ``Functional.linear``."""
+    return ".".join(parts[:-2])
 
 
 def _function(parts: list[str]) -> Any:
@@ -126,20 +118,23 @@ def _form(value: Any) -> str:
 def prepare(made_of: Mapping[str, Any], device: torch.device) -> Prepared:
     """Return an entry as a call. Raises `NotJudged` for an argument that the file does not hold whole."""
     name, dump = made_of["entry"], Path(made_of["dump"])
-    entry = _data(str(dump))[name]
+    data = _data(str(dump))
+    entry = data[name]
     function = _function(name.split("."))
     generator = torch.Generator().manual_seed(0)
     args = [_argument(v, dump, generator, device) for v in entry.get("input_args") or []]
     kwargs = {k: _argument(v, dump, generator, device) for k, v in (entry.get("input_kwargs") or {}).items()}
     home = _HOMES[name.split(".")[0]]
     source, tensors = call_source(f"{home}.{'.'.join(name.split('.')[1:-2])}", args, kwargs)
-    gradients = f"{name.removesuffix('forward')}backward" in _data(str(dump))
+    gradients = f"{name.removesuffix('forward')}backward" in data
     return Prepared(Call(function, tuple(args), kwargs, gradients=gradients), {}, source, tensors)
 
 
 @lru_cache(maxsize=2)
 def _data(dump: str) -> dict[str, Any]:
-    data: dict[str, Any] = read_object(Path(dump), "msprobe's dump.json")["data"]
+    data = read_object(Path(dump), "msprobe's dump.json").get("data")
+    if not isinstance(data, dict):
+        raise UnreadError(f"{dump} has no object 'data'; expected the dump.json that msprobe writes")
     return data
 
 
@@ -184,8 +179,8 @@ def _tensor(value: Mapping[str, Any], dump: Path, generator: torch.Generator) ->
         or not all(type(n) is int and n >= 0 for n in shape)
     ):
         raise NotJudged(f"a tensor of dtype {name!r} and shape {shape} cannot be made")
-    if math.prod(shape) > _MOST_ELEMENTS:
-        raise NotJudged(f"an input has more than {_MOST_ELEMENTS:,} elements")
+    if large := too_large(shape):
+        raise NotJudged(large)
     file = value.get("data_name")
     if isinstance(file, str) and file not in ("", "-1") and Path(file).name == file:
         try:

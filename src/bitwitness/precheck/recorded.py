@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
@@ -14,7 +13,7 @@ from bitwitness.errors import UsageError
 from bitwitness.oracle.defined import defined_count
 from bitwitness.oracle.eligible import functional_operator
 from bitwitness.oracle.recorded import argument, arguments
-from bitwitness.precheck.case import Case, NotJudged, Prepared
+from bitwitness.precheck.case import Case, NotJudged, Prepared, counted, first_floating, shapes_text, too_large
 from bitwitness.precheck.literals import call_source
 from bitwitness.precheck.made import made
 from bitwitness.store.opening import open_source
@@ -23,7 +22,6 @@ from bitwitness.trial.call import Call
 
 KIND = "recorded"
 _SEEN = ("nan", "pos_inf", "neg_inf", "zeros", "min", "max", "mean", "l2")
-_MOST_ELEMENTS = 1 << 28  # of an input: 2 GiB in float64
 
 
 def recorded_cases(source: Source, *, site: str = "", alike: bool = True) -> Iterator[Case]:
@@ -40,18 +38,15 @@ def recorded_cases(source: Source, *, site: str = "", alike: bool = True) -> Ite
         the first of them.
 
     """
-    found: dict[str, Case] = {}
-    for rank in source.ranks():
-        for step in source.steps(rank):
+
+    def cases() -> Iterator[tuple[str, Case]]:
+        for rank, step in ((r, s) for r in source.ranks() for s in source.steps(r)):
             for rows in _calls(source, rank, step):
                 case = _case(source.path, rank, step, rows)
-                if site and not case.name.startswith(site):
-                    continue
-                key = _key(rows) if alike else f"{rank} {step} {rows[0]['node']}"
-                before = found.get(key)
-                kept = case if before is None else before
-                found[key] = Case(**{**kept.as_dict(), "calls": 1 if before is None else before.calls + 1})
-    yield from found.values()
+                if case.name.startswith(site):
+                    yield _key(rows) if alike else f"{rank} {step} {rows[0]['node']}", case
+
+    yield from counted(cases())
 
 
 def _calls(source: Source, rank: int, step: int) -> Iterator[list[dict[str, Any]]]:
@@ -74,7 +69,6 @@ def _case(run: str, rank: int, step: int, rows: list[dict[str, Any]]) -> Case:
     name = f"{first['module']}/{first['op']}#{first['call']}:{first['phase']}"
     shown = name + (f" rank {rank}" if rank else "") + (f" step {step}" if step else "")
     operator = str(arguments(text).get("f", "")) or str(first["op"])
-    floating = [r["dtype"] for r in (*inputs, *rows) if r["dtype"].startswith(("float", "bfloat"))]
     made_of = {
         "kind": KIND,
         "run": run,
@@ -83,8 +77,9 @@ def _case(run: str, rank: int, step: int, rows: list[dict[str, Any]]) -> Case:
         "inputs": [_value(r) for r in inputs],
         "outputs": {r["slot"]: _value(r) for r in rows if r["slot"].startswith("out")},
     }
-    shapes = " ".join(str(list(r["shape"])).replace(" ", "") for r in inputs)
-    return Case(shown, operator, floating[0] if floating else "", shapes, made_of, refused=_refusal(text, inputs))
+    dtype = first_floating(r["dtype"] for r in (*inputs, *rows))
+    shapes = shapes_text(r["shape"] for r in inputs)
+    return Case(shown, operator, dtype, shapes, made_of, refused=_refusal(text, inputs))
 
 
 def _value(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,8 +92,8 @@ def _refusal(text: str, inputs: list[dict[str, Any]]) -> str:
         return "its arguments were not recorded: they are at the level of operators (--level mix or ops)"
     if _operator(text) is None:
         return "a recording may not have it run again: it draws, reads files, changes its arguments, or is not torch's"
-    if any(math.prod(r["shape"]) > _MOST_ELEMENTS for r in inputs):
-        return f"an input has more than {_MOST_ELEMENTS:,} elements"
+    if large := next(filter(None, (too_large(r["shape"]) for r in inputs)), ""):
+        return large
     if all(r["tensor"] is None and r["count"] is None for r in inputs) and inputs:
         return "neither its inputs nor their statistics were recorded (--content stats or tensors)"
     return ""
@@ -138,13 +133,14 @@ def prepare(made_of: Mapping[str, Any], device: torch.device) -> Prepared:
         kwargs = {name: argument(value, inputs, device) for name, value in call.get("k", {}).items()}
     except (ValueError, IndexError, AttributeError) as error:
         raise NotJudged(f"an argument of it was not recorded whole: {error}") from error
-    kept = {slot: _kept(made_of, value) for slot, value in made_of["outputs"].items() if value.get("tensor")}
-    whole = all(value.get("tensor") for value in made_of["inputs"])
     source, tensors = call_source(f"torch.ops.{func}", args, kwargs)
     count = defined_count(func.overloadpacket.__name__, len(made_of["outputs"]))
-    kept = dict(list(kept.items())[:count])
     called = func if count >= len(made_of["outputs"]) else lambda *a, **k: func(*a, **k)[:count]
-    return Prepared(Call(called, tuple(args), kwargs, gradients=False), kept if whole else {}, source, tensors)
+    kept = {}
+    if all(value.get("tensor") for value in made_of["inputs"]):  # else the results are not those of these inputs
+        there = [(slot, value) for slot, value in made_of["outputs"].items() if value.get("tensor")]
+        kept = {slot: _kept(made_of, value) for slot, value in there[:count]}
+    return Prepared(Call(called, tuple(args), kwargs, gradients=False), kept, source, tensors)
 
 
 def _tensor(made_of: Mapping[str, Any], value: Mapping[str, Any], generator: torch.Generator) -> torch.Tensor:

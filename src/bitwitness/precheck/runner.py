@@ -49,10 +49,7 @@ def run_groups(
         Called with the results of each group as it ends.
 
     """
-    before = _done(done)
-    results: dict[str, list[CaseResult]] = {
-        key: found for key, found in before.items() if any(g["key"] == key for g in groups)
-    }
+    results = _done(done)
     left = [g for g in groups if g["key"] not in results]
     with done.open("a", encoding="utf-8") as file, _pool(processes) as pool:
         for group, found in _tried(pool, left, terms, seconds):
@@ -73,32 +70,29 @@ def _pool(processes: int) -> ProcessPool:
 def _tried(
     pool: ProcessPool, groups: Sequence[Group], terms: Terms, seconds: float
 ) -> Iterator[tuple[Group, list[CaseResult]]]:
-    asked = [(g, pool.schedule(attempt_all, args=[_bare(g), terms], timeout=seconds)) for g in groups]
-    for group, future in asked:
-        found = _answer(future, group, seconds)
-        parts = [] if found else _alone(pool, group, terms, seconds)
-        if not found and len(parts) < 2:
-            found = _answer(future, group, seconds, alone=True)
-        if not found:  # one of several cases: which one, they tell alone
-            futures = [(p, pool.schedule(attempt_all, args=[_bare(p), terms], timeout=seconds)) for p in parts]
-            found = [r for part, f in futures for r in _answer(f, part, seconds, alone=True)]
+
+    def asked(of: Sequence[Group]) -> list[tuple[Group, ProcessFuture[Any]]]:
+        return [(g, pool.schedule(attempt_all, args=[g, terms], timeout=seconds)) for g in of]
+
+    for group, future in asked(groups):
+        ended, found = _answer(future, group, seconds)
+        if not ended and len(parts := _alone(pool, group, terms, seconds)) > 1:  # which one it was, they tell alone
+            found = [r for part, f in asked(parts) for r in _answer(f, part, seconds)[1]]
         yield group, found
 
 
-def _answer(future: ProcessFuture[Any], group: Group, seconds: float, *, alone: bool = False) -> list[CaseResult]:
-    """Return what came of a group; nothing where it did not end well, unless it is ``alone``: then that is the result."""
+def _answer(future: ProcessFuture[Any], group: Group, seconds: float) -> tuple[bool, list[CaseResult]]:
+    """Return whether a group ended well, and its results; one that says how it ended, where it did not."""
     try:
-        return [CaseResult.from_dict(one) for one in future.result()]
+        return True, [CaseResult.from_dict(one) for one in future.result()]
     except Late:
         verdict, reason = TIMEOUT, f"it had not ended after {seconds:g} seconds, and was stopped"
     except ProcessExpired as error:
         verdict, reason = CRASH, f"its process died ({_how(error.exitcode)})"
     except Exception as error:  # what cannot be made, or sent back
         verdict, reason = ERROR, f"{type(error).__name__}: {error}"
-    if not alone:
-        return []
     name, operator = group.get("name", group["key"]), group.get("operator", group["key"])
-    return [CaseResult(name, operator, group.get("dtype", ""), group.get("shapes", ""), verdict, reason)]
+    return False, [CaseResult(name, operator, group.get("dtype", ""), group.get("shapes", ""), verdict, reason)]
 
 
 def _how(code: int) -> str:
@@ -108,15 +102,11 @@ def _how(code: int) -> str:
 def _alone(pool: ProcessPool, group: Group, terms: Terms, seconds: float) -> list[Group]:
     """Return a group's cases one by one, as groups; none where they cannot be listed."""
     try:
-        cases = pool.schedule(cases_in, args=[_bare(group), terms], timeout=seconds).result()
+        cases = pool.schedule(cases_in, args=[group, terms], timeout=seconds).result()
     except Exception:
         return []
     heads = ("name", "operator", "dtype", "shapes")
     return [{"kind": group["kind"], "key": c["name"], "cases": [c], **{h: c[h] for h in heads}} for c in cases]
-
-
-def _bare(group: Group) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "key"}
 
 
 def _done(path: Path) -> dict[str, list[CaseResult]]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bitwitness.errors import UsageError
-from bitwitness.precheck.case import Case, NotJudged, Prepared
+from bitwitness.precheck.case import Case, NotJudged, Prepared, shapes_text
 from bitwitness.precheck.literals import call_source
 from bitwitness.tap.opinfo import database
 from bitwitness.trial.call import Call, tensors_of
@@ -103,7 +103,7 @@ def cases_of(group: Mapping[str, Any], device: torch.device) -> Iterator[Case]:
         )
     for number, sample in enumerate(samples):
         tensors = tensors_of(((sample.input, *sample.args), sample.kwargs))
-        shapes = " ".join(str(list(t.shape)).replace(" ", "") for t in tensors)
+        shapes = shapes_text(t.shape for t in tensors)
         yield Case(f"{head}#{number}", group["operator"], group["dtype"], shapes, {**group, "sample": number})
 
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from bitwitness.files.shown import shown
+from bitwitness.files.shown import harmless
 from bitwitness.files.writing import new_file
 from bitwitness.finding import to_jsonable
 from bitwitness.precheck.summary import count_of, exit_code, headline
@@ -21,8 +21,6 @@ COLUMNS = (
 )  # fmt: skip
 SCHEMA = 1
 """Of the JSON; counted up when a field changes its meaning or goes."""
-# Beginnings that make spreadsheets compute a cell; names in a recording may come from somebody else.
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def write_csv(path: str | os.PathLike[str], results: Sequence[CaseResult]) -> None:
@@ -74,8 +72,4 @@ def _of_output(one: OutputResult) -> list[Any]:
 
 
 def _cell(value: Any) -> Any:
-    """Return a text that no spreadsheet takes for a formula and no terminal for a command; anything else as it is."""
-    if not isinstance(value, str):
-        return value
-    safe = shown(value, None)
-    return f"'{safe}" if value.startswith(_FORMULA) else safe
+    return harmless(value) if isinstance(value, str) else value

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bitwitness.errors import UsageError
+from bitwitness.numerics import HALF
 from bitwitness.record.atonce import compiled, compiled_sketch, in_range, of_figures
 from bitwitness.record.staging import Rows, Staging
 from bitwitness.stats import HashBatch, exact_sketch, read, reader, sketch, sketch_of, sketch_rows, stats_of
@@ -21,7 +22,6 @@ from bitwitness.stats.launches import Launches
 from bitwitness.store.rows import Measured
 from bitwitness.tap.identity import in_memory_order, unseen
 
-_HALVES = (torch.float16, torch.bfloat16)
 _WIDE_DEVICES = ("cpu", "cuda")  # that compute in float64
 
 
@@ -121,7 +121,7 @@ class Meter:
         small = self._collects(values)
         if not small and not self._waits_for_nothing(values):
             return sketch_of(values)
-        wide = values.float() if values.dtype in _HALVES or values.dtype.itemsize == 1 else values
+        wide = values.float() if values.dtype in HALF or values.dtype.itemsize == 1 else values
         return float(sketch_rows(wide.view(1, -1)) if small else sketch(wide))
 
     def _measure_now(self, values: torch.Tensor, count: int) -> Measured:
@@ -199,7 +199,7 @@ class Meter:
         low, high = rows.aminmax(dim=1)
         accumulated = torch.float32 if rows.dtype == torch.float16 else wide  # whose squares float32 can hold
         counted = [rows.isnan(), rows.isposinf(), rows.isneginf(), *([rows == 0] if self._zeros else [])]
-        summed = rows.float() if rows.dtype in _HALVES else rows
+        summed = rows.float() if rows.dtype in HALF else rows
         numbers = [
             *(found.sum(1, dtype=wide) for found in counted),
             low,

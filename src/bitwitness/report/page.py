@@ -6,14 +6,12 @@ no script run but the three that are in it, by their hashes, and no request leav
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
-from importlib.resources import files
 from importlib.util import find_spec
 from typing import Any
 
 from bitwitness.errors import UsageError
+from bitwitness.report.assets import asset, marked, policy, templates
 from bitwitness.report.build import Report
 from bitwitness.report.clean import number, text
 from bitwitness.version import __version__
@@ -34,17 +32,11 @@ def check_jinja() -> None:
 def to_html(report: Report) -> str:
     """Return a report as a page; raises `UsageError` where Jinja2 is not installed."""
     check_jinja()
-    import jinja2
-
-    root = files("bitwitness.report")
-    folder = jinja2.FunctionLoader(lambda name: root.joinpath("templates", name).read_text(encoding="utf-8"))
-    environment = jinja2.Environment(
-        loader=folder, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    environment = templates()
     environment.filters |= {"short": lambda value: text(value, 400), "figure": number}
     scripts = _scripts(report.charts)
-    style = _text("static", "report.css")
-    return environment.get_template("report.html.j2").render(
+    style = asset("static", "report.css")
+    page: str = environment.get_template("report.html.j2").render(
         story=report.story,
         charts=report.charts,
         comparison=report.comparison,
@@ -53,11 +45,12 @@ def to_html(report: Report) -> str:
         sign="!" if report.story.attention else _SIGN[report.story.status],
         word=report.story.word,
         version=__version__,
-        policy=_policy(scripts, style),
-        style=_marked(style),
-        scripts=[_marked(script) for script in scripts],
-        data=_marked(embedded(report.charts)),
+        policy=policy(scripts, style),
+        style=marked(style),
+        scripts=[marked(script) for script in scripts],
+        data=marked(embedded(report.charts)),
     )
+    return page
 
 
 def embedded(data: Any) -> str:
@@ -69,28 +62,7 @@ def _scripts(charts: dict[str, Any]) -> list[str]:
     """Return the page's scripts: libraries only where there is something for them to draw."""
     found = []
     if charts.get("timeline", {}).get("lines"):
-        found.append(_text("vendor", "echarts.min.js"))
+        found.append(asset("vendor", "echarts.min.js"))
     if "graph" in charts:
-        found.append(_text("vendor", "dagre.min.js").rpartition("\n//# sourceMappingURL=")[0])
-    return [*found, "\n".join(_text("static", name) for name in _OWN)]
-
-
-def _policy(scripts: list[str], style: str) -> str:
-    allowed = " ".join(_hash(script) for script in scripts)
-    rest = "img-src data:; base-uri 'none'; form-action 'none'"
-    return f"default-src 'none'; script-src {allowed}; style-src {_hash(style)}; {rest}"
-
-
-def _hash(script: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
-
-
-def _text(*parts: str) -> str:
-    return files("bitwitness.report").joinpath(*parts).read_text(encoding="utf-8").replace("\r\n", "\n")
-
-
-def _marked(own: str) -> Any:
-    """Return our own text as one that is not to be escaped: a script, a style sheet, data that `embedded` made safe."""
-    from markupsafe import Markup
-
-    return Markup(own)  # noqa: S704 - see above
+        found.append(asset("vendor", "dagre.min.js").rpartition("\n//# sourceMappingURL=")[0])
+    return [*found, "\n".join(asset("static", name) for name in _OWN)]

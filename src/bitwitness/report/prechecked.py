@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from typing import Any
 
 from bitwitness.precheck.summary import LOST, VERDICTS, count_of, exit_code, headline, worst_output
+from bitwitness.report.assets import asset, marked, policy, templates
 from bitwitness.report.clean import name, number, text
-from bitwitness.report.page import _marked, _policy, _text, check_jinja
+from bitwitness.report.page import check_jinja
 from bitwitness.trial.result import FAIL, NOT_JUDGED, WARN, CaseResult, OutputResult
 from bitwitness.version import __version__
 
@@ -31,34 +31,32 @@ def precheck_page(results: Sequence[CaseResult], title: str) -> str:
     worst cases are on the page, and the others are counted.
     """
     check_jinja()
-    import jinja2
-
-    root = files("bitwitness.report")
-    folder = jinja2.FunctionLoader(lambda called: root.joinpath("templates", called).read_text(encoding="utf-8"))
-    environment = jinja2.Environment(
-        loader=folder, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
     worst_first = sorted(results, key=lambda case: (VERDICTS.index(case.verdict), -_ratio(case)))
     told = [case for case in worst_first if case.verdict in (FAIL, WARN, *LOST)]
     look, sign, word = _LOOKS[exit_code(results)]
-    style, script = _text("static", "report.css") + _text("static", "precheck.css"), _text("static", "precheck.js")
-    return environment.get_template("precheck.html.j2").render(
-        title=name(title),
-        headline=headline(results),
-        look=look,
-        sign=sign,
-        word=word,
-        counts=[(verdict, count) for verdict, count in count_of(results).items() if count],
-        told=[_case(case) for case in told[:_TOLD]],
-        told_more=max(len(told) - _TOLD, 0),
-        unjudged=_unjudged(results),
-        rows=[_row(case) for case in worst_first[:_ROWS]],
-        rows_said=_rows_said(len(results)),
-        version=__version__,
-        policy=_policy([script], style),
-        style=_marked(style),
-        script=_marked(script),
+    style, script = asset("static", "report.css") + asset("static", "precheck.css"), asset("static", "precheck.js")
+    page: str = (
+        templates()
+        .get_template("precheck.html.j2")
+        .render(
+            title=name(title),
+            headline=headline(results),
+            look=look,
+            sign=sign,
+            word=word,
+            counts=[(verdict, count) for verdict, count in count_of(results).items() if count],
+            told=[_case(case) for case in told[:_TOLD]],
+            told_more=max(len(told) - _TOLD, 0),
+            unjudged=_unjudged(results),
+            rows=[_row(case) for case in worst_first[:_ROWS]],
+            rows_said=_rows_said(len(results)),
+            version=__version__,
+            policy=policy([script], style),
+            style=marked(style),
+            script=marked(script),
+        )
     )
+    return page
 
 
 def _rows_said(count: int) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bitwitness.errors import UsageError
+from bitwitness.numerics import HALF
 from bitwitness.stats import reader
 from bitwitness.stats.host import to_device
 from bitwitness.stats.launches import Launches
@@ -23,8 +24,7 @@ COLUMNS = ("nan", "inf", "zeros", "min", "max", "sum", "l2")
 _SMALL = 4096  # elements; below it tensors of one length are measured as rows of a matrix
 _LEAST, _MOST = 1e-15, 1e18  # largest magnitudes whose squares float32 can add up
 _UNCOUNTED = -1.0
-_HALVES = (torch.float16, torch.bfloat16)
-_PLAIN = (torch.float32, torch.float64, *_HALVES)
+_PLAIN = (torch.float32, torch.float64, *HALF)
 _WIDE_DEVICES = ("cpu", "cuda")  # that have float64
 
 

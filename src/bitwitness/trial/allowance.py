@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from bitwitness.numerics import HALF
 from bitwitness.trial.figures import spacing
 
 ALLOWANCE = 10.0
@@ -31,7 +32,7 @@ def least_allowance(truth: Tensor, dtype: torch.dtype, *, rounds_once: bool) -> 
     For half types that is half a unit in the last place and what float32 leaves; for others one unit, but for the operations
     that IEEE 754 has rounded correctly (``rounds_once``).
     """
-    half = dtype in (torch.float16, torch.bfloat16)
+    half = dtype in HALF
     share = (1 + _HALF_ROOM) / 2 if half else (1 + _ROOM) / 2 if rounds_once else 1.0
     return spacing(truth.masked_fill(~truth.isfinite(), 0.0), dtype) * share
 
@@ -46,7 +47,7 @@ def allowance(truth: Tensor, noisy: Sequence[Tensor], dtype: torch.dtype) -> Ten
     size = truth.masked_fill(~finite, 0.0)
     deviations = [torch.where(finite & n.isfinite(), n - size, 0.0) for n in noisy]
     spread = _spread(deviations, size)
-    half = dtype in (torch.float16, torch.bfloat16)
+    half = dtype in HALF
     most = ALLOWANCE * max(1.0, math.sqrt(math.log(max(size.numel(), 1)) / math.log(_MANY_NUMBERS)))  # of normal errors
     times = min(most, _reach(deviations, spread)) if half else most
     return spacing(size, dtype) / 2 * (1 + (_HALF_ROOM if half else _ROOM)) + times * spread

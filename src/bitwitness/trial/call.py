@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bitwitness.stats import same_bits
 from bitwitness.tap.compat import tree_flatten, tree_map
 
 Copier = Callable[[Tensor], Tensor]
@@ -27,21 +28,31 @@ class Results:
     changed
         Tensors among the arguments that it wrote into, by their number, as they are afterwards.
     kept
-        Of a float64 run, in which dtype the device would keep each output.
+        Of a float64 run, in which dtype the device would keep each output, by its name.
 
     """
 
     outputs: tuple[Tensor, ...]
     gradients: tuple[Tensor | None, ...] = ()
     changed: Mapping[int, Tensor] = field(default_factory=dict)
-    kept: tuple[torch.dtype, ...] = ()
+    kept: Mapping[str, torch.dtype] = field(default_factory=dict)
 
-    def slots(self) -> list[tuple[str, Tensor]]:
-        """Return all of them with their names: ``out0``, …, ``grad0``, …, ``in0``; without those that are None."""
-        named: list[tuple[str, Tensor | None]] = [(f"out{i}", t) for i, t in enumerate(self.outputs)]
-        named += [(f"grad{i}", t) for i, t in enumerate(self.gradients)]
-        named += [(f"in{i}", t) for i, t in self.changed.items()]
-        return [(name, tensor) for name, tensor in named if tensor is not None]
+    def slots(self) -> dict[str, Tensor]:
+        """Return all of them by their names: ``out0``, …, ``grad0``, …, ``in0``; without those that are None."""
+        named: dict[str, Tensor | None] = {f"out{i}": t for i, t in enumerate(self.outputs)}
+        named |= {f"grad{i}": t for i, t in enumerate(self.gradients)}
+        named |= {f"in{i}": t for i, t in self.changed.items()}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def differs_at(self, other: Results) -> str:
+        """Return the name of the first result whose bits are others in another run; empty where none are."""
+        mine, theirs = self.slots(), other.slots()
+        for slot in {**mine, **theirs}:
+            if slot not in mine or slot not in theirs or mine[slot].shape != theirs[slot].shape:
+                return slot
+            if not same_bits(mine[slot].detach(), theirs[slot].detach()):
+                return slot
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +79,7 @@ class Call:
         """The same, each one once."""
         return list({id(t): t for t in self.tensors}.values())
 
-    @property
-    def wants_gradients(self) -> bool:
-        """Whether any argument requires a gradient."""
-        return self.gradients and any(t.requires_grad for t in self.tensors)
-
-    def on(self, copier: Copier) -> Prepared:
+    def on(self, copier: Copier) -> Copied:
         """Return the call with what ``copier`` makes of each tensor among its arguments."""
         copies: dict[int, Tensor] = {}
 
@@ -85,16 +91,16 @@ class Call:
             return copies[id(value)]
 
         args, kwargs = tree_map(copied, (self.args, dict(self.kwargs)))
-        return Prepared(self, args, kwargs, list(copies.values()))
+        return Copied(self, args, kwargs, list(copies.values()))
 
     def run(self) -> Results:
         """Run it once on copies of its arguments that lie in memory as they do; raises whatever the function raises."""
-        prepared = self.on(as_laid_out)
-        return replace(prepared.run(self.fn), changed=prepared.written())
+        copied = self.on(as_laid_out)
+        return replace(copied.run(self.fn), changed=copied.written())
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class Copied:
     """A call whose arguments are copies, for one run."""
 
     call: Call

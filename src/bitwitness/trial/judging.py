@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bitwitness.numerics import unit_roundoff
+from bitwitness.numerics import HALF, unit_roundoff
 from bitwitness.oracle.eligible import have_truth
+from bitwitness.oracle.float64 import widened
 from bitwitness.oracle.opclass import is_elementwise, only_rounds_correctly
-from bitwitness.oracle.widening import widened
 from bitwitness.trial.allowance import allowance, lean, least_allowance
 from bitwitness.trial.call import Results, is_inexact
 from bitwitness.trial.figures import figures, parts, spacing
@@ -39,33 +39,34 @@ _ROUNDED_ON_THE_WAY = (
 )
 
 
+def undecidable(oracle: Oracle) -> str:
+    """Return why no result of a call can be judged, whatever it is; empty where it can. Raises what its float64 run raises."""
+    if not have_truth(oracle.mode.operators):
+        return "float64 cannot say what its result should be: it depends on the dtype's own numbers, or on fresh memory"
+    return "it draws random numbers: there is no one right result" if oracle.mode.draws else ""
+
+
 def judge_all(results: Results, oracle: Oracle) -> tuple[tuple[OutputResult, ...], str]:
     """Judge every output and gradient of a run; with the reason why none of them can be, if there is one.
 
     Raises whatever the function raises in float64 on the CPU.
     """
     exact = oracle.exact
-    if not have_truth(oracle.mode.operators):
-        return (
-            (),
-            "float64 cannot say what its result should be: it depends on the dtype's own numbers, or on fresh memory",
-        )
-    if oracle.mode.draws:
-        return (), "it draws random numbers: there is no one right result"
+    if reason := undecidable(oracle):
+        return (), reason
     if len(exact.outputs) != len(results.outputs):
         wrong = f"{len(results.outputs)} tensors were returned; the oracle has {len(exact.outputs)}"
         return (OutputResult("out0", FAIL, wrong),), ""
-    found = [_typed(judge(f"out{i}", t, oracle, _Output(i)), t, oracle, i) for i, t in enumerate(results.outputs)]
-    for i, gradient in enumerate(results.gradients):
-        due = _at(exact.gradients, i)
-        if gradient is not None and (due is not None or all(one.verdict != FAIL for one in found)):
-            found.append(judge(f"grad{i}", gradient, oracle, _Gradient(i)))
-        elif gradient is None and due is not None and bool((due != 0).any()):
-            found.append(OutputResult(f"grad{i}", FAIL, "there is no gradient; the oracle has one that is not zero"))
+    due = exact.slots()
+    found = [_typed(judge(f"out{i}", t, oracle), t, oracle) for i, t in enumerate(results.outputs)]
+    for slot, gradient in ((f"grad{i}", t) for i, t in enumerate(results.gradients)):
+        if gradient is not None and (slot in due or all(one.verdict != FAIL for one in found)):
+            found.append(judge(slot, gradient, oracle))
+        elif gradient is None and slot in due and bool((due[slot] != 0).any()):
+            found.append(OutputResult(slot, FAIL, "there is no gradient; the oracle has one that is not zero"))
     for i in sorted({*results.changed, *exact.changed}):
         given = oracle.given[i]
-        after = results.changed.get(i, given)
-        found.append(judge(f"in{i}", after, oracle, _Argument(i, given)))
+        found.append(judge(f"in{i}", results.changed.get(i, given), oracle, unless=widened(given.detach())))
     if oracle.mode.is_unique or all(one.verdict != FAIL for one in found):
         return tuple(found), ""
     return _of_several(found, results, oracle)
@@ -82,43 +83,7 @@ def _of_several(found: list[OutputResult], results: Results, oracle: Oracle) -> 
     return tuple(replace(one, verdict=PASS, reason="") for one in found), ""
 
 
-@dataclass(frozen=True, slots=True)
-class _Output:
-    """Finds an output by its place; None where there is none."""
-
-    place: int
-
-    def __call__(self, results: Results) -> Tensor | None:
-        return _at(results.outputs, self.place)
-
-
-@dataclass(frozen=True, slots=True)
-class _Gradient:
-    """The same of a gradient."""
-
-    place: int
-
-    def __call__(self, results: Results) -> Tensor | None:
-        return _at(results.gradients, self.place)
-
-
-@dataclass(frozen=True, slots=True)
-class _Argument:
-    """Finds an argument as a run left it: as it was given where it was not written into."""
-
-    place: int
-    given: Tensor
-
-    def __call__(self, results: Results) -> Tensor | None:
-        wide: Tensor = widened(self.given.detach())
-        return results.changed.get(self.place, wide)
-
-
-def _at(tensors: Sequence[Tensor | None], place: int) -> Tensor | None:
-    return tensors[place] if place < len(tensors) else None
-
-
-def judge(slot: str, actual: Tensor, oracle: Oracle, of: Callable[[Results], Tensor | None]) -> OutputResult:
+def judge(slot: str, actual: Tensor, oracle: Oracle, *, unless: Tensor | None = None) -> OutputResult:
     """Judge one output, one gradient, or one argument that was written into, of a call.
 
     Parameters
@@ -129,10 +94,14 @@ def judge(slot: str, actual: Tensor, oracle: Oracle, of: Callable[[Results], Ten
         As the device returned it.
     oracle
         The call's truth; noisy runs are made only where the result is not correctly rounded everywhere.
-    of
-        Finds it among the oracle's results.
+    unless
+        What the oracle's result is where a run of it has none of that name: an argument that was not written into.
 
     """
+
+    def of(results: Results) -> Tensor | None:
+        return results.slots().get(slot, unless)
+
     exact = of(oracle.exact)
     head: dict[str, Any] = {
         "slot": slot,
@@ -144,11 +113,16 @@ def judge(slot: str, actual: Tensor, oracle: Oracle, of: Callable[[Results], Ten
     if actual.shape != exact.shape:
         reason = f"its shape is {list(actual.shape)}; the oracle's is {list(exact.shape)}"
         return OutputResult(**head, verdict=FAIL, reason=reason)
-    actual = actual.detach().cpu()
-    if not is_inexact(actual):
-        return _exactly(head, actual, exact, oracle, of)
+    judged = _inexactly if is_inexact(actual) else _exactly
+    return judged(head, actual.detach().cpu(), exact, oracle, of)
+
+
+def _inexactly(
+    head: Mapping[str, Any], actual: Tensor, exact: Tensor, oracle: Oracle, of: Callable[[Results], Tensor | None]
+) -> OutputResult:
+    """Judge floating and complex numbers: by the first of the questions above that they answer."""
     value, truth = parts(actual), parts(exact)
-    dtype = _due_dtype(slot, actual, oracle)
+    dtype = _due_dtype(head["slot"], actual, oracle)
     right = _correctly_rounded(value, truth, dtype)
     if bool(right.all()):
         return figures(head, PASS, "", value, truth, spacing(truth, dtype) / 2, dtype)
@@ -156,7 +130,7 @@ def judge(slot: str, actual: Tensor, oracle: Oracle, of: Callable[[Results], Ten
     if bool((right | ((value - truth).abs() <= least)).all()) and not lean(value, truth, [], dtype):
         return figures(head, PASS, "", value, truth, least, dtype)  # whatever the noise would say
     verdict, reason, allowed = FAIL, "", spacing(truth, dtype) / 2
-    tiers = _HALF_TIERS if dtype in (torch.float16, torch.bfloat16) else _TIERS
+    tiers = _HALF_TIERS if dtype in HALF else _TIERS
     for stepwise, draws in tiers:
         noisy = [parts(t) for r in oracle.noisy(stepwise=stepwise, draws=draws) if (t := of(r)) is not None]
         allowed = allowance(truth, noisy, dtype)
@@ -174,19 +148,14 @@ def judge(slot: str, actual: Tensor, oracle: Oracle, of: Callable[[Results], Ten
     return figures(head, verdict, reason, value, truth, allowed, dtype, within=within)
 
 
-def _typed(one: OutputResult, actual: Tensor, oracle: Oracle, place: int) -> OutputResult:
+def _typed(one: OutputResult, actual: Tensor, oracle: Oracle) -> OutputResult:
     """Return a passed result with a warning where its dtype is wider than a reference gives."""
-    due = _at_dtype(oracle, place)
-    if one.verdict != PASS or not oracle.has_reference or due not in (torch.float16, torch.bfloat16):
+    due = oracle.exact.kept.get(one.slot)
+    if one.verdict != PASS or not oracle.has_reference or due not in HALF:
         return one
     if not actual.is_floating_point() or unit_roundoff(actual.dtype) >= unit_roundoff(due):
         return one
     return replace(one, verdict=WARN, reason=f"{one.dtype} was returned where the reference gives {str(due)[6:]}")
-
-
-def _at_dtype(oracle: Oracle, place: int) -> torch.dtype | None:
-    kept = oracle.exact.kept
-    return kept[place] if place < len(kept) else None
 
 
 def _due_dtype(slot: str, actual: Tensor, oracle: Oracle) -> torch.dtype:
@@ -195,8 +164,7 @@ def _due_dtype(slot: str, actual: Tensor, oracle: Oracle) -> torch.dtype:
     What returns bfloat16 for float32 inputs has lost what the reference keeps, unless the reference casts as well.
     """
     own = actual.dtype.to_real() if actual.is_complex() else actual.dtype
-    place = int(slot.removeprefix("out")) if slot.startswith("out") else -1
-    due = oracle.exact.kept[place] if 0 <= place < len(oracle.exact.kept) else own
+    due = oracle.exact.kept.get(slot, own)
     due = due.to_real() if due.is_complex else due
     if not due.is_floating_point or unit_roundoff(due) >= unit_roundoff(own):
         return own

@@ -79,13 +79,13 @@ class Oracle:
     def _once(self, seed: int | None, *, stepwise: bool) -> tuple[Results, Rounding]:
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         mode = Rounding(self.dtype, generator, stepwise=stepwise)
-        prepared = self._call.on(_wide)  # before the mode is on: inputs are what they are
+        copied = self._call.on(_wide)  # before the mode is on: inputs are what they are
         try:
             with own_work(REFERENCE), _float64_by_default(), torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self._call.seed)
                 with heard(), mode, DeviceDtypes(mode):
-                    found = prepared.run(self._reference or self._call.fn, self._given)
-            return self._seen(replace(found, changed=prepared.written()), mode), mode
+                    found = copied.run(self._reference or self._call.fn, self._given)
+            return self._seen(replace(found, changed=copied.written()), mode), mode
         finally:
             mode.release()
 
@@ -98,7 +98,7 @@ class Oracle:
             tuple(_before_rounding(t, due, mode) for t, due in zip(found.outputs, wanted, strict=False)),
             tuple(None if t is None else _before_rounding(t, due, mode) for t, due in gradients),
             {i: mode.clean(t).detach() for i, t in found.changed.items()},
-            tuple(mode.kept_dtype(t) for t in found.outputs),
+            {f"out{i}": mode.kept_dtype(t) for i, t in enumerate(found.outputs)},
         )
 
 

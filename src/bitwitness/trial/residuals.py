@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bitwitness.numerics import unit_roundoff
-from bitwitness.oracle.float64 import wide_dtype
+from bitwitness.oracle.float64 import widened
 
 _ROOM = 30.0
 """The c of the bounds, as LAPACK's tests have it."""
@@ -37,9 +37,9 @@ def residual_of(operators: Sequence[str], given: Sequence[Tensor], outputs: Sequ
     known = next((_KNOWN[name] for name in reversed(operators) if name in _KNOWN), None)
     if known is None or not given or given[0].dim() < 2 or not given[0].numel():
         return None
-    matrix = _wide(given[0])
+    matrix = widened(given[0].detach())
     try:
-        claims = known(matrix, [_wide(t) for t in outputs])
+        claims = known(matrix, [widened(t.detach()) for t in outputs])
     except (RuntimeError, IndexError, ValueError):  # other outputs than such an operator has by itself
         return None
     size = max(1.0, float(max(matrix.shape[-2:])))
@@ -50,10 +50,6 @@ def residual_of(operators: Sequence[str], given: Sequence[Tensor], outputs: Sequ
         if not off <= room * max(scale, torch.finfo(torch.float32).tiny):
             return f"{said} is off by {off:.3g}; expected no more than {room * scale:.3g}"
     return ""
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().to(wide_dtype(tensor.dtype))
 
 
 def _unit(matrix: Tensor) -> tuple[str, Tensor, Tensor]:
