@@ -26,8 +26,11 @@ _SIGNIFICAND_BITS = {  # the hidden bit included
     torch.float8_e8m0fnu: 1,
     torch.float4_e2m1fn_x2: 2,
 }
-_PACKED = (torch.float4_e2m1fn_x2,)  # two numbers in one element: torch has no arithmetic and no cast for it
+PACKED = (torch.float4_e2m1fn_x2,)
+"""Types with two numbers in one element: torch has no arithmetic and no cast for them."""
 _UNSIGNED = (torch.float8_e8m0fnu,)  # a bare exponent, without a sign bit
+FLOAT8 = tuple(dtype for dtype in _SIGNIFICAND_BITS if dtype.itemsize == 1 and dtype not in PACKED)
+"""Types that only store: whatever computes with them casts first."""
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 HALF = (torch.float16, torch.bfloat16)
 """The half types that have arithmetic of their own: kernels compute in float32 for them."""
@@ -78,6 +81,11 @@ class ErrorMetrics:
     inf_mismatch: int
 
 
+def is_inexact(tensor: Tensor) -> bool:
+    """Whether a tensor holds floating or complex numbers, one in each element."""
+    return tensor.is_complex() or (tensor.is_floating_point() and tensor.dtype not in PACKED)
+
+
 def unit_roundoff(dtype: torch.dtype) -> float:
     """Return u = 2^-p, the largest relative error of rounding to nearest.
 
@@ -119,7 +127,7 @@ def ulp_distance(a: Tensor, b: Tensor) -> Tensor:
             f"an ULP distance needs two tensors of one dtype and shape, not {a.dtype} {list(a.shape)} and "
             f"{b.dtype} {list(b.shape)}; cast or broadcast one of them first"
         )
-    if a.dtype not in _SIGNIFICAND_BITS or a.dtype in _PACKED:
+    if a.dtype not in _SIGNIFICAND_BITS or a.dtype in PACKED:
         raise UsageError(f"{a.dtype} has no ULP; expected a floating dtype that holds one number in each element")
     left, right = _ordered(a), _ordered(b)
     across = left.abs() + right.abs()  # over zero; float64 may pass 2^63 and wrap, which shows as a negative sum

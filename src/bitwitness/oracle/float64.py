@@ -7,16 +7,17 @@ from typing import Any
 
 import torch
 
+from bitwitness.numerics import PACKED
 from bitwitness.oracle.kernels import kernel_of, named_arguments
 from bitwitness.tap.compat import OpOverload
 from bitwitness.tap.operators import tensors_in
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return float64 for a floating dtype, complex128 for a complex one, and any other as it is."""
+    """Return float64 for a floating dtype, complex128 for a complex one, and any other, packed ones too, as it is."""
     if dtype.is_complex:
         return torch.complex128
-    return torch.float64 if dtype.is_floating_point else dtype
+    return torch.float64 if dtype.is_floating_point and dtype not in PACKED else dtype
 
 
 def each_argument(value: Any, change: Callable[[Any], Any]) -> Any:

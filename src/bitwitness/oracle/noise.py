@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bitwitness.numerics import unit_roundoff
+from bitwitness.numerics import is_inexact, unit_roundoff
+from bitwitness.oracle.float64 import each_argument
 
 
 def _least(dtype: torch.dtype) -> float:
@@ -26,6 +28,8 @@ class Noise:
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
+        seed = generator.initial_seed()
+        self._pair, self._side = torch.Generator().manual_seed((seed + 1) // 2), 1.0 if seed % 2 else -1.0
 
     def moved(self, value: Tensor, share: float) -> Tensor:
         """Return a tensor with each element off by up to ``share`` of itself."""
@@ -37,6 +41,16 @@ class Noise:
         if not bool(moved.isfinite().all()):
             moved = torch.where(value.isfinite(), moved, value)
         return _laid_out_as(value, moved)
+
+    def arguments(self, values: Any, share: float) -> Any:
+        """Return arguments with each floating number and tensor among them off by up to ``share`` of itself."""
+
+        def moved(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return self.moved(value, share) if is_inexact(value) else value
+            return self.number(value, share) if isinstance(value, float) else value
+
+        return each_argument(values, moved)
 
     def number(self, value: float, share: float) -> float:
         """Return a number that kernels read in float32, off by as much, where that does not hold it."""
@@ -58,6 +72,11 @@ class Noise:
         else:
             moved = (value * self.signs(value, share)).add_(value)
         return _laid_out_as(value, moved)
+
+    def sides(self, value: Tensor) -> Tensor:
+        """Return 1 or -1 for each element; of two generators whose seeds are 2 n - 1 and 2 n the opposite: both are seen."""
+        drawn = torch.empty_like(value, dtype=torch.float32).uniform_(-1.0, 1.0, generator=self._pair)
+        return torch.where(drawn < 0, -self._side, self._side)
 
     def signs(self, value: Tensor, share: float) -> Tensor:
         """Return uniform numbers from ``-share`` to ``share``, one for each element; float32, which suffices for noise."""

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitwitness.numerics import HALF, unit_roundoff
+from bitwitness.numerics import FLOAT8, HALF, is_inexact, unit_roundoff
 from bitwitness.oracle.eligible import draws, is_unique
 from bitwitness.oracle.float64 import each_argument, wide_dtype, widened
+from bitwitness.oracle.kept import KeptDtypes, is_marked, kept_as, roundoff
 from bitwitness.oracle.noise import Noise
 from bitwitness.oracle.opclass import (
     CORRECTLY_ROUNDED,
@@ -34,6 +35,8 @@ from bitwitness.oracle.opclass import (
     sums_products,
     sums_wide,
 )
+from bitwitness.oracle.quantised import is_quantisation, quantised, read_off
+from bitwitness.oracle.scaled import is_scaled_product, scaled_product
 from bitwitness.oracle.takenapart import parts_of
 from bitwitness.tap.compat import OpOverload, TorchDispatchMode
 from bitwitness.tap.operators import tensors_in
@@ -44,14 +47,8 @@ _SPECIAL_ROUNDINGS = 16.0
 """The same of a special function's."""
 _TAPS = 64.0
 """Roundings of weights, in units of the largest result, that a resampler's neighbours may leave when they cancel."""
-_TAG = "_bitwitness_kept_as"
-"""The attribute of a float64 tensor that says which dtype the device keeps it in."""
-
-
-def kept_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Mark a float64 tensor as one that the device keeps in ``dtype``."""
-    setattr(tensor, _TAG, dtype)
-    return tensor
+_TENSOR_CORE = 2.0**-13
+"""Rounding of sums of float8 products where they are added up fast: in some 14 bits (DeepSeek-V3, arXiv 2412.19437, 3.3.2)."""
 
 
 class Rounding(TorchDispatchMode):
@@ -74,6 +71,8 @@ class Rounding(TorchDispatchMode):
         Whether one of them drew random numbers.
     is_unique
         Whether each of them has only one right result.
+    quantised
+        Float8 types to which something was cast.
     autocast
         To which dtype autocast has products computed now (`oracle.shown` tells it).
 
@@ -84,8 +83,9 @@ class Rounding(TorchDispatchMode):
         self.operators: list[OpOverload] = []
         self.draws = False
         self.is_unique = True
+        self.quantised: set[torch.dtype] = set()
         self.autocast: torch.dtype | None = None
-        self._dtype = dtype
+        self._kept = KeptDtypes(dtype)
         self._noise = None if generator is None else Noise(generator)
         self._stepwise = stepwise
         self._whole: list[tuple[OpOverload, torch.dtype]] = []
@@ -107,18 +107,17 @@ class Rounding(TorchDispatchMode):
 
     def kept_dtype(self, tensor: Tensor) -> torch.dtype:
         """Return in which dtype the device keeps a tensor."""
-        if not _is_inexact(tensor):
-            return tensor.dtype
-        kept = self._of(tensor)
-        return kept.to_complex() if tensor.is_complex() and not kept.is_complex else kept
+        return self._kept.shown(tensor)
 
     def watch_gradient(self, tensor: Tensor) -> None:
-        """Have the gradient of a tensor that the device keeps in a half type kept in it, too, as autograd casts it there."""
-        if tensor.requires_grad and tensor.is_floating_point() and (kept := self._of(tensor)) in HALF:
+        """Have the gradient of a tensor that the device keeps in a narrow type kept in it, too, as autograd casts it there."""
+        if tensor.requires_grad and tensor.is_floating_point() and (kept := self._kept.of(tensor)) in (*HALF, *FLOAT8):
 
             def cast(gradient: Tensor) -> Tensor:
-                if _roundoff(self._of(gradient)) >= _roundoff(kept):
+                if roundoff(self._kept.of(gradient)) >= roundoff(kept):
                     return gradient
+                if kept in FLOAT8:
+                    return self._quantised(gradient, self._kept.of(gradient), kept)
                 found = gradient.view_as(gradient) if self._noise is None else self._noise.rounded(gradient, kept)
                 return kept_as(found, kept)
 
@@ -133,16 +132,25 @@ class Rounding(TorchDispatchMode):
         if is_view(func):
             return self._view(func, args, kwargs)
         self._note(func, args, kwargs)
+        if is_scaled_product(func):
+            return self._scaled_product(func, args, kwargs)
         asked, noise = asked_dtype(args, kwargs), self._noise
-        kept = asked or self._coarsest(tensors_in([*args, *kwargs.values()]))
+        kept = asked or self._kept.coarsest(tensors_in([*args, *kwargs.values()]))
         if noise is not None and asked is None and not self._whole:
             if self.autocast is not None and sums_products(func):
-                kept = max(kept, self.autocast, key=_roundoff)
+                kept = max(kept, self.autocast, key=roundoff)
             args, kwargs = self._cast(args, kept, noise), self._cast(kwargs, kept, noise)
-        if self._whole:
-            kept = self._inner(kept)
+        if is_quantisation(func, kept):
+            return self._quantised(widened(args[0]), self._kept.of(args[0]), kept)
+        return self._computed(func, args, kwargs, self._inner(kept) if self._whole else kept)
+
+    def _computed(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], kept: torch.dtype) -> Any:
+        """Run an operator in float64, with noise where there is some; its result is kept in ``kept`` on the device."""
+        noise = self._noise
         given = widened(args), widened(kwargs)
         kind = class_of(func, args, kwargs, kept)
+        if kept in FLOAT8 and kind != EXACT:  # which computes nothing
+            kept = torch.float32
         if noise is None or kind == EXACT:
             return self._marked(func(*given[0], **given[1]), kept)
         if all(func is not whole for whole, _ in self._whole) and (
@@ -161,11 +169,31 @@ class Rounding(TorchDispatchMode):
         result = func(*args, **kwargs)
         source = next((a for a in args if isinstance(a, Tensor)), None)
         if source is not None:
-            self._marked(result, self._of(source))
+            self._marked(result, self._kept.of(source))
             if id(source) in self._clean and isinstance(result, Tensor):
                 clean = func(self._clean[id(source)][1], *args[1:], **kwargs)
                 self._clean[id(result)] = (result, clean)
         return result
+
+    def _quantised(self, wide: Tensor, read: torch.dtype, kept: torch.dtype) -> Tensor:
+        """Return what a cast to float8 leaves of numbers that are ``read`` in their dtype; with noise, of its neighbours."""
+        self.quantised.add(kept)
+        clean = wide if self._noise is None else read_off(self._noise, wide, read)
+        found = kept_as(quantised(clean, kept), kept)
+        self._clean[id(found)] = (found, clean)
+        return found
+
+    def _scaled_product(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        def parts(*args: Any, **kwargs: Any) -> Tensor:
+            return scaled_product(func, args, kwargs, self._kept.of)
+
+        kept = asked_dtype(args, kwargs) or self._kept.of(args[0])
+        if self._noise is not None:
+            return self._in_parts(func, parts, (args, kwargs), kept, self._noise)
+        clean = parts(*args, **kwargs)
+        found = kept_as(quantised(clean, kept) if kept in FLOAT8 else clean.clone(), kept)
+        self._clean[id(found)] = (found, clean)
+        return found
 
     def _in_parts(
         self, func: OpOverload, parts: Callable[..., Any], given: Any, kept: torch.dtype, noise: Noise
@@ -187,8 +215,8 @@ class Rounding(TorchDispatchMode):
         internal = self._internal(kept, wide=not self._stepwise or sums or is_elementary(func))
         if kind != CORRECTLY_ROUNDED:
             share = max(internal * growth(func, kind, given[0], given[1]), self._factors(kind))
-            args = tuple(a if i in written else _moved(noise, a, share) for i, a in enumerate(given[0]))
-            given = args, {k: v if func._schema.is_mutable else _moved(noise, v, share) for k, v in given[1].items()}
+            args = tuple(a if i in written else noise.arguments(a, share) for i, a in enumerate(given[0]))
+            given = args, {k: v if func._schema.is_mutable else noise.arguments(v, share) for k, v in given[1].items()}
         result = func(*given[0], **given[1])
 
         def finished(tensor: Tensor) -> Tensor:
@@ -211,35 +239,21 @@ class Rounding(TorchDispatchMode):
     @staticmethod
     def _internal(kept: torch.dtype, *, wide: bool) -> float:
         """Return the unit roundoff of the precision in which kernels compute for a dtype."""
-        own = _roundoff(kept)
+        own = roundoff(kept)
         return min(own, unit_roundoff(torch.float32)) if wide else own
 
     def _inner(self, kept: torch.dtype) -> torch.dtype:
         """Return in which dtype a kernel keeps what it computes on its way to a result in ``kept``."""
-        return torch.float32 if kept in HALF and not self._stepwise else kept
+        return torch.float32 if kept in FLOAT8 or (kept in HALF and not self._stepwise) else kept
 
     def _factors(self, kind: str) -> float:
         """Return how far factors of a product are off: in attention, probabilities are rounded to be multiplied."""
         if not self._whole or kind != SUM:
             return 0.0
         whole, dtype = self._whole[0]
-        return _roundoff(dtype) if "attention" in whole.overloadpacket.__name__ else 0.0
-
-    def _of(self, tensor: Tensor) -> torch.dtype:
-        return getattr(tensor, _TAG, self._dtype)
-
-    def _coarsest(self, tensors: Sequence[Tensor]) -> torch.dtype:
-        """Return in which dtype a result of these is kept: the coarsest of theirs.
-
-        Torch would take the widest where they differ. But where a function casts to ``x.dtype`` nothing is cast in float64,
-        and what is wider here was cast there.
-        """
-        inexact = [t for t in tensors if _is_inexact(t)]
-        if not inexact:  # made of integers, as torch's default; or from nothing, most often as the tensors around it
-            return torch.float32 if tensors else self._dtype
-        shaped = [t for t in inexact if t.dim()] or inexact  # numbers take no part in it
-        kept = map(self._of, shaped)
-        return max((k.to_real() if k.is_complex else k for k in kept), key=_roundoff)
+        if is_scaled_product(whole):
+            return _TENSOR_CORE if self._stepwise else 0.0
+        return roundoff(dtype) if "attention" in whole.overloadpacket.__name__ else 0.0
 
     def _cast(self, values: Any, kept: torch.dtype, noise: Noise) -> Any:
         """Return arguments with those rounded to ``kept`` that are kept in a wider dtype: the device reads them cast."""
@@ -247,14 +261,14 @@ class Rounding(TorchDispatchMode):
         def cast(value: Any) -> Any:
             if not isinstance(value, Tensor) or not value.is_floating_point() or not value.dim():
                 return value
-            return noise.rounded(value, kept) if _roundoff(self._of(value)) < _roundoff(kept) else value
+            return noise.rounded(value, kept) if roundoff(self._kept.of(value)) < roundoff(kept) else value
 
         return each_argument(values, cast)
 
     def _marked(self, result: Any, kept: torch.dtype) -> Any:
         def marked(tensor: Tensor) -> Tensor:
             wide = tensor.to(wide_dtype(tensor.dtype))
-            if hasattr(wide, _TAG):  # what comes back as it was given stays what it is
+            if is_marked(wide):  # what comes back as it was given stays what it is
                 return wide
             return kept_as(wide, kept)
 
@@ -263,7 +277,7 @@ class Rounding(TorchDispatchMode):
     def _each(self, result: Any, change: Callable[[Tensor], Tensor]) -> Any:
         """Return a result with each of its floating tensors changed."""
         if isinstance(result, Tensor):
-            return change(result) if _is_inexact(result) else result
+            return change(result) if is_inexact(result) else result
         if isinstance(result, list | tuple):
             found = [self._each(one, change) for one in result]
             return found if isinstance(result, list) else tuple(found)  # a named one takes its parts otherwise
@@ -271,25 +285,6 @@ class Rounding(TorchDispatchMode):
 
     def _stored(self, clean: Tensor, kept: torch.dtype, noise: Noise) -> Tensor:
         """Return a result as the device keeps it, and remember what it was before."""
-        rounded = kept_as(noise.rounded(clean, kept), kept)
+        rounded = kept_as(quantised(clean, kept) if kept in FLOAT8 else noise.rounded(clean, kept), kept)
         self._clean[id(rounded)] = (rounded, clean)
         return rounded
-
-
-def _moved(noise: Noise, values: Any, share: float) -> Any:
-    """Return arguments with each floating number and tensor among them off by up to ``share`` of itself."""
-
-    def moved(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return noise.moved(value, share) if _is_inexact(value) else value
-        return noise.number(value, share) if isinstance(value, float) else value
-
-    return each_argument(values, moved)
-
-
-def _is_inexact(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _roundoff(dtype: torch.dtype) -> float:
-    return unit_roundoff(dtype if dtype.is_floating_point or dtype.is_complex else torch.float32)

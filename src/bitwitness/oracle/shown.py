@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from bitwitness.oracle.rounding import Rounding, kept_as
+from bitwitness.oracle.kept import kept_as
+from bitwitness.oracle.rounding import Rounding
 from bitwitness.tap.compat import unheard
 from bitwitness.tap.operators import tensors_in
 

@@ -21,6 +21,7 @@ from bitwitness.store.source import Source
 from bitwitness.trial.call import Call
 
 KIND = "recorded"
+_CAST = torch.ops.aten._to_copy.default
 _SEEN = ("nan", "pos_inf", "neg_inf", "zeros", "min", "max", "mean", "l2")
 
 
@@ -106,6 +107,8 @@ def _operator(text: str) -> Any:
     args, kwargs = call.get("a", []), call.get("k", {})
     if not isinstance(args, list) or not isinstance(kwargs, dict):
         return None
+    if name == str(_CAST):  # which is exact, or rounds once: here its own dtype is kept
+        return _CAST
     found = functional_operator(name, args, kwargs)
     if found is not None or name.count(".") != 2:
         return found

@@ -37,8 +37,10 @@ def least_allowance(truth: Tensor, dtype: torch.dtype, *, rounds_once: bool) -> 
     return spacing(truth.masked_fill(~truth.isfinite(), 0.0), dtype) * share
 
 
-def allowance(truth: Tensor, noisy: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+def allowance(truth: Tensor, noisy: Sequence[Tensor], dtype: torch.dtype, *, leaps: bool = False) -> Tensor:
     """Return by how much each element may be off; float64, all of one shape.
+
+    ``leaps``: noise moves few elements, by much, as casts to float8 do: it says nothing of the others.
 
     For half types nearly all of the noise is that of known roundings: a few of them never sum to what is unusual for many, and
     how far they go together is seen in the noise itself.
@@ -46,7 +48,7 @@ def allowance(truth: Tensor, noisy: Sequence[Tensor], dtype: torch.dtype) -> Ten
     finite = truth.isfinite()
     size = truth.masked_fill(~finite, 0.0)
     deviations = [torch.where(finite & n.isfinite(), n - size, 0.0) for n in noisy]
-    spread = _spread(deviations, size)
+    spread = _spread(deviations, size, leaps=leaps)
     half = dtype in HALF
     most = ALLOWANCE * max(1.0, math.sqrt(math.log(max(size.numel(), 1)) / math.log(_MANY_NUMBERS)))  # of normal errors
     times = min(most, _reach(deviations, spread)) if half else most
@@ -84,7 +86,7 @@ def lean(value: Tensor, truth: Tensor, noisy: Sequence[Tensor], dtype: torch.dty
     return f"every result is rounded {way} zero, by {abs(mean):.2f} units in the last place in the mean, and not to nearest"
 
 
-def _spread(deviations: Sequence[Tensor], size: Tensor) -> Tensor:
+def _spread(deviations: Sequence[Tensor], size: Tensor, *, leaps: bool) -> Tensor:
     """Return the standard deviation of each element over the draws, drawn towards that of elements of its size."""
     draws = len(deviations)
     variance = torch.stack([d * d for d in deviations]).mean(0) if draws else torch.zeros_like(size)
@@ -94,4 +96,7 @@ def _spread(deviations: Sequence[Tensor], size: Tensor) -> Tensor:
     exponent = exponent - exponent.min()
     count = torch.bincount(exponent)
     usual = torch.bincount(exponent, weights=variance.reshape(-1)) / count.clamp_min(1)
+    if leaps:
+        for one in range(len(usual)):
+            usual[one] = variance.reshape(-1)[exponent == one].median() if count[one] else 0.0
     return ((draws * variance + _PRIOR * usual[exponent].reshape(size.shape)) / (draws + _PRIOR)).sqrt()

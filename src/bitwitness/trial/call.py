@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bitwitness.numerics import is_inexact
 from bitwitness.stats import same_bits
 from bitwitness.tap.compat import tree_flatten, tree_map
 
@@ -168,11 +169,6 @@ def tensors_of(value: Any) -> list[Tensor]:
         elif is_dataclass(leaf) and not isinstance(leaf, type):
             found += tensors_of([getattr(leaf, one.name) for one in fields(leaf)])
     return found
-
-
-def is_inexact(tensor: Tensor) -> bool:
-    """Whether a tensor holds floating or complex numbers."""
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def as_laid_out(tensor: Tensor) -> Tensor:

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitwitness.numerics import HALF, unit_roundoff
+from bitwitness.numerics import HALF, is_inexact, unit_roundoff
 from bitwitness.oracle.eligible import have_truth
 from bitwitness.oracle.float64 import widened
 from bitwitness.oracle.opclass import is_elementwise, only_rounds_correctly
 from bitwitness.trial.allowance import allowance, lean, least_allowance
-from bitwitness.trial.call import Results, is_inexact
+from bitwitness.trial.call import Results
 from bitwitness.trial.figures import figures, parts, spacing
 from bitwitness.trial.oracle import Oracle
 from bitwitness.trial.residuals import residual_of
@@ -133,7 +133,7 @@ def _inexactly(
     tiers = _HALF_TIERS if dtype in HALF else _TIERS
     for stepwise, draws in tiers:
         noisy = [parts(t) for r in oracle.noisy(stepwise=stepwise, draws=draws) if (t := of(r)) is not None]
-        allowed = allowance(truth, noisy, dtype)
+        allowed = allowance(truth, noisy, dtype, leaps=bool(oracle.mode.quantised))
         within = right | ((value - truth).abs() <= allowed) | _may_be_infinite(value, truth, noisy, allowed, dtype)
         if bool(within.all()):
             narrow = [parts(t) for r in oracle.noisy(stepwise=False, draws=FEW) if (t := of(r)) is not None]

@@ -11,13 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitwitness.numerics import unit_roundoff
+from bitwitness.numerics import FLOAT8, is_inexact, unit_roundoff
 from bitwitness.oracle.float64 import wide_dtype
-from bitwitness.oracle.rounding import Rounding, kept_as
+from bitwitness.oracle.kept import kept_as
+from bitwitness.oracle.noise import Noise
+from bitwitness.oracle.quantised import loss_of
+from bitwitness.oracle.rounding import Rounding
 from bitwitness.oracle.shown import DeviceDtypes
 from bitwitness.tap.compat import heard
 from bitwitness.tap.ownwork import REFERENCE, own_work
-from bitwitness.trial.call import Call, Results, as_laid_out, is_inexact, output_gradients
+from bitwitness.trial.call import Call, Results, as_laid_out, output_gradients
 
 
 class Oracle:
@@ -76,6 +79,17 @@ class Oracle:
             made.append(self._once(len(made) + 1, stepwise=stepwise)[0])
         return made[:draws]
 
+    def on_quantised(self, dtype: torch.dtype, *, draws: int) -> list[Results]:
+        """Return several runs on arguments and output gradients that are off by what a cast to a float8 type takes."""
+        return [self._off(Noise(torch.Generator().manual_seed(draw)), dtype) for draw in range(draws)]
+
+    def _off(self, noise: Noise, dtype: torch.dtype) -> Results:
+        copied = self._call.on(lambda t: loss_of(noise, _wide(t), dtype))
+        given = [None if g is None else loss_of(noise, g, dtype) for g in self._given]
+        with own_work(REFERENCE), _float64_by_default(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self._call.seed)
+            return copied.run(self._reference or self._call.fn, given)
+
     def _once(self, seed: int | None, *, stepwise: bool) -> tuple[Results, Rounding]:
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         mode = Rounding(self.dtype, generator, stepwise=stepwise)
@@ -111,9 +125,9 @@ def _before_rounding(tensor: Tensor, due: torch.dtype, mode: Rounding) -> Tensor
 
 
 def coarsest(tensors: list[Tensor]) -> torch.dtype:
-    """Return the floating dtype of the largest unit roundoff among tensors; float32 where none is floating."""
+    """Return the floating dtype of the largest unit roundoff among tensors that can be computed with; float32 of none."""
     found = [t.dtype.to_real() if t.is_complex() else t.dtype for t in tensors if is_inexact(t)]
-    return max(found, key=unit_roundoff, default=torch.float32)
+    return max((d for d in found if d not in FLOAT8), key=unit_roundoff, default=torch.float32)
 
 
 def _wide(tensor: Tensor) -> Tensor:

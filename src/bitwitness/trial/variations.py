@@ -13,8 +13,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from bitwitness.numerics import FLOAT8, is_inexact
 from bitwitness.tap.compat import tree_map
-from bitwitness.trial.call import Call, is_inexact
+from bitwitness.trial.call import Call
 
 _SMALL = {torch.float16: 2.0**-6}
 _LARGE = {torch.float16: 2.0**3}
@@ -62,12 +63,17 @@ def _strided(tensor: Tensor) -> Tensor:
     return memory[..., 0]
 
 
+def _has_arithmetic(tensor: Tensor) -> bool:
+    """Whether numbers may be exchanged for others: what is stored in float8 is a code, with a scale that belongs to it."""
+    return is_inexact(tensor) and tensor.dtype not in FLOAT8
+
+
 def scales(call: Call) -> Iterator[tuple[str, Call]]:
     """Yield the call with all its floating numbers smaller, and larger, by a power of two."""
     for name, powers, usual in (("small numbers", _SMALL, 2.0**-12), ("large numbers", _LARGE, 2.0**6)):
 
         def scaled(tensor: Tensor, powers: dict[torch.dtype, float] = powers, usual: float = usual) -> Tensor:
-            return tensor.detach() * powers.get(tensor.dtype, usual) if is_inexact(tensor) else tensor.detach()
+            return tensor.detach() * powers.get(tensor.dtype, usual) if _has_arithmetic(tensor) else tensor.detach()
 
         yield name, with_tensors(call, scaled)
 
@@ -77,7 +83,7 @@ def integers(call: Call) -> Call:
     generator = torch.Generator().manual_seed(call.seed)
 
     def whole(tensor: Tensor) -> Tensor:
-        if not is_inexact(tensor):
+        if not _has_arithmetic(tensor):
             return tensor.detach()
         drawn = torch.randint(-_INTEGERS, _INTEGERS + 1, tensor.shape, generator=generator)
         return drawn.to(tensor.device, tensor.dtype)
@@ -87,7 +93,7 @@ def integers(call: Call) -> Call:
 
 def specials(call: Call) -> Iterator[tuple[str, Call]]:
     """Yield the call with special values among its numbers: zeros and the smallest; infinities; NaN; the largest."""
-    dtypes = [t.dtype for t in call.tensors if t.is_floating_point()]
+    dtypes = [t.dtype for t in call.tensors if t.is_floating_point() and _has_arithmetic(t)]
     if not dtypes:
         return
     least = [0.0, -0.0, *(s * v for v in _smallest(dtypes) for s in (1.0, -1.0))]
@@ -105,7 +111,7 @@ def _smallest(dtypes: Sequence[torch.dtype]) -> list[float]:
 
 def _planted(tensor: Tensor, values: Sequence[float], apart: int = _APART) -> Tensor:
     """Return a copy with some of its elements, spread over it, replaced one after the other."""
-    if not tensor.is_floating_point() or tensor.layout is not torch.strided:
+    if not tensor.is_floating_point() or not _has_arithmetic(tensor) or tensor.layout is not torch.strided:
         return tensor.detach()
     copy = tensor.detach().clone(memory_format=torch.contiguous_format)
     flat = copy.reshape(-1)

@@ -19,6 +19,7 @@ from bitwitness.trial.call import Call, Results
 from bitwitness.trial.judging import judge_all
 from bitwitness.trial.module import as_function
 from bitwitness.trial.oracle import Oracle
+from bitwitness.trial.quantisation import loss
 from bitwitness.trial.result import FAIL, NOT_JUDGED, PASS, WARN, OutputResult, worst
 from bitwitness.trial.verification import Check, Verification
 
@@ -93,7 +94,8 @@ class Trial:
         if not first.outputs and not first.changed:
             raise UsageError("the operator returned no tensor; expected a tensor, or a container of some")
         oracle = Oracle(self._call, first, self._reference)
-        self._checks.append(self._judged("as given", first, oracle))
+        check, oracle = self._as_given(first, oracle)
+        self._checks.append(check)
         base = self._checks[0].verdict
         if everything:
             self._repeat(first, oracle)
@@ -109,6 +111,24 @@ class Trial:
             self._batch_invariant,
             tuple(f.name() for f in oracle.mode.operators) if base != NOT_JUDGED else (),
         )
+
+    def _as_given(self, first: Results, oracle: Oracle) -> tuple[Check, Oracle]:
+        """Judge the first run; where it quantises and the reference does not, it and all others against what it quantises."""
+        found = self._judged("as given", first, oracle)
+        if found.verdict != FAIL or self._reference is None:
+            return found, oracle
+        own = Oracle(self._call, first)
+        try:
+            lost, beyond = loss(own, oracle)
+        except Exception:  # kernels that the CPU cannot run quantise unseen
+            return found, oracle
+        kernel = self._judged("as given", first, own) if lost else found
+        if kernel.verdict in (FAIL, NOT_JUDGED):
+            worse = next((o for o in found.outputs if o.slot == beyond and o.verdict == FAIL), None)
+            return replace(found, reason=f"{beyond}: {worse.reason}") if worse else found, oracle
+        self._reference = None
+        reason = f"{lost}; the kernel is within rounding of what it quantises"
+        return replace(kernel, verdict=WARN, reason=reason), own
 
     def _worst_first(self) -> Iterator[Check]:
         for verdict in (FAIL, WARN, NOT_JUDGED):
