@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -229,7 +230,7 @@ def test_an_interrupted_pre_check_ends_and_can_go_on(run: Path, tmp_path: Path) 
     command = [sys.executable, "-m", "bitwitness", "precheck", str(run), "-o", "out", "--jobs", "1"]
     going = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     while not (tmp_path / "out" / "results.jsonl").exists() and going.poll() is None:
-        pass
+        time.sleep(0.1)
     os.kill(going.pid, signal.SIGINT)
     _, errors = going.communicate(timeout=120)
     assert going.returncode == 130, errors

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import csv
 import hashlib
+import io
 import json
 import math
 import os
+import runpy
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -199,7 +202,23 @@ class TestSummary:
         assert all(line.isprintable() and len(line) < 2000 for line in lines)
 
 
-def reproduce(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def reproduce(path: Path) -> subprocess.CompletedProcess[str]:
+    """Run a reproducer here, for a fresh process takes seconds to import torch; `alone` runs it in one."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    argv, dtype = sys.argv, torch.get_default_dtype()
+    sys.argv = [str(path)]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        finally:
+            sys.argv = argv
+            torch.set_default_dtype(dtype)
+    return subprocess.CompletedProcess([str(path)], code, out.getvalue(), err.getvalue())
+
+
+def alone(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     return subprocess.run(
         [sys.executable, "-I", str(path), *arguments], capture_output=True, text=True, check=False, env=environment,
@@ -212,7 +231,7 @@ class TestReproducer:
         x = torch.linspace(-3, 3, 12).reshape(4, 3).to(torch.bfloat16)
         call = {"call_source": 'torch.nn.functional.gelu(tensors["x"], approximate="tanh")', "tensors": {"x": x.t()}}
         wrong = write_reproducer(tmp_path, case(FAIL, outputs=(output(at=(0, 3), allowed=0.0),)), **call)
-        ran = reproduce(wrong)
+        ran = alone(wrong)
         assert ran.returncode == 1, ran.stderr
         assert "element [0, 3]: value " in ran.stdout
         assert "still wrong" in ran.stdout
@@ -221,7 +240,7 @@ class TestReproducer:
         moved.mkdir()
         for kind in (".py", ".safetensors"):
             wrong.with_suffix(kind).rename(moved / f"{wrong.stem}{kind}")
-        assert reproduce(moved / wrong.name).returncode == 1
+        assert alone(moved / wrong.name).returncode == 1
         right = write_reproducer(tmp_path, case(FAIL, outputs=(output(at=(0, 3), allowed=0.02),)), **call)
         ran = reproduce(right)
         assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -265,7 +284,7 @@ class TestReproducer:
         path = write_reproducer(
             tmp_path, case(FAIL), call_source='torch.mm(tensors["x"], tensors["x"])', tensors={"x": torch.ones(3)}
         )
-        ran = reproduce(path)
+        ran = alone(path)
         assert ran.returncode == 2
         assert "RuntimeError" in ran.stderr
 
