@@ -34,6 +34,8 @@ def widened(value: Any) -> Any:
 
     def wide(one: Any) -> Any:
         if isinstance(one, torch.Tensor):
+            if one._is_zerotensor():  # of forward-mode derivatives: without memory
+                return torch.zeros(one.shape, dtype=wide_dtype(one.dtype))
             return one.to("cpu", wide_dtype(one.dtype))
         if isinstance(one, torch.dtype):
             return wide_dtype(one)

@@ -30,15 +30,23 @@ def roundoff(dtype: torch.dtype) -> float:
 
 
 class KeptDtypes:
-    """Tells in which dtype the device keeps tensors; ``default``: where that is not known otherwise."""
+    """Tells in which dtype the device keeps tensors.
 
-    def __init__(self, default: torch.dtype) -> None:
+    ``default``: where that is not known otherwise; ``only``: whatever is known.
+    """
+
+    def __init__(self, default: torch.dtype, only: torch.dtype | None = None) -> None:
         self._default = default
+        self._only = only
 
     def of(self, tensor: Tensor) -> torch.dtype:
         """Return the real dtype of a floating or complex tensor's numbers."""
-        found: torch.dtype = getattr(tensor, _TAG, self._default)
-        return found
+        if self._only is not None:
+            return self._only
+        # what a function brings along, its weights, say, was not made wide, and is what it is
+        own = tensor.dtype not in (torch.float64, torch.complex128)
+        found: torch.dtype = getattr(tensor, _TAG, tensor.dtype if own else self._default)
+        return found.to_real() if found.is_complex else found
 
     def shown(self, tensor: Tensor) -> torch.dtype:
         """Return what the device would say that a tensor's dtype is."""
@@ -57,5 +65,4 @@ class KeptDtypes:
         if not inexact:  # made of integers, as torch's default; or from nothing, most often as the tensors around it
             return torch.float32 if tensors else self._default
         shaped = [t for t in inexact if t.dim()] or inexact  # numbers take no part in it
-        kept = map(self.of, shaped)
-        return max((k.to_real() if k.is_complex else k for k in kept), key=roundoff)
+        return max(map(self.of, shaped), key=roundoff)

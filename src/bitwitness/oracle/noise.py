@@ -18,9 +18,9 @@ def _least(dtype: torch.dtype) -> float:
 
 _RANGES = {
     dtype: (torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal, _least(dtype))
-    for dtype in (torch.float16, torch.bfloat16, torch.float32)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 }
-"""Largest, smallest normal and smallest positive number of a dtype that is narrower than float64."""
+"""Largest, smallest normal and smallest positive number of a dtype."""
 
 
 class Noise:

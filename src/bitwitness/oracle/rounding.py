@@ -36,8 +36,10 @@ from bitwitness.oracle.opclass import (
     sums_wide,
 )
 from bitwitness.oracle.quantised import is_quantisation, quantised, read_off
-from bitwitness.oracle.scaled import is_scaled_product, scaled_product
+from bitwitness.oracle.scaled import is_scaled_product
 from bitwitness.oracle.takenapart import parts_of
+from bitwitness.oracle.unrounded import Unrounded
+from bitwitness.oracle.writtenout import written_out
 from bitwitness.tap.compat import OpOverload, TorchDispatchMode
 from bitwitness.tap.operators import tensors_in
 
@@ -60,6 +62,8 @@ class Rounding(TorchDispatchMode):
         In which the device keeps what is not known otherwise: the coarsest of the function's inputs.
     generator
         Draws the roundings; None for none.
+    only
+        The device keeps all of it in this dtype, whatever a function casts to.
     stepwise
         Kernels keep their intermediate results in their dtype, too, instead of float32; sums are added up in float32 still.
 
@@ -78,32 +82,40 @@ class Rounding(TorchDispatchMode):
 
     """
 
-    def __init__(self, dtype: torch.dtype, generator: torch.Generator | None = None, *, stepwise: bool = False) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        generator: torch.Generator | None = None,
+        *,
+        stepwise: bool = False,
+        only: torch.dtype | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operators: list[OpOverload] = []
         self.draws = False
         self.is_unique = True
         self.quantised: set[torch.dtype] = set()
         self.autocast: torch.dtype | None = None
-        self._kept = KeptDtypes(dtype)
+        self._kept = KeptDtypes(dtype, only)
+        self._only = only
         self._noise = None if generator is None else Noise(generator)
         self._stepwise = stepwise
         self._whole: list[tuple[OpOverload, torch.dtype]] = []
         """Operators of which the parts run now, the outermost first, and in which dtype their results are kept."""
-        self._clean: dict[int, tuple[Tensor, Tensor]] = {}
+        self._unrounded = Unrounded()
         self._hooks: list[Any] = []
 
     def clean(self, tensor: Tensor) -> Tensor:
         """Return a result before it was rounded itself: what its operator made of what it read."""
-        found = self._clean.get(id(tensor))
-        return tensor if found is None else found[1]
+        found = self._unrounded.of(tensor)
+        return tensor if found is None else found
 
     def release(self) -> None:
         """Let go of all tensors: they would keep this, and this them, for ever."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self._clean.clear()
+        self._unrounded.clear()
 
     def kept_dtype(self, tensor: Tensor) -> torch.dtype:
         """Return in which dtype the device keeps a tensor."""
@@ -132,9 +144,10 @@ class Rounding(TorchDispatchMode):
         if is_view(func):
             return self._view(func, args, kwargs)
         self._note(func, args, kwargs)
-        if is_scaled_product(func):
-            return self._scaled_product(func, args, kwargs)
+        if formula := written_out(func, self._kept.of):
+            return self._written_out(func, formula, args, kwargs)
         asked, noise = asked_dtype(args, kwargs), self._noise
+        asked = asked if self._only is None or asked in FLOAT8 else self._only
         kept = asked or self._kept.coarsest(tensors_in([*args, *kwargs.values()]))
         if noise is not None and asked is None and not self._whole:
             if self.autocast is not None and sums_products(func):
@@ -170,30 +183,25 @@ class Rounding(TorchDispatchMode):
         source = next((a for a in args if isinstance(a, Tensor)), None)
         if source is not None:
             self._marked(result, self._kept.of(source))
-            if id(source) in self._clean and isinstance(result, Tensor):
-                clean = func(self._clean[id(source)][1], *args[1:], **kwargs)
-                self._clean[id(result)] = (result, clean)
+            if isinstance(result, Tensor) and (clean := self._unrounded.of(source)) is not None:
+                self._unrounded.remember(result, func(clean, *args[1:], **kwargs))
         return result
 
     def _quantised(self, wide: Tensor, read: torch.dtype, kept: torch.dtype) -> Tensor:
         """Return what a cast to float8 leaves of numbers that are ``read`` in their dtype; with noise, of its neighbours."""
         self.quantised.add(kept)
         clean = wide if self._noise is None else read_off(self._noise, wide, read)
-        found = kept_as(quantised(clean, kept), kept)
-        self._clean[id(found)] = (found, clean)
-        return found
+        return self._unrounded.remember(kept_as(quantised(clean, kept), kept), clean)
 
-    def _scaled_product(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        def parts(*args: Any, **kwargs: Any) -> Tensor:
-            return scaled_product(func, args, kwargs, self._kept.of)
-
+    def _written_out(
+        self, func: OpOverload, formula: Callable[..., Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         kept = asked_dtype(args, kwargs) or self._kept.of(args[0])
         if self._noise is not None:
-            return self._in_parts(func, parts, (args, kwargs), kept, self._noise)
-        clean = parts(*args, **kwargs)
-        found = kept_as(quantised(clean, kept) if kept in FLOAT8 else clean.clone(), kept)
-        self._clean[id(found)] = (found, clean)
-        return found
+            return self._in_parts(func, formula, (args, kwargs), kept, self._noise)
+        clean = formula(*args, **kwargs)
+        found = quantised(clean, kept) if kept in FLOAT8 else clean.clone()
+        return self._unrounded.remember(kept_as(found, kept), clean)
 
     def _in_parts(
         self, func: OpOverload, parts: Callable[..., Any], given: Any, kept: torch.dtype, noise: Noise
@@ -230,8 +238,7 @@ class Rounding(TorchDispatchMode):
             if func._schema.is_mutable and any(tensor is given[0][i] for i in written if i < len(given[0])):
                 clean = clean.clone()
                 tensor.copy_(noise.rounded(clean, kept))
-                self._clean[id(tensor)] = (tensor, clean)
-                return kept_as(tensor, kept)
+                return self._unrounded.remember(kept_as(tensor, kept), clean, written=True)
             return self._stored(clean, kept, noise)
 
         return self._each(result, finished)
@@ -285,6 +292,5 @@ class Rounding(TorchDispatchMode):
 
     def _stored(self, clean: Tensor, kept: torch.dtype, noise: Noise) -> Tensor:
         """Return a result as the device keeps it, and remember what it was before."""
-        rounded = kept_as(quantised(clean, kept) if kept in FLOAT8 else noise.rounded(clean, kept), kept)
-        self._clean[id(rounded)] = (rounded, clean)
-        return rounded
+        rounded = quantised(clean, kept) if kept in FLOAT8 else noise.rounded(clean, kept)
+        return self._unrounded.remember(kept_as(rounded, kept), clean)

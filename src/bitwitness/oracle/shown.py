@@ -9,12 +9,17 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from bitwitness.numerics import is_inexact
+from bitwitness.oracle.float64 import wide_dtype
 from bitwitness.oracle.kept import kept_as
 from bitwitness.oracle.rounding import Rounding
-from bitwitness.tap.compat import unheard
+from bitwitness.tap.compat import tree_map, unheard
 from bitwitness.tap.operators import tensors_in
 
+_GETTER = "__get__"
 _DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
+_RMS_NORMS = (torch.rms_norm, torch.nn.functional.rms_norm)
+_EPS_AT = 3
 _DEVICES = ("cpu", "cuda", "xpu", "npu")
 
 
@@ -28,6 +33,8 @@ class DeviceDtypes(TorchFunctionMode):
     def __init__(self, rounding: Rounding) -> None:
         super().__init__()
         self._rounding = rounding
+        self._brought: dict[int, tuple[Tensor, Tensor]] = {}
+        """What a function brings along, a module's weights, say, with its float64 copy."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
@@ -36,6 +43,11 @@ class DeviceDtypes(TorchFunctionMode):
             with unheard():
                 return self._rounding.kept_dtype(args[0])
         kwargs = kwargs or {}
+        if getattr(func, "__name__", "") != _GETTER:
+            with unheard():
+                args, kwargs = tree_map(self._wide, (args, kwargs))
+        if func in _RMS_NORMS:
+            args, kwargs = self._with_eps(args, kwargs)
         before = self._rounding.autocast
         self._rounding.autocast = autocast_dtype()
         try:
@@ -48,6 +60,24 @@ class DeviceDtypes(TorchFunctionMode):
         with unheard():
             self._rounding.watch_gradient(found)
         return found
+
+    def _wide(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not is_inexact(value) or wide_dtype(value.dtype) is value.dtype:
+            return value
+        if id(value) not in self._brought:
+            copy = value.detach().to("cpu", wide_dtype(value.dtype)).requires_grad_(value.requires_grad)
+            self._brought[id(value)] = value, kept_as(copy, value.dtype)
+        return self._brought[id(value)][1]
+
+    def _with_eps(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Return the arguments of an RMS norm with the epsilon that the device would take: float32's, or float64's own."""
+        if (len(args) > _EPS_AT and args[_EPS_AT] is not None) or kwargs.get("eps") is not None:
+            return args, kwargs
+        given = args[0] if args else kwargs["input"]
+        with unheard():
+            kept = self._rounding.kept_dtype(given)
+        eps = torch.finfo(torch.float64 if kept is torch.float64 else torch.float32).eps
+        return args[:_EPS_AT], {**kwargs, "eps": eps}
 
     @staticmethod
     def _kept(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], found: Tensor) -> Tensor:

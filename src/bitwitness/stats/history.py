@@ -171,6 +171,9 @@ class History:
             larger = np.maximum(spread / wide, 1.0)
             rest = rest * larger
         left, _, known = self._left_over(values, wide)
+        return self._scored(left, known, rest)
+
+    def _scored(self, left: Vector, known: NDArray[np.bool_], rest: Vector) -> Vector:
         # a deviation learned from a few values is no more than a guess, however short the warm-up was asked to be
         counts = np.where(self._seen >= self._warmup, np.minimum(1.0, self._seen / _RIPE), _EARLY) * known
         score: Vector = counts * left / (rest * np.sqrt(1.0 + self._missed / _STALE))
@@ -196,12 +199,12 @@ class History:
     def learn(self, values: Vector, *, false_alarm: bool = False) -> None:
         """Take a step's values in (NaN where there is none), of which is known whether they alarmed in vain."""
         self.caution = next_caution(self.caution, alarmed=false_alarm)
-        self._up, self._down = self._sums(self.scores(values))
+        wide = self.spread
+        left, usual, scored = self._left_over(values, wide)
+        self._up, self._down = self._sums(self._scored(left, scored, self._rest_spread()))
         if false_alarm:  # the new place is as good as the old
             self._up, self._down = np.zeros_like(self._up), np.zeros_like(self._down)
         known = np.isfinite(values)
-        wide = self.spread
-        left, usual, scored = self._left_over(values, wide)
         self._learn_rest(left, scored)
         gap = np.where(known, values - self._mean, 0.0)
         self._learn_mean(gap, known, wide)

@@ -38,6 +38,10 @@ _ROUNDED_ON_THE_WAY = (
     "right only if intermediate results are rounded to {dtype}: the kernel does not compute wider than that"
 )
 
+_SAME = 1e-5
+"""Of what may be off in the dtype, what float64 may leave between two ways to write the same: it is 2^29 times finer."""
+_ANOTHER_FORMULA = "right only by what rounding does to its own formula, which loses more than the reference's does"
+
 
 def undecidable(oracle: Oracle) -> str:
     """Return why no result of a call can be judged, whatever it is; empty where it can. Raises what its float64 run raises."""
@@ -143,9 +147,40 @@ def _inexactly(
             verdict = WARN if stepwise else PASS
             reason = _ROUNDED_ON_THE_WAY.format(dtype=head["dtype"]) if stepwise else ""
             break
+    if verdict == FAIL and not reason and oracle.has_reference:
+        verdict, reason, within, allowed = _by_its_own_formula(value, truth, within, allowed, dtype, oracle, of)
     if verdict == FAIL and _only_flushed(value, truth, within, dtype) and not is_elementwise(oracle.mode.operators):
         verdict, reason = WARN, f"subnormal numbers of {head['dtype']} are flushed to zero on the way"
     return figures(head, verdict, reason, value, truth, allowed, dtype, within=within)
+
+
+def _by_its_own_formula(
+    value: Tensor,
+    truth: Tensor,
+    within: Tensor,
+    allowed: Tensor,
+    dtype: torch.dtype,
+    oracle: Oracle,
+    of: Callable[[Results], Tensor | None],
+) -> tuple[str, str, Tensor, Tensor]:
+    """Ask whether a result is within the rounding of its own formula, where the reference's is another one.
+
+    A formula that gives something else in float64 stays wrong.
+    Returns verdict, reason, which elements are within, and what was allowed.
+    """
+    for draws in (FEW, MANY):
+        runs = [parts(t) for r in oracle.own(draws=draws) if (t := of(r)) is not None]
+        if len(runs) < draws or any(t.shape != truth.shape for t in runs):
+            break
+        noisy = [truth + (t - runs[0]).masked_fill(~runs[0].isfinite(), 0.0) for t in runs[1:]]
+        room = allowance(truth, noisy, dtype)
+        if not bool(((runs[0] - truth).abs() <= _SAME * room)[truth.isfinite()].all()):
+            break  # it is no other way to write the same
+        room = torch.maximum(allowed, room)
+        now = within | ((value - truth).abs() <= room)
+        if bool(now.all()):
+            return WARN, _ANOTHER_FORMULA, now, room
+    return FAIL, "", within, allowed
 
 
 def _typed(one: OutputResult, actual: Tensor, oracle: Oracle) -> OutputResult:

@@ -47,10 +47,11 @@ class Oracle:
         self._dtypes = [t.dtype for t in like.outputs]
         self.dtype = coarsest(call.tensors)
         self._noisy: dict[bool, list[Results]] = {}
+        self._own: list[Results] = []
 
     @cached_property
     def _run(self) -> tuple[Results, Rounding]:
-        return self._once(None, stepwise=False)
+        return self._once(None)
 
     @property
     def has_reference(self) -> bool:
@@ -79,6 +80,18 @@ class Oracle:
             made.append(self._once(len(made) + 1, stepwise=stepwise)[0])
         return made[:draws]
 
+    def own(self, *, draws: int) -> list[Results]:
+        """Return runs of the call's own function, not of the reference: without noise, and several with that of float32.
+
+        How far its own formula's rounding takes it, whatever it casts to on its way. None where it cannot be run in float64.
+        """
+        try:
+            while len(self._own) < draws + 1:
+                self._own.append(self._once(len(self._own) or None, own=True)[0])
+        except Exception:  # a kernel that the CPU does not have
+            return []
+        return self._own[: draws + 1]
+
     def on_quantised(self, dtype: torch.dtype, *, draws: int) -> list[Results]:
         """Return several runs on arguments and output gradients that are off by what a cast to a float8 type takes."""
         return [self._off(Noise(torch.Generator().manual_seed(draw)), dtype) for draw in range(draws)]
@@ -90,15 +103,17 @@ class Oracle:
             torch.manual_seed(self._call.seed)
             return copied.run(self._reference or self._call.fn, given)
 
-    def _once(self, seed: int | None, *, stepwise: bool) -> tuple[Results, Rounding]:
+    def _once(self, seed: int | None, *, stepwise: bool = False, own: bool = False) -> tuple[Results, Rounding]:
         generator = None if seed is None else torch.Generator().manual_seed(seed)
-        mode = Rounding(self.dtype, generator, stepwise=stepwise)
+        wide = torch.float64 if self.dtype is torch.float64 else torch.float32
+        mode = Rounding(self.dtype, generator, stepwise=stepwise, only=wide if own else None)
+        fn = self._call.fn if own or self._reference is None else self._reference
         copied = self._call.on(_wide)  # before the mode is on: inputs are what they are
         try:
             with own_work(REFERENCE), _float64_by_default(), torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self._call.seed)
                 with heard(), mode, DeviceDtypes(mode):
-                    found = copied.run(self._reference or self._call.fn, self._given)
+                    found = copied.run(fn, self._given)
             return self._seen(replace(found, changed=copied.written()), mode), mode
         finally:
             mode.release()

@@ -128,6 +128,8 @@ def batch_parts(call: Call, outputs: Sequence[Tensor]) -> list[tuple[slice, Call
     A batch is a first dimension that at least one tensor and all outputs share, and that is larger than one.
     """
     sizes = {t.shape[0] if t.dim() else 0 for t in outputs}
+    if any(t.layout is not torch.strided for t in call.tensors):
+        return []
     if len(sizes) != 1 or (batch := sizes.pop()) < 2 or not any(t.dim() and t.shape[0] == batch for t in call.tensors):
         return []
     rows = [slice(0, 1), slice(1, max(2, batch // 2 + 1))]
