@@ -105,8 +105,8 @@ def _tile(*given: Tensor) -> Tensor:
 
 def _adds_in_bfloat16(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
     found = torch.zeros(len(a), len(b), dtype=torch.bfloat16)
-    for k in range(0, a.shape[1], 16):
-        found += (a[:, k : k + 16].float() @ b[:, k : k + 16].float().t() * scale_a * scale_b).bfloat16()
+    for k in range(0, a.shape[1], 8):
+        found += (a[:, k : k + 8].float() @ b[:, k : k + 8].float().t() * scale_a * scale_b).bfloat16()
     return found
 
 

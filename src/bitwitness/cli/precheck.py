@@ -66,10 +66,10 @@ def main(args: argparse.Namespace) -> int:
             "expected a RUN to take operators from, or --suite opinfo for PyTorch's own; give one of the two"
         )
     _check(args)
-    out = _folder(args)
     groups = _groups(args)
     if not groups:
         raise UsageError(f"{args.run or args.suite} holds no operator call{_chosen(args)}; nothing was tried")
+    out = _folder(args)
     terms = Terms(args.device, args.standard, str(out / "reproducers"))
     jobs = args.jobs or ((os.cpu_count() or 1) if args.device == "cpu" else 1)
     with progress_bar("operators") as progress:

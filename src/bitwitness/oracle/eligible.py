@@ -54,6 +54,12 @@ def draws(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> b
     return bool(given.get("dropout_p", 1.0) != 0.0)  # what has no dropout draws in any case
 
 
+def cast_operator(name: str) -> OpOverload | None:
+    """Return the operator that casts, if it has that full name: it rounds once, which only shows where dtypes are kept."""
+    found: OpOverload = getattr(torch.ops.aten, "_to_copy").default  # noqa: B009 - by its name, as a recording has it
+    return found if name == str(found) else None
+
+
 def functional_operator(
     name: str, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
 ) -> OpOverload | None:

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_IGNORED = -100
+"""What labels hold where there is none: of the numbers between it and zero none is a class."""
+
 
 def made(
     dtype: torch.dtype,
@@ -42,7 +45,8 @@ def made(
         flat = torch.view_as_complex(flat.reshape(-1, 2)).to(dtype) if dtype.is_complex else flat.to(dtype)
     else:
         bottom, top = int(low or 0), int(high if high is not None else 1)
-        flat = torch.randint(bottom, max(top, bottom) + 1, (count,), generator=generator).to(dtype)
+        least = 0 if bottom == _IGNORED else bottom
+        flat = torch.randint(least, max(top, least) + 1, (count,), generator=generator).to(dtype)
         if count > 1 and low is not None:  # an index that is out of range shows only where the extremes are
             flat[0], flat[-1] = bottom, top
     tensor = flat.reshape(tuple(shape))

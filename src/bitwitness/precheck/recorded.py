@@ -11,7 +11,7 @@ import torch
 
 from bitwitness.errors import UsageError
 from bitwitness.oracle.defined import defined_count
-from bitwitness.oracle.eligible import functional_operator
+from bitwitness.oracle.eligible import cast_operator, functional_operator
 from bitwitness.oracle.recorded import argument, arguments
 from bitwitness.precheck.case import Case, NotJudged, Prepared, counted, first_floating, shapes_text, too_large
 from bitwitness.precheck.literals import call_source
@@ -21,7 +21,6 @@ from bitwitness.store.source import Source
 from bitwitness.trial.call import Call
 
 KIND = "recorded"
-_CAST = torch.ops.aten._to_copy.default
 _SEEN = ("nan", "pos_inf", "neg_inf", "zeros", "min", "max", "mean", "l2")
 
 
@@ -48,6 +47,8 @@ def recorded_cases(source: Source, *, site: str = "", alike: bool = True) -> Ite
                     yield _key(rows) if alike else f"{rank} {step} {rows[0]['node']}", case
 
     yield from counted(cases())
+    for problem in source.problems:
+        yield Case(f"a part of {source.path}", "a part of the recording", "", "", refused=problem)
 
 
 def _calls(source: Source, rank: int, step: int) -> Iterator[list[dict[str, Any]]]:
@@ -107,8 +108,8 @@ def _operator(text: str) -> Any:
     args, kwargs = call.get("a", []), call.get("k", {})
     if not isinstance(args, list) or not isinstance(kwargs, dict):
         return None
-    if name == str(_CAST):  # which is exact, or rounds once: here its own dtype is kept
-        return _CAST
+    if (cast := cast_operator(name)) is not None:
+        return cast
     found = functional_operator(name, args, kwargs)
     if found is not None or name.count(".") != 2:
         return found

@@ -230,9 +230,8 @@ class History:
         if self._components is None:
             return z, np.clip(z, -_ALONE, _ALONE), known
         part = np.clip(z, -_CLIP, _CLIP)
-        for _ in range(
-            3
-        ):  # a few rounds are enough: entries that do not fit are pulled to what the others predict of them
+        # a few rounds are enough: entries that do not fit are pulled to what the others predict of them
+        for _ in range(3):
             explained = self._components @ (self._components.T @ part)
             part = explained + np.clip(z - explained, -_ALONE, _ALONE)
         left = z - self._components @ (self._components.T @ part)

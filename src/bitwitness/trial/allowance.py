@@ -76,7 +76,7 @@ def lean(value: Tensor, truth: Tensor, noisy: Sequence[Tensor], dtype: torch.dty
     if error.numel() < _LEANING_NUMBERS or float(error.abs().max()) >= 1.0:
         return ""
     mean, one_way = float(error.mean()), bool((error > 0).all() or (error < 0).all())
-    if not one_way or abs(mean) < _LEANING or truth[among].unique().numel() < _LEANING_NUMBERS:
+    if not one_way or abs(mean) < _LEANING or truth[among].to(dtype).unique().numel() < _LEANING_NUMBERS:
         return ""
     unit = (truth.sign() / spacing(truth, dtype))[among]
     shared = math.sqrt(sum(float(((n - truth)[among] * unit).mean()) ** 2 for n in noisy) / max(len(noisy), 1))

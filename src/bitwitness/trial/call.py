@@ -113,7 +113,7 @@ class Copied:
         """Run a function; ``given``: output gradients, drawn where there are none, unused where they do not fit."""
         leaves = [copy for copy in self.copies if copy.requires_grad]
         with torch.set_grad_enabled(bool(leaves)):
-            outputs = tensors_of(fn(*self.args, **self.kwargs))
+            outputs = returned(fn(*self.args, **self.kwargs))
         found: Sequence[Tensor | None] = ()
         if leaves:
             found = self._gradients(leaves, outputs, given or output_gradients(outputs, self.call.seed))
@@ -169,6 +169,15 @@ def tensors_of(value: Any) -> list[Tensor]:
         elif is_dataclass(leaf) and not isinstance(leaf, type):
             found += tensors_of([getattr(leaf, one.name) for one in fields(leaf)])
     return found
+
+
+def returned(value: Any) -> list[Tensor]:
+    """Return the tensors that a function returned: as `tensors_of`, a dict's by its keys, in whichever order it has them."""
+    if type(value) is dict:
+        return [t for key in sorted(value, key=str) for t in returned(value[key])]
+    if type(value) in (list, tuple):
+        return [t for one in value for t in returned(one)]
+    return tensors_of(value)
 
 
 def as_laid_out(tensor: Tensor) -> Tensor:

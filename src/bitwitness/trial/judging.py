@@ -24,23 +24,20 @@ from bitwitness.oracle.eligible import have_truth
 from bitwitness.oracle.float64 import widened
 from bitwitness.oracle.opclass import is_elementwise, only_rounds_correctly
 from bitwitness.trial.allowance import allowance, lean, least_allowance
+from bitwitness.trial.asked import FEW, MANY, Answer, Asked
 from bitwitness.trial.call import Results
 from bitwitness.trial.figures import figures, parts, spacing
 from bitwitness.trial.oracle import Oracle
+from bitwitness.trial.ownformula import by_its_own_formula
 from bitwitness.trial.residuals import residual_of
 from bitwitness.trial.result import FAIL, PASS, WARN, OutputResult
+from bitwitness.trial.sway import swayed
 
-FEW, MANY = 4, 16
-"""Noisy runs of which a spread is made: few, and more before anything is called wrong."""
 _TIERS = ((False, FEW), (False, MANY))
 _HALF_TIERS = ((False, FEW), (True, FEW), (False, MANY), (True, MANY))
 _ROUNDED_ON_THE_WAY = (
     "right only if intermediate results are rounded to {dtype}: the kernel does not compute wider than that"
 )
-
-_SAME = 1e-5
-"""Of what may be off in the dtype, what float64 may leave between two ways to write the same: it is 2^29 times finer."""
-_ANOTHER_FORMULA = "right only by what rounding does to its own formula, which loses more than the reference's does"
 
 
 def undecidable(oracle: Oracle) -> str:
@@ -63,7 +60,10 @@ def judge_all(results: Results, oracle: Oracle) -> tuple[tuple[OutputResult, ...
         return (OutputResult("out0", FAIL, wrong),), ""
     due = exact.slots()
     found = [_typed(judge(f"out{i}", t, oracle), t, oracle) for i, t in enumerate(results.outputs)]
-    for slot, gradient in ((f"grad{i}", t) for i, t in enumerate(results.gradients)):
+    derived = any(slot.startswith("grad") for slot in due) or not oracle.has_reference
+    if not derived and any(t is not None for t in results.gradients) and all(one.verdict == PASS for one in found):
+        found[0] = replace(found[0], verdict=WARN, reason="the reference gives no gradients: they were not judged")
+    for slot, gradient in ((f"grad{i}", t) for i, t in enumerate(results.gradients) if derived):
         if gradient is not None and (slot in due or all(one.verdict != FAIL for one in found)):
             found.append(judge(slot, gradient, oracle))
         elif gradient is None and slot in due and bool((due[slot] != 0).any()):
@@ -133,54 +133,55 @@ def _inexactly(
     least = least_allowance(truth, dtype, rounds_once=only_rounds_correctly(oracle.mode.operators))
     if bool((right | ((value - truth).abs() <= least)).all()) and not lean(value, truth, [], dtype):
         return figures(head, PASS, "", value, truth, least, dtype)  # whatever the noise would say
-    verdict, reason, allowed = FAIL, "", spacing(truth, dtype) / 2
-    tiers = _HALF_TIERS if dtype in HALF else _TIERS
-    for stepwise, draws in tiers:
-        noisy = [parts(t) for r in oracle.noisy(stepwise=stepwise, draws=draws) if (t := of(r)) is not None]
-        allowed = allowance(truth, noisy, dtype, leaps=bool(oracle.mode.quantised))
-        within = right | ((value - truth).abs() <= allowed) | _may_be_infinite(value, truth, noisy, allowed, dtype)
-        if bool(within.all()):
-            narrow = [parts(t) for r in oracle.noisy(stepwise=False, draws=FEW) if (t := of(r)) is not None]
-            if leaning := lean(value, truth, narrow, dtype):
-                verdict, reason = FAIL, leaning
-                break
-            verdict = WARN if stepwise else PASS
-            reason = _ROUNDED_ON_THE_WAY.format(dtype=head["dtype"]) if stepwise else ""
-            break
+    asked = Asked(head["slot"], value, truth, dtype, right, oracle, of)
+    verdict, reason, within, allowed = _by_the_reference(asked, head["dtype"])
     if verdict == FAIL and not reason and oracle.has_reference:
-        verdict, reason, within, allowed = _by_its_own_formula(value, truth, within, allowed, dtype, oracle, of)
+        verdict, reason, within, allowed = by_its_own_formula(asked, within, allowed)
     if verdict == FAIL and _only_flushed(value, truth, within, dtype) and not is_elementwise(oracle.mode.operators):
         verdict, reason = WARN, f"subnormal numbers of {head['dtype']} are flushed to zero on the way"
     return figures(head, verdict, reason, value, truth, allowed, dtype, within=within)
 
 
-def _by_its_own_formula(
-    value: Tensor,
-    truth: Tensor,
-    within: Tensor,
-    allowed: Tensor,
-    dtype: torch.dtype,
-    oracle: Oracle,
-    of: Callable[[Results], Tensor | None],
-) -> tuple[str, str, Tensor, Tensor]:
-    """Ask whether a result is within the rounding of its own formula, where the reference's is another one.
-
-    A formula that gives something else in float64 stays wrong.
-    Returns verdict, reason, which elements are within, and what was allowed.
-    """
-    for draws in (FEW, MANY):
-        runs = [parts(t) for r in oracle.own(draws=draws) if (t := of(r)) is not None]
-        if len(runs) < draws or any(t.shape != truth.shape for t in runs):
-            break
-        noisy = [truth + (t - runs[0]).masked_fill(~runs[0].isfinite(), 0.0) for t in runs[1:]]
-        room = allowance(truth, noisy, dtype)
-        if not bool(((runs[0] - truth).abs() <= _SAME * room)[truth.isfinite()].all()):
-            break  # it is no other way to write the same
-        room = torch.maximum(allowed, room)
-        now = within | ((value - truth).abs() <= room)
-        if bool(now.all()):
-            return WARN, _ANOTHER_FORMULA, now, room
+def _by_the_reference(asked: Asked, said: str) -> Answer:
+    """Ask whether results are within what rounding leaves; in half types also whether all of them are pulled one way."""
+    value, truth, dtype = asked.value, asked.truth, asked.dtype
+    within, allowed = asked.right, spacing(truth, dtype) / 2
+    for stepwise, draws in _HALF_TIERS if dtype in HALF else _TIERS:
+        noisy = asked.noisy(stepwise=stepwise, draws=draws)
+        allowed = allowance(truth, noisy, dtype, leaps=bool(asked.oracle.mode.quantised))
+        near = (value - truth).abs() <= allowed
+        within = asked.right | near | _may_be_infinite(value, truth, noisy, allowed, dtype)
+        if not bool(within.all()):
+            continue
+        if leaning := lean(value, truth, asked.noisy(stepwise=False, draws=FEW), dtype):
+            return FAIL, leaning, within, allowed
+        if swayed(value, truth, noisy, dtype) and (
+            how := swayed(value, truth, asked.noisy(stepwise=dtype in HALF, draws=MANY), dtype)
+        ):
+            return FAIL, how, within, allowed
+        if left := _leaves_the_range(asked, noisy, said):
+            return WARN, left, within, allowed
+        return (
+            (WARN, _ROUNDED_ON_THE_WAY.format(dtype=said), within, allowed) if stepwise else (PASS, "", within, allowed)
+        )
     return FAIL, "", within, allowed
+
+
+def _leaves_the_range(asked: Asked, noisy: Sequence[Tensor], said: str) -> str:
+    """Return what is to be told where a result is infinite, NaN or zero, as those with noise are, though the true one is none.
+
+    Squares overflow, or vanish, of numbers whose root does not.
+    """
+    value, truth, info = asked.value, asked.truth, torch.finfo(asked.dtype)
+    ordinary = (truth.abs() < info.max / 4) & (truth.abs() > 4 * info.smallest_normal) & ~asked.right
+    lost = ordinary & (~value.isfinite() | (value == 0))
+    for one in noisy:
+        lost &= ~one.isfinite() | (one == 0)
+    if not bool(lost.any()):
+        return ""
+    at = int(lost.reshape(-1).int().argmax())
+    got, due = float(value.reshape(-1)[at]), float(truth.reshape(-1)[at])
+    return f"its formula leaves the range of {said} on its way: {got:g} where {due:.6g} is due"
 
 
 def _typed(one: OutputResult, actual: Tensor, oracle: Oracle) -> OutputResult:
@@ -201,8 +202,10 @@ def _due_dtype(slot: str, actual: Tensor, oracle: Oracle) -> torch.dtype:
     own = actual.dtype.to_real() if actual.is_complex() else actual.dtype
     due = oracle.exact.kept.get(slot, own)
     due = due.to_real() if due.is_complex else due
-    if not due.is_floating_point or unit_roundoff(due) >= unit_roundoff(own):
+    if not due.is_floating_point or unit_roundoff(due) == unit_roundoff(own):
         return own
+    if unit_roundoff(due) > unit_roundoff(own):  # a reference's result is rounded to it
+        return due if oracle.has_reference else own
     return max(due, oracle.dtype, key=unit_roundoff) if unit_roundoff(oracle.dtype) < unit_roundoff(own) else own
 
 

@@ -47,7 +47,7 @@ class Oracle:
         self._dtypes = [t.dtype for t in like.outputs]
         self.dtype = coarsest(call.tensors)
         self._noisy: dict[bool, list[Results]] = {}
-        self._own: list[Results] = []
+        self._own: dict[bool, list[Results]] = {}
 
     @cached_property
     def _run(self) -> tuple[Results, Rounding]:
@@ -73,6 +73,11 @@ class Oracle:
         """What the float64 run saw: operators, random draws, results that are not unique."""
         return self._run[1]
 
+    @cached_property
+    def unsteady(self) -> str:
+        """The first result that differs when the same is run again in float64; empty where none does."""
+        return self.exact.differs_at(self._once(None)[0])
+
     def noisy(self, *, stepwise: bool, draws: int) -> list[Results]:
         """Return several runs with random roundings; ``stepwise``: intermediate results are rounded to the dtype, too."""
         made = self._noisy.setdefault(stepwise, [])
@@ -80,17 +85,19 @@ class Oracle:
             made.append(self._once(len(made) + 1, stepwise=stepwise)[0])
         return made[:draws]
 
-    def own(self, *, draws: int) -> list[Results]:
-        """Return runs of the call's own function, not of the reference: without noise, and several with that of float32.
+    def own(self, *, draws: int, stepwise: bool) -> list[Results]:
+        """Return runs of the call's own function, not of the reference: one without noise, and several with it.
 
-        How far its own formula's rounding takes it, whatever it casts to on its way. None where it cannot be run in float64.
+        How far its own formula's rounding takes it: computed in float32 whatever it casts to on its way; ``stepwise``: with
+        each operator's result in its own dtype. None where it cannot be run in float64.
         """
+        made = self._own.setdefault(stepwise, [])
         try:
-            while len(self._own) < draws + 1:
-                self._own.append(self._once(len(self._own) or None, own=True)[0])
+            while len(made) < draws + 1:
+                made.append(self._once(len(made) or None, stepwise=stepwise, own=True)[0])
         except Exception:  # a kernel that the CPU does not have
             return []
-        return self._own[: draws + 1]
+        return made[: draws + 1]
 
     def on_quantised(self, dtype: torch.dtype, *, draws: int) -> list[Results]:
         """Return several runs on arguments and output gradients that are off by what a cast to a float8 type takes."""
@@ -106,7 +113,7 @@ class Oracle:
     def _once(self, seed: int | None, *, stepwise: bool = False, own: bool = False) -> tuple[Results, Rounding]:
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         wide = torch.float64 if self.dtype is torch.float64 else torch.float32
-        mode = Rounding(self.dtype, generator, stepwise=stepwise, only=wide if own else None)
+        mode = Rounding(self.dtype, generator, stepwise=stepwise, only=wide if own and not stepwise else None)
         fn = self._call.fn if own or self._reference is None else self._reference
         copied = self._call.on(_wide)  # before the mode is on: inputs are what they are
         try:
@@ -121,7 +128,7 @@ class Oracle:
     def _seen(self, found: Results, mode: Rounding) -> Results:
         """Return results as they are before their own rounding: what is judged is rounded once more."""
         leaves = [t.dtype for t in self._call.tensors_once if t.requires_grad]
-        wanted = [*self._dtypes, *[torch.float64] * len(found.outputs)]
+        wanted = [*([None] if self.has_reference else self._dtypes), *[None] * len(found.outputs)]
         gradients = zip(found.gradients, leaves, strict=False)
         return Results(
             tuple(_before_rounding(t, due, mode) for t, due in zip(found.outputs, wanted, strict=False)),
@@ -131,8 +138,10 @@ class Oracle:
         )
 
 
-def _before_rounding(tensor: Tensor, due: torch.dtype, mode: Rounding) -> Tensor:
-    """Return a result before its own rounding; after it where what follows keeps it wider, and rounds nothing any more."""
+def _before_rounding(tensor: Tensor, due: torch.dtype | None, mode: Rounding) -> Tensor:
+    """Return a result before its own rounding; after it where what follows keeps it wider, in ``due``, and rounds no more."""
+    if due is None:
+        return mode.clean(tensor).detach()
     coarser = (
         is_inexact(tensor) and due.is_floating_point and unit_roundoff(mode.kept_dtype(tensor)) > unit_roundoff(due)
     )

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
 
 from bitwitness.numerics import FLOAT8, unit_roundoff
 from bitwitness.trial.allowance import ALLOWANCE
 from bitwitness.trial.figures import parts
 from bitwitness.trial.oracle import Oracle
+from bitwitness.trial.sway import factor
 
 _DRAWS = 8
 _NO_NUMBERS = (torch.float8_e8m0fnu,)  # scales
@@ -50,17 +50,11 @@ def loss(own: Oracle, reference: Oracle) -> tuple[str, str]:
         usual = float(spread.square().mean().sqrt())
         if not bool((off <= ALLOWANCE * (spread + usual) / 2).all()):
             return "", slot
-        sways = [_share_of(n, truth) - 1 for n in others]
+        sways = [factor(n, truth) - 1 for n in others]
         sway = math.sqrt(sum(s * s for s in sways) / len(sways))
-        if abs(_share_of(parts(tensor), truth) - 1) > ALLOWANCE * sway + unit_roundoff(kinds[-1]) ** 2:
+        if abs(factor(parts(tensor), truth) - 1) > ALLOWANCE * sway + unit_roundoff(kinds[-1]) ** 2:
             return "", slot  # all of it larger or smaller: roundings to nearest go both ways
         share = float(off.norm() / truth.norm()) if float(truth.norm()) else 0.0
         furthest, where = max((furthest, where), (share, slot))
     types = " and ".join(str(k).removeprefix("torch.") for k in kinds)
     return f"quantised to {types}, which takes {where or 'nothing'} {furthest:.2g} of its norm from the reference", ""
-
-
-def _share_of(one: Tensor, truth: Tensor) -> float:
-    """Return by which factor one is the other, in the mean."""
-    size = float(truth.square().sum())
-    return float((one * truth).sum()) / size if size else 1.0

@@ -8,6 +8,8 @@ from typing import Any
 
 PASS, WARN, FAIL, NOT_JUDGED = "pass", "warn", "fail", "not judged"
 """Verdicts: within what a careful kernel leaves; right, but less careful than it should be; wrong; neither could be told."""
+NOTE = "note"
+"""Of one way of trying it: right kernels may differ there, which is told and changes no verdict."""
 ERROR, CRASH, TIMEOUT = "error", "crash", "timeout"
 """Verdicts of a case without a result: it raised, its process died, it was stopped after its time. None of them is passed."""
 _FLOATS = ("ratio", "value", "expected", "allowed", "ulp_max", "euclidean", "relative")

@@ -122,22 +122,24 @@ def _planted(tensor: Tensor, values: Sequence[float], apart: int = _APART) -> Te
     return copy
 
 
-def batch_parts(call: Call, outputs: Sequence[Tensor]) -> list[tuple[slice, Call]]:
-    """Return the call on parts of its batch, with the rows that they are of; none where there is no batch.
+def batch_parts(call: Call, outputs: Sequence[Tensor]) -> Iterator[list[tuple[slice, Call]]]:
+    """Yield the call on parts of its batch, with the rows that they are of; nothing where there is no batch.
 
-    A batch is a first dimension that at least one tensor and all outputs share, and that is larger than one.
+    A batch is a first dimension that at least one tensor and all outputs share, and that is larger than one. All tensors that
+    have it may be of the batch, or only some: a square matrix of weights has it, too. So there are several, likeliest first.
     """
     sizes = {t.shape[0] if t.dim() else 0 for t in outputs}
     if any(t.layout is not torch.strided for t in call.tensors):
-        return []
-    if len(sizes) != 1 or (batch := sizes.pop()) < 2 or not any(t.dim() and t.shape[0] == batch for t in call.tensors):
-        return []
+        return
+    if len(sizes) != 1 or (batch := sizes.pop()) < 2:
+        return
+    sharing = [id(t) for t in call.tensors_once if t.dim() and t.shape[0] == batch]
     rows = [slice(0, 1), slice(1, max(2, batch // 2 + 1))]
 
-    def part(which: slice) -> Call:
-        return replace(
-            with_tensors(call, lambda t: t.detach()[which] if t.dim() and t.shape[0] == batch else t.detach()),
-            gradients=False,
-        )
+    def part(which: slice, whose: Sequence[int]) -> Call:
+        sliced = with_tensors(call, lambda t: t.detach()[which] if id(t) in whose else t.detach())
+        return replace(sliced, gradients=False)
 
-    return [(which, part(which)) for which in rows]
+    for whose in [sharing, *([one] for one in sharing if len(sharing) > 1)]:
+        if whose:
+            yield [(which, part(which, whose)) for which in rows]

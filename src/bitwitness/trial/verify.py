@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,13 +19,11 @@ from bitwitness.trial.judging import judge_all
 from bitwitness.trial.module import as_function
 from bitwitness.trial.oracle import Oracle
 from bitwitness.trial.quantisation import loss
-from bitwitness.trial.result import FAIL, NOT_JUDGED, PASS, WARN, OutputResult, worst
+from bitwitness.trial.result import FAIL, NOT_JUDGED, NOTE, PASS, WARN, worst
+from bitwitness.trial.soft import NOTED, Soft, kinked, odd, overflows
 from bitwitness.trial.verification import Check, Verification
 
 _REPEATS = 3
-_TINY = 2.0**12
-"""Times the smallest normal number below which results may come of numbers that were lost."""
-Soft = Callable[[OutputResult], str]
 _LONGEST_SAID = 200  # characters of an error: torch's may hold whole schemas
 
 
@@ -134,8 +131,8 @@ class Trial:
     def _verdict(self) -> str:
         """Return the worst verdict; what was judged as it was given may refuse to be tried in other ways."""
         if self._checks[0].verdict == NOT_JUDGED:
-            return worst(c.verdict for c in self._checks)
-        return worst(c.verdict for c in self._checks if c.verdict != NOT_JUDGED)
+            return worst(c.verdict for c in self._checks if c.verdict != NOTE)
+        return worst(c.verdict for c in self._checks if c.verdict not in (NOT_JUDGED, NOTE))
 
     def _worst_first(self) -> Iterator[Check]:
         for verdict in (FAIL, WARN, NOT_JUDGED):
@@ -153,12 +150,18 @@ class Trial:
         except Exception as error:
             what = "the reference" if self._reference is not None else "the operator"
             return Check(name, NOT_JUDGED, f"{what} cannot be run in float64 on the CPU: {said(error)}")
+        if not reason and name == "as given" and oracle.unsteady:
+            reason = (
+                f"it depends on more than its inputs: {oracle.unsteady} is another when it is run again in float64, too"
+            )
         verdict = worst(o.verdict for o in outputs) if not reason else NOT_JUDGED
         if not reason and verdict != PASS:
             bad = next(o for o in outputs if o.verdict == verdict)
             reason = f"{bad.slot}: {bad.reason}"
-        if verdict == FAIL and soft is not None and all((why := soft(o)) for o in outputs if o.verdict == FAIL):
-            verdict, reason = WARN, f"{why}: {reason}"
+        if verdict == FAIL and soft is not None and all(soft(o) for o in outputs if o.verdict == FAIL):
+            verdict, reason = WARN, f"{soft(bad)}: {reason}"
+        if verdict == WARN and name in NOTED:
+            verdict = NOTE
         return Check(name, verdict, reason, outputs)
 
     def _repeat(self, first: Results, oracle: Oracle) -> None:
@@ -180,15 +183,15 @@ class Trial:
             self._try(name, call, oracle)
         self._batch(first, oracle)
         for name, call in variations.scales(self._call):
-            self._try(name, call, soft=_overflows if name == "large numbers" else None)
+            self._try(name, call, soft=overflows)
         if is_linear(oracle.mode.operators):
             self._try("integers, whose sums are exact", variations.integers(self._call))
         products = has_products(oracle.mode.operators)
         for name, call in variations.specials(self._call):
             if name == "zeros and subnormal numbers":
-                self._try(name, call, soft=partial(_kinked, alone=is_pointwise(oracle.mode.operators)))
+                self._try(name, call, soft=partial(kinked, alone=is_pointwise(oracle.mode.operators)))
             else:
-                soft = partial(_odd, products=products, largest=name == "the largest numbers")
+                soft = partial(odd, products=products, largest=name == "the largest numbers")
                 self._try(name, replace(call, gradients=False), soft=soft)
 
     def _try(self, name: str, call: Call, oracle: Oracle | None = None, *, soft: Soft | None = None) -> None:
@@ -202,54 +205,28 @@ class Trial:
 
     def _batch(self, first: Results, whole: Oracle) -> None:
         """Run it on parts of its batch: other bits are told, a result outside of what rounding allows is a failure."""
-        parts = variations.batch_parts(self._call, first.outputs)
-        for which, call in parts:
-            try:
-                found = self._seeded(call)
-            except Exception:
+        for parts in variations.batch_parts(self._call, first.outputs):
+            tried = [self._part(which, call, first, whole) for which, call in parts]
+            if all(check is not None for check, _ in tried):
+                self._checks += [check for check, _ in tried if check is not None]
+                known = [same for _, same in tried if same is not None]
+                self._batch_invariant = all(known) if known else None
                 return
+
+    def _part(self, which: slice, call: Call, first: Results, whole: Oracle) -> tuple[Check | None, bool | None]:
+        """Judge it on some rows, and tell whether their bits are those of the whole; nothing where they are no such rows."""
+        try:
+            found = self._seeded(call)
             rows = [t[which] for t in first.outputs]
-            if len(rows) != len(found.outputs) or any(
-                a.shape != b.shape for a, b in zip(rows, found.outputs, strict=True)
-            ):
-                return
+            if [t.shape for t in rows] != [t.shape for t in found.outputs]:
+                return None, None
             oracle = Oracle(call, found, self._reference)
             check = self._judged(_rows(which), found, oracle)
-            if check.verdict != NOT_JUDGED and _independent(whole, oracle, which):
-                same = all(same_bits(a.detach(), b.detach()) for a, b in zip(rows, found.outputs, strict=True))
-                self._batch_invariant = same and self._batch_invariant is not False
-            self._checks.append(check)
-
-
-def _odd(one: OutputResult, *, products: bool, largest: bool) -> str:
-    """Tell where right kernels make different things of infinities, NaN and the largest numbers.
-
-    A number where there should be a NaN or an infinity is an error, but in products, which may leave a zero factor out. Sums
-    of the largest numbers leave the range on their way, and what becomes of the infinity may be a number again.
-    """
-    if math.isfinite(one.value):
-        if products and largest:
-            return "overflows on its way"
-        return "makes a number of it" if products and not math.isfinite(one.expected) else ""
-    return "is not finite where float64 is, or otherwise"
-
-
-def _kinked(one: OutputResult, *, alone: bool) -> str:
-    """Tell where there is more than one right gradient, and where numbers get lost that are too small on the way.
-
-    The first is at the kink of an absolute value, say; the second is not in what makes each number of one ``alone``.
-    """
-    if one.slot.startswith("grad"):
-        return "another subgradient"
-    tiny = _TINY * torch.finfo(getattr(torch, one.dtype, torch.float32)).smallest_normal
-    return (
-        "loses the smallest numbers on its way" if not alone and max(abs(one.value), abs(one.expected)) < tiny else ""
-    )
-
-
-def _overflows(one: OutputResult) -> str:
-    """Tell where what is finite in float64 leaves the dtype's range on the way."""
-    return "" if math.isfinite(one.value) else "overflows on its way"
+            if check.verdict == NOT_JUDGED or not _independent(whole, oracle, which):
+                return check, None
+        except Exception:
+            return None, None
+        return check, all(same_bits(a.detach(), b.detach()) for a, b in zip(rows, found.outputs, strict=True))
 
 
 def _rows(which: slice) -> str:
@@ -273,6 +250,8 @@ def _call(
 ) -> Call:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = {}
+    if inputs is None:
+        raise UsageError("the inputs are None; expected a tensor, a sequence of arguments or a mapping of them")
     if isinstance(inputs, Mapping):
         kwargs = dict(inputs)
     else:
@@ -284,7 +263,12 @@ def _call(
         raise UsageError(
             "there is no tensor among the inputs; expected a tensor, a sequence of arguments or a mapping of them"
         )
-    return call if device is None else variations.with_tensors(call, lambda t: t.detach().to(device))
+    if device is None:
+        return call
+    try:
+        return variations.with_tensors(call, lambda t: t.detach().to(device))
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"device {str(device)!r} cannot be used here: {said(error)}") from error
 
 
 def said(error: BaseException) -> str:

@@ -1,0 +1,54 @@
+"""What is asked of one result: its numbers, the true ones, and how far noise moves them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bitwitness.trial.call import Results
+from bitwitness.trial.figures import parts
+from bitwitness.trial.oracle import Oracle
+
+FEW, MANY = 4, 16
+"""Noisy runs of which a spread is made: few, and more before anything is called wrong."""
+Answer = tuple[str, str, Tensor, Tensor]
+"""Verdict, reason, which elements are within what is allowed, and how much that is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One result of a call beside its truth.
+
+    Attributes
+    ----------
+    slot
+        Its name.
+    value, truth
+        The device's and the oracle's numbers, float64 of one shape.
+    dtype
+        By whose units it is judged.
+    right
+        Which elements are the number of it that is nearest to the truth.
+    oracle, of
+        Whose runs with noise are taken, and the result that is meant of a run, None if it has none.
+
+    """
+
+    slot: str
+    value: Tensor
+    truth: Tensor
+    dtype: torch.dtype
+    right: Tensor
+    oracle: Oracle
+    of: Callable[[Results], Tensor | None]
+
+    def noisy(self, *, stepwise: bool, draws: int) -> list[Tensor]:
+        """Return the result in several runs with random roundings, float64."""
+        return self.these(self.oracle.noisy(stepwise=stepwise, draws=draws))
+
+    def these(self, runs: list[Results]) -> list[Tensor]:
+        """Return the result in each of these runs, float64."""
+        return [parts(t) for r in runs if (t := self.of(r)) is not None]

@@ -1,0 +1,53 @@
+"""A function that is written otherwise than its reference is held against the rounding of its own formula, too."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bitwitness.numerics import HALF, unit_roundoff
+from bitwitness.trial.allowance import allowance
+from bitwitness.trial.asked import FEW, MANY, Answer, Asked
+from bitwitness.trial.result import FAIL, WARN
+
+_SAME = 1e-5
+"""Of what may be off in the dtype, what float64 may leave between two ways to write the same: it is 2^29 times finer."""
+_STEPS, _STEPS_BACK = 1.0, 2.0
+"""Units of rounding that several operators in a half type leave in the mean, at the most: sums in it leave more.
+
+A gradient passes through more of them.
+"""
+_LOSES = "right only by what rounding does to its own formula, which loses more than the reference's does"
+_ROUNDS = "right only because its own formula rounds intermediate results to {dtype}, which the reference does not"
+
+
+def by_its_own_formula(asked: Asked, within: Tensor, allowed: Tensor) -> Answer:
+    """Ask it with all of it computed in float32, and in half types with each of its operators rounding to its own dtype.
+
+    A formula that gives something else in float64 stays wrong. ``within``, ``allowed``: by the reference's.
+    """
+    for stepwise in (False, True) if asked.dtype in HALF else (False,):
+        for draws in (FEW, MANY):
+            runs = asked.these(asked.oracle.own(draws=draws, stepwise=stepwise))
+            if len(runs) <= draws or any(t.shape != asked.truth.shape for t in runs):
+                break
+            noisy = [asked.truth + (t - runs[0]).masked_fill(~runs[0].isfinite(), 0.0) for t in runs[1:]]
+            room = allowance(asked.truth, noisy, asked.dtype)
+            known = asked.truth.isfinite()
+            if not bool(((runs[0] - asked.truth).abs() <= _SAME * room)[known].all()):
+                return FAIL, "", within, allowed  # it is no other way to write the same
+            most = (_STEPS_BACK if asked.slot.startswith("grad") else _STEPS) * unit_roundoff(asked.dtype)
+            if stepwise and _size(noisy, asked.truth, known) > most:
+                break
+            room = torch.maximum(allowed, room)
+            now = within | ((asked.value - asked.truth).abs() <= room)
+            if bool(now.all()):
+                return WARN, _ROUNDS.format(dtype=str(asked.dtype)[6:]) if stepwise else _LOSES, now, room
+    return FAIL, "", within, allowed
+
+
+def _size(noisy: list[Tensor], truth: Tensor, known: Tensor) -> float:
+    """Return how far noise moves a result, of its norm."""
+    moved = sum(float((n - truth)[known].square().sum()) for n in noisy) / len(noisy)
+    size = float(truth[known].square().sum())
+    return (moved / size) ** 0.5 if size else 0.0
