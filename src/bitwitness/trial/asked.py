@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bitwitness.numerics import HALF
 from bitwitness.trial.call import Results
 from bitwitness.trial.figures import parts
 from bitwitness.trial.oracle import Oracle
@@ -30,6 +31,8 @@ class Asked:
         The device's and the oracle's numbers, float64 of one shape.
     dtype
         By whose units it is judged.
+    stored
+        In which the device returned it.
     right
         Which elements are the number of it that is nearest to the truth.
     oracle, of
@@ -41,9 +44,15 @@ class Asked:
     value: Tensor
     truth: Tensor
     dtype: torch.dtype
+    stored: torch.dtype
     right: Tensor
     oracle: Oracle
     of: Callable[[Results], Tensor | None]
+
+    @property
+    def is_wider(self) -> bool:
+        """Whether it is kept in a wider dtype than the one by whose units it is judged: nothing has rounded it to that."""
+        return self.dtype in HALF and self.stored not in HALF
 
     def noisy(self, *, stepwise: bool, draws: int) -> list[Tensor]:
         """Return the result in several runs with random roundings, float64."""

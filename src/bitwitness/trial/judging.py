@@ -133,7 +133,7 @@ def _inexactly(
     least = least_allowance(truth, dtype, rounds_once=only_rounds_correctly(oracle.mode.operators))
     if bool((right | ((value - truth).abs() <= least)).all()) and not lean(value, truth, [], dtype):
         return figures(head, PASS, "", value, truth, least, dtype)  # whatever the noise would say
-    asked = Asked(head["slot"], value, truth, dtype, right, oracle, of)
+    asked = Asked(head["slot"], value, truth, dtype, actual.dtype, right, oracle, of)
     verdict, reason, within, allowed = _by_the_reference(asked, head["dtype"])
     if verdict == FAIL and not reason and oracle.has_reference:
         verdict, reason, within, allowed = by_its_own_formula(asked, within, allowed)
@@ -146,7 +146,7 @@ def _by_the_reference(asked: Asked, said: str) -> Answer:
     """Ask whether results are within what rounding leaves; in half types also whether all of them are pulled one way."""
     value, truth, dtype = asked.value, asked.truth, asked.dtype
     within, allowed = asked.right, spacing(truth, dtype) / 2
-    for stepwise, draws in _HALF_TIERS if dtype in HALF else _TIERS:
+    for stepwise, draws in _HALF_TIERS if dtype in HALF and not asked.is_wider else _TIERS:
         noisy = asked.noisy(stepwise=stepwise, draws=draws)
         allowed = allowance(truth, noisy, dtype, leaps=bool(asked.oracle.mode.quantised))
         near = (value - truth).abs() <= allowed
@@ -155,9 +155,7 @@ def _by_the_reference(asked: Asked, said: str) -> Answer:
             continue
         if leaning := lean(value, truth, asked.noisy(stepwise=False, draws=FEW), dtype):
             return FAIL, leaning, within, allowed
-        if swayed(value, truth, noisy, dtype) and (
-            how := swayed(value, truth, asked.noisy(stepwise=dtype in HALF, draws=MANY), dtype)
-        ):
+        if swayed(asked, noisy) and (how := swayed(asked, asked.noisy(stepwise=not asked.is_wider, draws=MANY))):
             return FAIL, how, within, allowed
         if left := _leaves_the_range(asked, noisy, said):
             return WARN, left, within, allowed

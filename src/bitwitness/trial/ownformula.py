@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,8 @@ _STEPS, _STEPS_BACK = 1.0, 2.0
 
 A gradient passes through more of them.
 """
+_STEADY = 8.0
+"""Times what noise moves a result by in most runs that it moves it by in any."""
 _LOSES = "right only by what rounding does to its own formula, which loses more than the reference's does"
 _ROUNDS = "right only because its own formula rounds intermediate results to {dtype}, which the reference does not"
 
@@ -32,6 +36,8 @@ def by_its_own_formula(asked: Asked, within: Tensor, allowed: Tensor) -> Answer:
             if len(runs) <= draws or any(t.shape != asked.truth.shape for t in runs):
                 break
             noisy = [asked.truth + (t - runs[0]).masked_fill(~runs[0].isfinite(), 0.0) for t in runs[1:]]
+            if _is_unsteady([float((n - asked.truth).nan_to_num(0.0, 0.0, 0.0).norm()) for n in noisy]):
+                return FAIL, "", within, allowed
             room = allowance(asked.truth, noisy, asked.dtype)
             known = asked.truth.isfinite()
             if not bool(((runs[0] - asked.truth).abs() <= _SAME * room)[known].all()):
@@ -44,6 +50,11 @@ def by_its_own_formula(asked: Asked, within: Tensor, allowed: Tensor) -> Answer:
             if bool(now.all()):
                 return WARN, _ROUNDS.format(dtype=str(asked.dtype)[6:]) if stepwise else _LOSES, now, room
     return FAIL, "", within, allowed
+
+
+def _is_unsteady(moved: list[float]) -> bool:
+    """Whether some of the runs are moved by far more than most: by something that is no rounding."""
+    return max(moved) > _STEADY * statistics.median(moved)
 
 
 def _size(noisy: list[Tensor], truth: Tensor, known: Tensor) -> float:

@@ -10,32 +10,31 @@ from torch import Tensor
 
 from bitwitness.numerics import HALF, unit_roundoff
 from bitwitness.trial.allowance import ALLOWANCE
+from bitwitness.trial.asked import Asked
 
 _NUMBERS = 64
 _LEAST = 2.0**-12
 """By which share all of a result may be off in any case."""
 
 
-def swayed(value: Tensor, truth: Tensor, noisy: Sequence[Tensor], dtype: torch.dtype) -> str:
+def swayed(asked: Asked, noisy: Sequence[Tensor]) -> str:
     """Return what is to be told where a result in a half type is off by a factor: roundings, which go both ways, leave none.
 
-    Parameters
-    ----------
-    value, truth
-        The device's and the oracle's numbers, float64 of one shape.
-    noisy
-        The same in runs with random roundings, before their own: what many elements share moves them together there, too.
-    dtype
-        Of the result.
-
+    ``noisy``: the same in runs with random roundings, before their own: what many elements share moves them together there.
     """
+    value, truth, dtype = asked.value, asked.truth, asked.dtype
     among = value.isfinite() & truth.isfinite() & (truth.abs() > torch.finfo(dtype).smallest_normal)
     if dtype not in HALF or int(among.sum()) < _NUMBERS:
         return ""
+    different = truth[among].to(dtype).unique().numel()  # of the same number all are rounded the same way
+    if different < _NUMBERS:
+        return ""
     off = factor(value[among], truth[among]) - 1
     weights = truth[among].square()
-    numbers = float(weights.sum()) ** 2 / float(weights.square().sum())  # that count, where they differ in size
-    own = unit_roundoff(dtype) / math.sqrt(3 * numbers)
+    numbers = min(
+        different, float(weights.sum()) ** 2 / float(weights.square().sum())
+    )  # that count, of different sizes
+    own = unit_roundoff(torch.float32 if asked.is_wider else dtype) / math.sqrt(3 * numbers)
     shared = math.sqrt(sum((factor(n[among], truth[among]) - 1) ** 2 for n in noisy) / max(len(noisy), 1))
     if not abs(off) > ALLOWANCE * math.hypot(own, shared) + _LEAST:
         return ""
