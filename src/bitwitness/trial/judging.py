@@ -33,6 +33,8 @@ from bitwitness.trial.residuals import residual_of
 from bitwitness.trial.result import FAIL, PASS, WARN, OutputResult
 from bitwitness.trial.sway import swayed
 
+_COUNTS = 1e-3
+"""Of the largest number of a result, what counts."""
 _TIERS = ((False, FEW), (False, MANY))
 _HALF_TIERS = ((False, FEW), (True, FEW), (False, MANY), (True, MANY))
 _ROUNDED_ON_THE_WAY = (
@@ -171,7 +173,10 @@ def _leaves_the_range(asked: Asked, noisy: Sequence[Tensor], said: str) -> str:
     Squares overflow, or vanish, of numbers whose root does not.
     """
     value, truth, info = asked.value, asked.truth, torch.finfo(asked.dtype)
-    ordinary = (truth.abs() < info.max / 4) & (truth.abs() > 4 * info.smallest_normal) & ~asked.right
+    size = truth.abs().nan_to_num(0.0, 0.0, 0.0)
+    ordinary = (
+        (size < info.max / 4) & (size > max(4 * info.smallest_normal, _COUNTS * float(size.max()))) & ~asked.right
+    )
     lost = ordinary & (~value.isfinite() | (value == 0))
     for one in noisy:
         lost &= ~one.isfinite() | (one == 0)
