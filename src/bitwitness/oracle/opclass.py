@@ -57,9 +57,19 @@ def class_of(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], k
         return found if plain and not any(_is_rounded(a, torch.float32) for a in args) else ELEMENTWISE
     if found == EXACT and any(_is_rounded(a, kept) for a in args):
         return CORRECTLY_ROUNDED
+    if (
+        found == EXACT
+        and func.overloadpacket.__name__.strip("_") in _OF_TWO
+        and any(t.is_complex() for t in tensors_in(args))
+    ):
+        return OTHER
     if found == EXACT and _accumulates(func, args, kwargs):
         return OTHER
     return found
+
+
+_OF_TWO = ("abs", "sgn", "sign", "angle")
+"""What is exact of a real number, and makes one of the two numbers of a complex one."""
 
 
 def _is_rounded(value: Any, dtype: torch.dtype) -> bool:

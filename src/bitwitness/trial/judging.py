@@ -177,7 +177,8 @@ def _leaves_the_range(asked: Asked, noisy: Sequence[Tensor], said: str) -> str:
     ordinary = (
         (size < info.max / 4) & (size > max(4 * info.smallest_normal, _COUNTS * float(size.max()))) & ~asked.right
     )
-    lost = ordinary & (~value.isfinite() | (value == 0))
+    vanished = value == 0 if asked.slot.startswith("out") else torch.zeros_like(ordinary)  # gradients cancel, too
+    lost = ordinary & (~value.isfinite() | vanished)
     for one in noisy:
         lost &= ~one.isfinite() | (one == 0)
     if not bool(lost.any()):

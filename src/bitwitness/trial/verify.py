@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -99,11 +99,9 @@ class Trial:
             if base in (PASS, WARN):
                 self._vary(first, oracle)
         verdict = self._verdict()
-        said_of = (c for c in self._worst_first() if c.verdict == verdict)
-        reason = next((c.reason if c.name == "as given" else f"{c.name}: {c.reason}" for c in said_of), "")
         return Verification(
             WARN if verdict == NOT_JUDGED else verdict,
-            reason if verdict != PASS else "",
+            self._reason(verdict),
             tuple(self._checks),
             self._deterministic,
             self._batch_invariant,
@@ -134,9 +132,15 @@ class Trial:
             return worst(c.verdict for c in self._checks if c.verdict != NOTE)
         return worst(c.verdict for c in self._checks if c.verdict not in (NOT_JUDGED, NOTE))
 
-    def _worst_first(self) -> Iterator[Check]:
-        for verdict in (FAIL, WARN, NOT_JUDGED):
-            yield from (c for c in self._checks if c.verdict == verdict)
+    def _reason(self, verdict: str) -> str:
+        """Return why it is the verdict: what the first check of that kind says; not being judged comes before warnings."""
+        first = self._checks[0]
+        if verdict == PASS:
+            return ""
+        if verdict != FAIL and first.verdict == NOT_JUDGED:
+            return first.reason
+        found = next(c for c in self._checks if c.verdict == verdict)
+        return found.reason if found is first else f"{found.name}: {found.reason}"
 
     def _seeded(self, call: Call) -> Results:
         with torch.random.fork_rng():
@@ -172,8 +176,10 @@ class Trial:
                 continue
             self._deterministic = False
             check = self._judged("again, on the same inputs", again, oracle)
-            if check.verdict in (PASS, NOT_JUDGED):
+            if check.verdict == PASS:
                 check = replace(check, verdict=WARN, reason="other bits than before, within what rounding allows")
+            elif check.verdict == NOT_JUDGED:
+                check = replace(check, reason="other bits than before")
             self._checks.append(check)
             return
         self._checks.append(Check("again, on the same inputs", PASS))
