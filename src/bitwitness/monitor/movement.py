@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from bitwitness.monitor.series import StepNumbers
 from bitwitness.monitor.sheet import Numbers
 from bitwitness.stats.history import History
+from bitwitness.stats.middle import median
 
 FLOORS = {
     "activation": 0.05,
@@ -85,7 +86,7 @@ class Movement:
         known = history.seen >= min(8, self._warmup)
         ripe = np.isfinite(gap) & known
         # By how many there are, and not by how many are not zero now: the level would come and go with one of them.
-        level = float(np.median(gap[ripe])) if known.sum() >= TOGETHER and 2 * ripe.sum() > known.sum() else 0.0
+        level = median(gap[ripe]) if known.sum() >= TOGETHER and 2 * ripe.sum() > known.sum() else 0.0
         if self.kind in _KINDS_OF_GRADIENTS:
             sizes = np.where(_is_faint(sizes, history.mean), np.nan, sizes)
         sizes, gap = sizes - level, np.where(np.isfinite(sizes), gap - level, np.nan)
@@ -139,7 +140,7 @@ def _is_faint(sizes: Numbers, usual: Numbers) -> NDArray[np.bool_]:
     known = sizes[np.isfinite(sizes)]
     if known.size < TOGETHER:
         return np.zeros(sizes.shape, dtype=bool)
-    largest: NDArray[np.bool_] = np.fmax(sizes, usual) < float(np.median(known)) + np.log(FAINT)
+    largest: NDArray[np.bool_] = np.fmax(sizes, usual) < median(known) + np.log(FAINT)
     return largest
 
 

@@ -48,6 +48,8 @@ def summarize(results: Sequence[CaseResult], most: int = 20) -> list[str]:
     if len(unjudged) > most:
         count = sum(count for _, count in unjudged.most_common()[most:])
         lines.append(f"… and {count} more, not judged for {len(unjudged) - most} other reasons")
+    if (calls := sum(one.calls for one in results)) > len(results):
+        lines.append(f"of {calls} calls those alike were tried once, the first of them (--every-call: each)")
     return lines
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from bitwitness.config.monitoring import MonitorConfig
 from bitwitness.monitor.rules.rule import Alert, Rule, View
 from bitwitness.monitor.series import SeriesKey
+from bitwitness.stats.middle import median
 
 _LATELY, _GAP, _SPAN = 16, 32, 128
 """Steps whose median is the present; steps between them and what it was before; steps that are remembered."""
@@ -44,8 +45,8 @@ class Diverging(Rule):
         if len(self._norms) < _LATELY + 2 * _GAP or view.numbers.step % _EVERY:
             return []
         norms, losses = np.array(self._norms), np.array(self._losses)
-        now, before = float(np.median(norms[-_LATELY:])), float(np.median(norms[:-_GAP]))
-        high = float(np.median(losses[-_LATELY:]))
+        now, before = median(norms[-_LATELY:]), median(norms[:-_GAP])
+        high = median(losses[-_LATELY:])
         windows = np.lib.stride_tricks.sliding_window_view(losses[:-_LATELY], _LATELY)[:: _LATELY // 2]
         low = float(np.median(windows, axis=1).min())
         rise = (high - low) / max(abs(low), 1e-12)

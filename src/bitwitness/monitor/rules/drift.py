@@ -12,6 +12,7 @@ from bitwitness.finding import Severity
 from bitwitness.monitor.movement import TOGETHER, Moved
 from bitwitness.monitor.rules.rule import Alert, Rule, View, brothers, named
 from bitwitness.monitor.sheet import Numbers
+from bitwitness.stats.middle import grown, median
 
 _KINDS = ("activation", "activation_grad", "grad", "grad_reduced", "param")
 _SLOW_KINDS = ("grad", "grad_reduced", "param")  # what a branch of a residual network adds grows by itself
@@ -84,18 +85,18 @@ class Drift(Rule):
         """Return how far each has moved in some time, against the others, as a share of what is put up with."""
         past = self._past.setdefault(kind, deque(maxlen=_SPAN))
         latest = past[-1] if past else moved.sizes
-        latest = np.pad(latest, (0, moved.sizes.size - latest.size), constant_values=np.nan)
+        latest = grown(latest, moved.sizes.size, np.nan)
         smooth = np.where(np.isfinite(latest), latest + _SMOOTH * np.nan_to_num(moved.sizes - latest), moved.sizes)
         old = past[0] if len(past) == _SPAN else None
         past.append(smooth)
         if old is None or _YOUNG + self._config.warmup > moved.seen.max(initial=0.0):
             return np.zeros_like(smooth)
-        shift = smooth - np.pad(old, (0, smooth.size - old.size), constant_values=np.nan)
+        shift = smooth - grown(old, smooth.size, np.nan)
         known = np.isfinite(shift) & np.isfinite(moved.sizes) & ~moved.few
         if known.sum() < 4:
             return np.zeros_like(smooth)
-        shift = np.where(known, shift - np.median(shift[known]), 0.0)
-        share: Numbers = shift / max(_SHIFT, _SPREADS * float(np.median(np.abs(shift[known]))))
+        shift = np.where(known, shift - median(shift[known]), 0.0)
+        share: Numbers = shift / max(_SHIFT, _SPREADS * median(np.abs(shift[known])))
         for number, place in enumerate(moved.places.tolist()):
             if (
                 step - self._told.get(place, -2 * _SPAN) < _SPAN

@@ -7,6 +7,7 @@ import numpy as np
 from bitwitness.config.monitoring import MonitorConfig
 from bitwitness.monitor.movement import FAINT
 from bitwitness.monitor.rules.rule import Alert, Rule, View, named
+from bitwitness.stats.middle import grown, median
 
 _KINDS = ("param", "activation")
 _LEARNED = 8  # steps of which it is known whether a series moved
@@ -39,13 +40,13 @@ class Frozen(Rule):
         for place, key in enumerate(numbers.keys[len(numbers.keys) - more :], len(numbers.keys) - more):
             if key.kind == "activation" and (key.slot or "").startswith("in"):
                 self._given.setdefault(key.name, []).append(place)
-        for name in ("_moved", "_steps", "_rest"):
-            setattr(self, name, np.pad(getattr(self, name), (0, more)))
+        for name in ("_moved", "_steps", "_rest") if more else ():
+            setattr(self, name, grown(getattr(self, name), len(numbers.keys)))
         now = np.stack([numbers.low, numbers.high, numbers.mean, numbers.l2])
         before, self._before = self._before, now
         if before is None:
             return []
-        before = np.pad(before, ((0, 0), (0, more)), constant_values=np.nan)
+        before = grown(before, len(numbers.keys), np.nan)
         comparable = np.isfinite(now).all(0) & np.isfinite(before).all(0)
         same = comparable & (now == before).all(0)
         found: list[int] = []
@@ -96,10 +97,11 @@ class Frozen(Rule):
         """Return weights whose gradient is not there, or as good as zero, as far as gradients are looked at."""
         numbers = view.numbers
         sizes: dict[str, float] = {}
+        known = np.nan_to_num(numbers.l2)
         for place, key in enumerate(numbers.keys):
             if key.kind in ("grad", "grad_reduced"):  # an optimizer that forgot a parameter reads its gradient no more
-                sizes[key.name] = max(sizes.get(key.name, 0.0), float(np.nan_to_num(numbers.l2[place])))
-        usual = float(np.median([size for size in sizes.values() if size > 0] or [0.0]))
+                sizes[key.name] = max(sizes.get(key.name, 0.0), float(known[place]))
+        usual = median([size for size in sizes.values() if size > 0] or [0.0])
         return {
             i
             for i, key in enumerate(numbers.keys)

@@ -11,6 +11,7 @@ from bitwitness.config.monitoring import MonitorConfig
 from bitwitness.monitor.rules.rule import Alert, Rule, View, named
 from bitwitness.monitor.series import SeriesKey
 from bitwitness.stats.history import next_caution
+from bitwitness.stats.middle import median
 
 _METRICS = ("loss", "grad_norm")
 _LEAST = (0.1, 1.1)
@@ -37,7 +38,7 @@ class _Jumps:
     @property
     def usual(self) -> float:
         """What it was lately."""
-        return float(np.median(list(self._values)[-_USUAL:])) if self._values else float("nan")
+        return median(list(self._values)[-_USUAL:]) if self._values else float("nan")
 
     def jump(self, value: float) -> float:
         """Return how far a value is above the usual; 0 where that is not known."""
@@ -47,7 +48,7 @@ class _Jumps:
     def limit(self) -> float:
         """Return the jump from which on it is a spike."""
         steps = np.abs(np.diff(self._values)) if len(self._values) > 1 else np.zeros(1)
-        sigma = float(np.median(steps)) * _TO_SIGMA
+        sigma = median(steps) * _TO_SIGMA
         limit = max(self._least, _SHARE * self._z * sigma, self._times * max(self._jumps, default=0.0))
         return limit * max(1.0, _YOUNG / max(self.seen, 1))
 
