@@ -15,6 +15,8 @@ from bitwitness.trial.oracle import Oracle
 
 FEW, MANY = 4, 16
 """Noisy runs of which a spread is made: few, and more before anything is called wrong."""
+_LEAST, _LARGE = 2, 1 << 17
+"""Runs that are enough of so many numbers, whose neighbours in size tell of their spread as well."""
 Answer = tuple[str, str, Tensor, Tensor]
 """Verdict, reason, which elements are within what is allowed, and how much that is."""
 
@@ -48,6 +50,11 @@ class Asked:
     right: Tensor
     oracle: Oracle
     of: Callable[[Results], Tensor | None]
+
+    @property
+    def draws(self) -> tuple[int, ...]:
+        """How many noisy runs are made, one number after the other until they suffice."""
+        return (_LEAST, FEW, MANY) if self.truth.numel() >= _LARGE else (FEW, MANY)
 
     @property
     def is_wider(self) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from bitwitness.oracle.eligible import have_truth
 from bitwitness.oracle.float64 import widened
 from bitwitness.oracle.opclass import is_elementwise, only_rounds_correctly
 from bitwitness.trial.allowance import allowance, lean, least_allowance
-from bitwitness.trial.asked import FEW, MANY, Answer, Asked
+from bitwitness.trial.asked import MANY, Answer, Asked
 from bitwitness.trial.call import Results
 from bitwitness.trial.figures import figures, parts, spacing
 from bitwitness.trial.oracle import Oracle
@@ -35,8 +36,6 @@ from bitwitness.trial.sway import swayed
 
 _COUNTS = 1e-3
 """Of the largest number of a result, what counts."""
-_TIERS = ((False, FEW), (False, MANY))
-_HALF_TIERS = ((False, FEW), (True, FEW), (False, MANY), (True, MANY))
 _ROUNDED_ON_THE_WAY = (
     "right only if intermediate results are rounded to {dtype}: the kernel does not compute wider than that"
 )
@@ -148,14 +147,15 @@ def _by_the_reference(asked: Asked, said: str) -> Answer:
     """Ask whether results are within what rounding leaves; in half types also whether all of them are pulled one way."""
     value, truth, dtype = asked.value, asked.truth, asked.dtype
     within, allowed = asked.right, spacing(truth, dtype) / 2
-    for stepwise, draws in _HALF_TIERS if dtype in HALF and not asked.is_wider else _TIERS:
+    steps = (False, True) if dtype in HALF and not asked.is_wider else (False,)
+    for draws, stepwise in product(asked.draws, steps):
         noisy = asked.noisy(stepwise=stepwise, draws=draws)
         allowed = allowance(truth, noisy, dtype, leaps=bool(asked.oracle.mode.quantised))
         near = (value - truth).abs() <= allowed
         within = asked.right | near | _may_be_infinite(value, truth, noisy, allowed, dtype)
         if not bool(within.all()):
             continue
-        if leaning := lean(value, truth, asked.noisy(stepwise=False, draws=FEW), dtype):
+        if leaning := lean(value, truth, asked.noisy(stepwise=False, draws=asked.draws[0]), dtype):
             return FAIL, leaning, within, allowed
         if swayed(asked, noisy) and (how := swayed(asked, asked.noisy(stepwise=not asked.is_wider, draws=MANY))):
             return FAIL, how, within, allowed
