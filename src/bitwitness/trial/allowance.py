@@ -65,25 +65,27 @@ def _reach(deviations: Sequence[Tensor], spread: Tensor) -> float:
 
 
 def lean(value: Tensor, truth: Tensor, noisy: Sequence[Tensor], dtype: torch.dtype) -> str:
-    """Return what is to be told where every result is rounded towards zero, or away from it; rounding to nearest does both.
+    """Return what is to be told where every result is rounded one way: towards zero or away from it, up or down.
 
     A store that cuts or raises leaves errors of one sign, up to one unit in the last place, half a unit in the mean. What all
     elements share (a norm that they are divided by, a number that float32 does not hold) moves them together as well: by how
     much, the noise of a kernel that rounds nothing on its way tells.
     """
     among = value.isfinite() & truth.isfinite() & (truth != 0) & (value != truth)
-    error = ((value - truth) * truth.sign() / spacing(truth, dtype))[among]
-    if error.numel() < _LEANING_NUMBERS or float(error.abs().max()) >= 1.0:
+    off = ((value - truth) / spacing(truth, dtype))[among]
+    if off.numel() < _LEANING_NUMBERS or float(off.abs().max()) > 1.0 + _HALF_ROOM:
         return ""
-    mean, one_way = float(error.mean()), bool((error > 0).all() or (error < 0).all())
-    if not one_way or abs(mean) < _LEANING or truth[among].to(dtype).unique().numel() < _LEANING_NUMBERS:
+    if truth[among].to(dtype).unique().numel() < _LEANING_NUMBERS:  # what is nearly one number is rounded one way
         return ""
-    unit = (truth.sign() / spacing(truth, dtype))[among]
-    shared = math.sqrt(sum(float(((n - truth)[among] * unit).mean()) ** 2 for n in noisy) / max(len(noisy), 1))
-    if abs(mean) < _LEANING + _SHARED * shared:
-        return ""
-    way = "away from" if mean > 0 else "towards"
-    return f"every result is rounded {way} zero, by {abs(mean):.2f} units in the last place in the mean, and not to nearest"
+    for sign, ways in ((truth.sign(), ("away from zero", "towards zero")), (torch.ones_like(truth), ("up", "down"))):
+        error, unit = off * sign[among], (sign / spacing(truth, dtype))[among]
+        mean = float(error.mean())
+        one_way = bool((error * math.copysign(1.0, mean) > -_HALF_ROOM).all())
+        shared = math.sqrt(sum(float(((n - truth)[among] * unit).mean()) ** 2 for n in noisy) / max(len(noisy), 1))
+        if one_way and abs(mean) >= _LEANING + _SHARED * shared:
+            how = ways[0] if mean > 0 else ways[1]
+            return f"every result is rounded {how}, by {abs(mean):.2f} units in the last place in the mean, and not to nearest"
+    return ""
 
 
 def _spread(deviations: Sequence[Tensor], size: Tensor, *, leaps: bool) -> Tensor:
