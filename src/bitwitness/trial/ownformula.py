@@ -14,7 +14,7 @@ from bitwitness.trial.result import FAIL, WARN
 
 _SAME = 1e-5
 """Of what may be off in the dtype, what float64 may leave between two ways to write the same: it is 2^29 times finer."""
-_STEPS, _STEPS_BACK = 1.0, 2.0
+_STEPS, _STEPS_BACK = 1.0, 3.0
 """Units of rounding that several operators in a half type leave in the mean, at the most: sums in it leave more.
 
 A gradient passes through more of them.
