@@ -86,6 +86,12 @@ def is_inexact(tensor: Tensor) -> bool:
     return tensor.is_complex() or (tensor.is_floating_point() and tensor.dtype not in PACKED)
 
 
+def smallest_number(dtype: torch.dtype) -> float:
+    """Return the smallest subnormal number of a floating dtype."""
+    info = torch.finfo(dtype)
+    return float(info.smallest_normal * info.eps)
+
+
 def unit_roundoff(dtype: torch.dtype) -> float:
     """Return u = 2^-p, the largest relative error of rounding to nearest.
 

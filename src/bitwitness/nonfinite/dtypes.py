@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from bitwitness.numerics import smallest_number
+
 _CANDIDATES = (torch.float16, torch.bfloat16, torch.float32)
 _COMPLEX = {torch.float16: torch.complex32, torch.float32: torch.complex64, torch.float64: torch.complex128}
 _WIDER = 2.0  # times the largest number, at least: bfloat16's range is float32's
@@ -42,4 +44,4 @@ def smallest(dtype: torch.dtype) -> float | None:
     """Return the smallest number above zero, where ordinary numbers fall below it; None for the wide dtypes."""
     if dtype in (torch.float32, torch.bfloat16, torch.float64) or dtype.is_complex:
         return None
-    return float(torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps)
+    return smallest_number(dtype)

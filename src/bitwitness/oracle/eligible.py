@@ -20,6 +20,8 @@ _BARRED = ("from_file", "empty", "rand", "normal", "bernoulli", "to_copy", "copy
 A recording may come from somebody else: ``repeat`` and ``full`` would take as much memory as its args column asks for.
 """
 
+_CAST = "aten._to_copy.default"
+
 
 def is_torchs(func: OpOverload) -> bool:
     """Whether an operator is torch's own; one that a script declares may depend on more than its arguments."""
@@ -54,18 +56,13 @@ def draws(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> b
     return bool(given.get("dropout_p", 1.0) != 0.0)  # what has no dropout draws in any case
 
 
-def cast_operator(name: str) -> OpOverload | None:
-    """Return the operator that casts, if it has that full name: it rounds once, which only shows where dtypes are kept."""
-    found: OpOverload = getattr(torch.ops.aten, "_to_copy").default  # noqa: B009 - by its name, as a recording has it
-    return found if name == str(found) else None
-
-
 def functional_operator(
-    name: str, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
+    name: str, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None, *, casts: bool = False
 ) -> OpOverload | None:
     """Return the operator of that full name (``aten.mm.default``) if a recording may have it run, else None.
 
-    ``args``, ``kwargs``: of the call, where they are known: attention draws with dropout alone.
+    ``args``, ``kwargs``: of the call, where they are known: attention draws with dropout alone. ``casts``: whether it may be
+    one that casts, too: it rounds once, which only shows where dtypes are kept.
 
     A recording's word is not taken for what is run: only torch's own ``aten`` operators that change no argument, draw no
     random numbers and read no files.
@@ -73,7 +70,7 @@ def functional_operator(
     parts = name.split(".")
     if len(parts) != 3 or parts[0] != "aten" or not all(part.isidentifier() for part in parts):
         return None
-    if parts[1].lstrip("_").startswith(_BARRED):
+    if parts[1].lstrip("_").startswith(_BARRED) and not (casts and name == _CAST):
         return None
     try:
         func: OpOverload = getattr(getattr(torch.ops.aten, parts[1]), parts[2])

@@ -37,12 +37,12 @@ class KeptDtypes:
 
     def __init__(self, default: torch.dtype, only: torch.dtype | None = None) -> None:
         self._default = default
-        self._only = only
+        self.only = only
 
     def of(self, tensor: Tensor) -> torch.dtype:
         """Return the real dtype of a floating or complex tensor's numbers."""
-        if self._only is not None:
-            return self._only
+        if self.only is not None:
+            return self.only
         # what a function brings along, its weights, say, was not made wide, and is what it is
         own = tensor.dtype not in (torch.float64, torch.complex128)
         found: torch.dtype = getattr(tensor, _TAG, tensor.dtype if own else self._default)

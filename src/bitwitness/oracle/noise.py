@@ -8,16 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitwitness.numerics import is_inexact, unit_roundoff
+from bitwitness.numerics import is_inexact, smallest_number, unit_roundoff
 from bitwitness.oracle.float64 import each_argument
 
-
-def _least(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-
-
 _RANGES = {
-    dtype: (torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal, _least(dtype))
+    dtype: (torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal, smallest_number(dtype))
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 }
 """Largest, smallest normal and smallest positive number of a dtype."""

@@ -32,6 +32,8 @@ EXACT, CORRECTLY_ROUNDED, ELEMENTWISE, SPECIAL, SUM, SOLVER, RESAMPLING, OTHER =
     "other",
 )
 
+_OF_TWO = ("abs", "sgn", "sign", "angle")
+
 
 def is_view(func: OpOverload) -> bool:
     """Whether an operator returns a view of what it was given."""
@@ -57,19 +59,12 @@ def class_of(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], k
         return found if plain and not any(_is_rounded(a, torch.float32) for a in args) else ELEMENTWISE
     if found == EXACT and any(_is_rounded(a, kept) for a in args):
         return CORRECTLY_ROUNDED
-    if (
-        found == EXACT
-        and func.overloadpacket.__name__.strip("_") in _OF_TWO
-        and any(t.is_complex() for t in tensors_in(args))
-    ):
-        return OTHER
-    if found == EXACT and _accumulates(func, args, kwargs):
-        return OTHER
-    return found
+    return OTHER if found == EXACT and (_is_of_two(func, args) or _accumulates(func, args, kwargs)) else found
 
 
-_OF_TWO = ("abs", "sgn", "sign", "angle")
-"""What is exact of a real number, and makes one of the two numbers of a complex one."""
+def _is_of_two(func: OpOverload, args: Sequence[Any]) -> bool:
+    """Whether a call makes one number of the two of a complex one, by what is exact of a real number."""
+    return func.overloadpacket.__name__.strip("_") in _OF_TWO and any(t.is_complex() for t in tensors_in(args))
 
 
 def _is_rounded(value: Any, dtype: torch.dtype) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bitwitness.numerics import FLOAT8, unit_roundoff
+from bitwitness.numerics import FLOAT8, smallest_number, unit_roundoff
 from bitwitness.oracle.noise import Noise
 from bitwitness.tap.compat import OpOverload
 
@@ -41,6 +41,5 @@ def loss_of(noise: Noise, wide: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if not wide.is_floating_point() or not wide.numel():
         return wide
-    info = torch.finfo(dtype)
-    floor = float(wide.abs().max()) / info.max * info.smallest_normal * info.eps / 2
+    floor = float(wide.abs().max()) / torch.finfo(dtype).max * smallest_number(dtype) / 2
     return noise.moved(wide, unit_roundoff(dtype)) + noise.signs(wide, floor)

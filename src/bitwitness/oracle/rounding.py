@@ -97,7 +97,6 @@ class Rounding(TorchDispatchMode):
         self.quantised: set[torch.dtype] = set()
         self.autocast: torch.dtype | None = None
         self._kept = KeptDtypes(dtype, only)
-        self._only = only
         self._noise = None if generator is None else Noise(generator)
         self._stepwise = stepwise
         self._whole: list[tuple[OpOverload, torch.dtype]] = []
@@ -147,7 +146,7 @@ class Rounding(TorchDispatchMode):
         if formula := written_out(func, self._kept.of):
             return self._written_out(func, formula, args, kwargs)
         asked, noise = asked_dtype(args, kwargs), self._noise
-        asked = asked if self._only is None or asked in FLOAT8 else self._only
+        asked = asked if asked in FLOAT8 else self._kept.only or asked
         kept = asked or self._kept.coarsest(tensors_in([*args, *kwargs.values()]))
         if noise is not None and asked is None and not self._whole:
             if self.autocast is not None and sums_products(func):
@@ -169,7 +168,7 @@ class Rounding(TorchDispatchMode):
         if all(func is not whole for whole, _ in self._whole) and (
             parts := parts_of(func, kind, *given, stepwise=self._stepwise)
         ):
-            return self._in_parts(func, parts, given, kept, noise)
+            return self._in_parts(func, parts, given, kept)
         return self._rounding(func, kind, given, kept, noise)
 
     def _note(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -190,29 +189,24 @@ class Rounding(TorchDispatchMode):
     def _quantised(self, wide: Tensor, read: torch.dtype, kept: torch.dtype) -> Tensor:
         """Return what a cast to float8 leaves of numbers that are ``read`` in their dtype; with noise, of its neighbours."""
         self.quantised.add(kept)
-        clean = wide if self._noise is None else read_off(self._noise, wide, read)
-        return self._unrounded.remember(kept_as(quantised(clean, kept), kept), clean)
+        return self._stored(wide if self._noise is None else read_off(self._noise, wide, read), kept)
 
     def _written_out(
         self, func: OpOverload, formula: Callable[..., Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         kept = asked_dtype(args, kwargs) or self._kept.of(args[0])
         if self._noise is not None:
-            return self._in_parts(func, formula, (args, kwargs), kept, self._noise)
-        clean = formula(*args, **kwargs)
-        found = quantised(clean, kept) if kept in FLOAT8 else clean.clone()
-        return self._unrounded.remember(kept_as(found, kept), clean)
+            return self._in_parts(func, formula, (args, kwargs), kept)
+        return self._stored(formula(*args, **kwargs), kept)
 
-    def _in_parts(
-        self, func: OpOverload, parts: Callable[..., Any], given: Any, kept: torch.dtype, noise: Noise
-    ) -> Any:
+    def _in_parts(self, func: OpOverload, parts: Callable[..., Any], given: Any, kept: torch.dtype) -> Any:
         self._whole.append((func, kept))
         try:
             with self, torch.no_grad():
                 result = parts(*given[0], **given[1])
         finally:
             self._whole.pop()
-        return self._each(result, lambda t: self._stored(t, kept, noise))
+        return self._each(result, lambda t: self._stored(t, kept))
 
     def _rounding(self, func: OpOverload, kind: str, given: Any, kept: torch.dtype, noise: Noise) -> Any:
         """Run an operator on inputs that are off by what it may lose inside, and round what it returns."""
@@ -239,7 +233,7 @@ class Rounding(TorchDispatchMode):
                 clean = clean.clone()
                 tensor.copy_(noise.rounded(clean, kept))
                 return self._unrounded.remember(kept_as(tensor, kept), clean, written=True)
-            return self._stored(clean, kept, noise)
+            return self._stored(clean, kept)
 
         return self._each(result, finished)
 
@@ -290,7 +284,10 @@ class Rounding(TorchDispatchMode):
             return found if isinstance(result, list) else tuple(found)  # a named one takes its parts otherwise
         return result
 
-    def _stored(self, clean: Tensor, kept: torch.dtype, noise: Noise) -> Tensor:
+    def _stored(self, clean: Tensor, kept: torch.dtype) -> Tensor:
         """Return a result as the device keeps it, and remember what it was before."""
-        rounded = quantised(clean, kept) if kept in FLOAT8 else noise.rounded(clean, kept)
-        return self._unrounded.remember(kept_as(rounded, kept), clean)
+        if kept in FLOAT8:
+            found = quantised(clean, kept)
+        else:  # another tensor than its clean one, in any case
+            found = clean.clone() if self._noise is None else self._noise.rounded(clean, kept)
+        return self._unrounded.remember(kept_as(found, kept), clean)

@@ -49,21 +49,22 @@ def scaled_product(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
 
     """
     named = named_arguments(func, args, kwargs)
-    a, b = _unpacked(named["self"]), _unpacked(named["mat2"].t())  # [M, K], [N, K]
-    for which in ("a", "b"):
-        scales = named[f"scale_{which}"]
-        order = named.get(f"swizzle_{which}") or []
-        for i, scale in enumerate(scales if isinstance(scales, list | tuple) else [scales]):
-            block = _BLOCKS.get(kept_as(scale), 0)
-            in_tiles = bool(block) and (bool(order[i]) if i < len(order) else "swizzle_a" not in named)
-            if which == "a":
-                a = a * _spread(scale.double(), a, block, in_tiles=in_tiles)
-            else:
-                b = b * _spread(scale.double(), b, block, in_tiles=in_tiles)
+    a, b = _scaled(named["self"], "a", named, kept_as), _scaled(named["mat2"].t(), "b", named, kept_as)
     found = torch.mm(a, b.t())
     if (bias := named.get("bias")) is not None:
         found = found + bias.double()
     return found if (after := named.get("scale_result")) is None else found * after.double()
+
+
+def _scaled(numbers: Tensor, which: str, named: Mapping[str, Any], kept_as: KeptAs) -> Tensor:
+    """Return one factor's numbers ``[rows, K]`` times their scales."""
+    found = _unpacked(numbers)
+    scales, order = named[f"scale_{which}"], named.get(f"swizzle_{which}") or []
+    for i, scale in enumerate(scales if isinstance(scales, list | tuple) else [scales]):
+        block = _BLOCKS.get(kept_as(scale), 0)
+        in_tiles = bool(block) and (bool(order[i]) if i < len(order) else "swizzle_a" not in named)
+        found = found * _spread(scale.double(), found, block, in_tiles=in_tiles)
+    return found
 
 
 def _spread(scale: Tensor, of: Tensor, block: int, *, in_tiles: bool) -> Tensor:

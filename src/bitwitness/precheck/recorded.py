@@ -11,7 +11,7 @@ import torch
 
 from bitwitness.errors import UsageError
 from bitwitness.oracle.defined import defined_count
-from bitwitness.oracle.eligible import cast_operator, functional_operator
+from bitwitness.oracle.eligible import functional_operator
 from bitwitness.oracle.recorded import argument, arguments
 from bitwitness.precheck.case import Case, NotJudged, Prepared, counted, first_floating, shapes_text, too_large
 from bitwitness.precheck.literals import call_source
@@ -47,8 +47,8 @@ def recorded_cases(source: Source, *, site: str = "", alike: bool = True) -> Ite
                     yield _key(rows) if alike else f"{rank} {step} {rows[0]['node']}", case
 
     yield from counted(cases())
-    for problem in source.problems:
-        yield Case(f"a part of {source.path}", "a part of the recording", "", "", refused=problem)
+    for number, problem in enumerate(source.problems):
+        yield Case(f"a part of {source.path}#{number}", "a part of the recording", "", "", refused=problem)
 
 
 def _calls(source: Source, rank: int, step: int) -> Iterator[list[dict[str, Any]]]:
@@ -108,9 +108,7 @@ def _operator(text: str) -> Any:
     args, kwargs = call.get("a", []), call.get("k", {})
     if not isinstance(args, list) or not isinstance(kwargs, dict):
         return None
-    if (cast := cast_operator(name)) is not None:
-        return cast
-    found = functional_operator(name, args, kwargs)
+    found = functional_operator(name, args, kwargs, casts=True)
     if found is not None or name.count(".") != 2:
         return found
     space, bare, overload = name.split(".")

@@ -5,8 +5,10 @@ An element may be off by half a unit in the last place of its dtype (the result'
 relative to the data: numbers of size 1e-6 are judged as strictly as numbers of size 1. What a correctly rounding kernel returns
 always passes.
 
-Three questions follow one another. Is it within what a kernel leaves that computes in float32, or wider, and rounds once
-(*pass*)? For half types: within what one leaves that rounds each intermediate result to the dtype (*warn*)? If not: *fail*.
+Questions follow one another. Is it within what a kernel leaves that computes in float32, or wider, and rounds once (*pass*)?
+For half types: within what one leaves that rounds each intermediate result to the dtype (*warn*)? Where a reference is another
+formula: within what rounding leaves of the function's own (`trial.ownformula`, *warn*)? If not: *fail*. And so where all of it
+leans, or is off by a factor (`trial.sway`), though each number is within.
 """
 
 from __future__ import annotations
@@ -61,20 +63,25 @@ def judge_all(results: Results, oracle: Oracle) -> tuple[tuple[OutputResult, ...
         return (OutputResult("out0", FAIL, wrong),), ""
     due = exact.slots()
     found = [_typed(judge(f"out{i}", t, oracle), t, oracle) for i, t in enumerate(results.outputs)]
-    derived = any(slot.startswith("grad") for slot in due) or not oracle.has_reference
-    if not derived and any(t is not None for t in results.gradients) and all(one.verdict == PASS for one in found):
+    if any(slot.startswith("grad") for slot in due) or not oracle.has_reference:
+        _judge_gradients(found, results, due, oracle)
+    elif any(t is not None for t in results.gradients) and all(one.verdict == PASS for one in found):
         found[0] = replace(found[0], verdict=WARN, reason="the reference gives no gradients: they were not judged")
-    for slot, gradient in ((f"grad{i}", t) for i, t in enumerate(results.gradients) if derived):
-        if gradient is not None and (slot in due or all(one.verdict != FAIL for one in found)):
-            found.append(judge(slot, gradient, oracle))
-        elif gradient is None and slot in due and bool((due[slot] != 0).any()):
-            found.append(OutputResult(slot, FAIL, "there is no gradient; the oracle has one that is not zero"))
     for i in sorted({*results.changed, *exact.changed}):
         given = oracle.given[i]
         found.append(judge(f"in{i}", results.changed.get(i, given), oracle, unless=widened(given.detach())))
     if oracle.mode.is_unique or all(one.verdict != FAIL for one in found):
         return tuple(found), ""
     return _of_several(found, results, oracle)
+
+
+def _judge_gradients(found: list[OutputResult], results: Results, due: Mapping[str, Tensor], oracle: Oracle) -> None:
+    """Add what is said of each gradient of a run; ``due``: the oracle's results by their names."""
+    for slot, gradient in ((f"grad{i}", t) for i, t in enumerate(results.gradients)):
+        if gradient is not None and (slot in due or all(one.verdict != FAIL for one in found)):
+            found.append(judge(slot, gradient, oracle))
+        elif gradient is None and slot in due and bool((due[slot] != 0).any()):
+            found.append(OutputResult(slot, FAIL, "there is no gradient; the oracle has one that is not zero"))
 
 
 def _of_several(found: list[OutputResult], results: Results, oracle: Oracle) -> tuple[tuple[OutputResult, ...], str]:

@@ -88,16 +88,17 @@ class Oracle:
         return made[:draws]
 
     @cached_property
-    def _is_steady(self) -> bool:
-        """Whether the call's own function gives the same again in float64: what it varies by itself is no rounding.
+    def _steady(self) -> Results | None:
+        """What the call's own function gives without noise, twice: what it varies by itself is no rounding.
 
         One of very many operators, a loop over single numbers, is not run so often.
         """
         try:
             first, mode = self._once(None, own=True)
-            return len(mode.operators) <= _MOST_OPERATORS and not first.differs_at(self._once(None, own=True)[0])
+            again = len(mode.operators) <= _MOST_OPERATORS and not first.differs_at(self._once(None, own=True)[0])
         except Exception:  # a kernel that the CPU does not have
-            return False
+            return None
+        return first if again else None
 
     def own(self, *, draws: int, stepwise: bool) -> list[Results]:
         """Return runs of the call's own function, not of the reference: one without noise, and several with it.
@@ -105,9 +106,9 @@ class Oracle:
         How far its own formula's rounding takes it: computed in float32 whatever it casts to on its way; ``stepwise``: with
         each operator's result in its own dtype. None where it cannot be run in float64.
         """
-        made = self._own.setdefault(stepwise, [])
-        if not self._is_steady:
+        if self._steady is None:
             return []
+        made = self._own.setdefault(stepwise, [] if stepwise else [self._steady])
         try:
             while len(made) < draws + 1:
                 made.append(self._once(len(made) or None, stepwise=stepwise, own=True)[0])
@@ -122,8 +123,7 @@ class Oracle:
     def _off(self, noise: Noise, dtype: torch.dtype) -> Results:
         copied = self._call.on(lambda t: loss_of(noise, _wide(t), dtype))
         given = [None if g is None else loss_of(noise, g, dtype) for g in self._given]
-        with own_work(REFERENCE), _float64_by_default(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self._call.seed)
+        with _apart(self._call.seed):
             return copied.run(self._reference or self._call.fn, given)
 
     def _once(self, seed: int | None, *, stepwise: bool = False, own: bool = False) -> tuple[Results, Rounding]:
@@ -133,10 +133,8 @@ class Oracle:
         fn = self._call.fn if own or self._reference is None else self._reference
         copied = self._call.on(_wide)  # before the mode is on: inputs are what they are
         try:
-            with own_work(REFERENCE), _float64_by_default(), torch.random.fork_rng(devices=[]):
-                torch.manual_seed(self._call.seed)
-                with heard(), mode, DeviceDtypes(mode):
-                    found = copied.run(fn, self._given)
+            with _apart(self._call.seed), heard(), mode, DeviceDtypes(mode):
+                found = copied.run(fn, self._given)
             return self._seen(replace(found, changed=copied.written()), mode), mode
         finally:
             mode.release()
@@ -183,11 +181,13 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _float64_by_default() -> Iterator[None]:
-    """Have what is made of integers, or from nothing, made in float64."""
+def _apart(seed: int) -> Iterator[None]:
+    """Run as work of our own, on a seeded generator; what is made of integers, or from nothing, is made in float64."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+    with own_work(REFERENCE), torch.random.fork_rng(devices=[]):
+        torch.set_default_dtype(torch.float64)
+        try:
+            torch.manual_seed(seed)
+            yield
+        finally:
+            torch.set_default_dtype(before)

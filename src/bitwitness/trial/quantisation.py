@@ -6,15 +6,13 @@ by no more than casts of its arguments move it.
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from bitwitness.numerics import FLOAT8, unit_roundoff
 from bitwitness.trial.allowance import ALLOWANCE
 from bitwitness.trial.figures import parts
 from bitwitness.trial.oracle import Oracle
-from bitwitness.trial.sway import factor
+from bitwitness.trial.sway import factor, sway
 
 _DRAWS = 8
 _NO_NUMBERS = (torch.float8_e8m0fnu,)  # scales
@@ -50,9 +48,7 @@ def loss(own: Oracle, reference: Oracle) -> tuple[str, str]:
         usual = float(spread.square().mean().sqrt())
         if not bool((off <= ALLOWANCE * (spread + usual) / 2).all()):
             return "", slot
-        sways = [factor(n, truth) - 1 for n in others]
-        sway = math.sqrt(sum(s * s for s in sways) / len(sways))
-        if abs(factor(parts(tensor), truth) - 1) > ALLOWANCE * sway + unit_roundoff(kinds[-1]) ** 2:
+        if abs(factor(parts(tensor), truth) - 1) > ALLOWANCE * sway(others, truth) + unit_roundoff(kinds[-1]) ** 2:
             return "", slot  # all of it larger or smaller: roundings to nearest go both ways
         share = float(off.norm() / truth.norm()) if float(truth.norm()) else 0.0
         furthest, where = max((furthest, where), (share, slot))

@@ -35,11 +35,16 @@ def swayed(asked: Asked, noisy: Sequence[Tensor]) -> str:
         different, float(weights.sum()) ** 2 / float(weights.square().sum())
     )  # that count, of different sizes
     own = unit_roundoff(torch.float32 if asked.is_wider else dtype) / math.sqrt(3 * numbers)
-    shared = math.sqrt(sum((factor(n[among], truth[among]) - 1) ** 2 for n in noisy) / max(len(noisy), 1))
+    shared = sway([n[among] for n in noisy], truth[among])
     if not abs(off) > ALLOWANCE * math.hypot(own, shared) + _LEAST:
         return ""
     how = "large" if off > 0 else "small"
     return f"all of it is {abs(off):.2%} too {how}: less than a rounding of each number, but roundings go both ways"
+
+
+def sway(noisy: Sequence[Tensor], truth: Tensor) -> float:
+    """Return by which share all of a result is larger or smaller in runs with noise, as a standard deviation."""
+    return math.sqrt(sum((factor(n, truth) - 1) ** 2 for n in noisy) / max(len(noisy), 1))
 
 
 def factor(one: Tensor, other: Tensor) -> float:

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from bitwitness.numerics import FLOAT8, is_inexact
+from bitwitness.numerics import FLOAT8, is_inexact, smallest_number
 from bitwitness.tap.compat import tree_map
 from bitwitness.trial.call import Call
 
@@ -105,8 +105,8 @@ def specials(call: Call) -> Iterator[tuple[str, Call]]:
 
 
 def _smallest(dtypes: Sequence[torch.dtype]) -> list[float]:
-    info = torch.finfo(dtypes[0])
-    return [info.smallest_normal, info.smallest_normal / 2, info.smallest_normal * info.eps]
+    normal = torch.finfo(dtypes[0]).smallest_normal
+    return [normal, normal / 2, smallest_number(dtypes[0])]
 
 
 def _planted(tensor: Tensor, values: Sequence[float], apart: int = _APART) -> Tensor:

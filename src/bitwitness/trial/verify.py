@@ -128,9 +128,8 @@ class Trial:
 
     def _verdict(self) -> str:
         """Return the worst verdict; what was judged as it was given may refuse to be tried in other ways."""
-        if self._checks[0].verdict == NOT_JUDGED:
-            return worst(c.verdict for c in self._checks if c.verdict != NOTE)
-        return worst(c.verdict for c in self._checks if c.verdict not in (NOT_JUDGED, NOTE))
+        aside = {NOTE} if self._checks[0].verdict == NOT_JUDGED else {NOTE, NOT_JUDGED}
+        return worst(c.verdict for c in self._checks if c.verdict not in aside)
 
     def _reason(self, verdict: str) -> str:
         """Return why it is the verdict: what the first check of that kind says; not being judged comes before warnings."""
