@@ -10,6 +10,9 @@ from typing import Any
 
 from bitwitness.errors import UsageError
 
+_LIKE = 0.75
+"""How much alike a name is that may be meant, as difflib measures it: a letter of four may differ."""
+
 
 def named(name: str) -> Any:
     """Return the object; the file's folder is where its own imports look first, as when it is run.
@@ -29,7 +32,7 @@ def named(name: str) -> Any:
         raise UsageError(f"{home} cannot be imported: {type(error).__name__}: {error}") from error
     for part in attribute.split("."):
         if not hasattr(found, part):
-            near = get_close_matches(part, dir(found), n=1)
+            near = get_close_matches(part, dir(found), n=1, cutoff=_LIKE)
             raise UsageError(f"{home} has no {attribute}" + (f"; did you mean {near[0]}?" if near else ""))
         found = getattr(found, part)
     return found

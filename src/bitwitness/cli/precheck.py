@@ -155,8 +155,11 @@ def _folder(args: argparse.Namespace) -> Path:
         )
     if out.exists() and not said.is_file() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} is there and holds no pre-check; name another folder with --out")
-    out.mkdir(parents=True, exist_ok=True)
-    write_text(said, text)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_text(said, text)
+    except OSError as error:
+        raise UsageError(f"{out} cannot be made: {error.strerror or error}; name another folder with --out") from error
     return out
 
 

@@ -17,6 +17,9 @@ _RANGES = {
 }
 """Largest, smallest normal and smallest positive number of a dtype."""
 
+_SALTS, _MANTISSA, _LOST = 1 << 62, 52, 40
+_FACTORS = -7046029254386353131, -4658895280553007687
+
 
 class Noise:
     """Draws roundings from a generator. What is 0 or 1 all over, a mask, stays: others may rely on it."""
@@ -50,7 +53,7 @@ class Noise:
     def number(self, value: float, share: float) -> float:
         """Return a number that kernels read in float32, off by as much, where that does not hold it."""
         held = not math.isfinite(value) or float(torch.tensor(value, dtype=torch.float32)) == value
-        return value if held else value * (1 + float(self.signs(torch.empty((), dtype=torch.float64), share)))
+        return value if held else value * (1 + float(self.signs(torch.tensor(value, dtype=torch.float64), share)))
 
     def rounded(self, value: Tensor, kept: torch.dtype) -> Tensor:
         """Return a tensor with each element off by up to a rounding of ``kept``, infinite beyond its range."""
@@ -74,8 +77,19 @@ class Noise:
         return torch.where(drawn < 0, -self._side, self._side)
 
     def signs(self, value: Tensor, share: float) -> Tensor:
-        """Return uniform numbers from ``-share`` to ``share``, one for each element; float32, which suffices for noise."""
-        return torch.empty_like(value, dtype=torch.float32).uniform_(-share, share, generator=self._generator)
+        """Return uniform numbers from ``-share`` to ``share``, one for each element; float32, which suffices for noise.
+
+        As a kernel rounds equal numbers alike, and neighbours nearly so, what many elements share does not average out: the
+        numbers within one step of 2 ``share`` are off by what depends on where in it they lie, and each step begins elsewhere.
+        Where is a hash of the step, with a salt of each call's own (the finaliser of MurmurHash3, with 64-bit factors).
+        """
+        salt = int(torch.randint(_SALTS, (), generator=self._generator))
+        bits = value.double().view(torch.int64)
+        within = min(max(_MANTISSA + 1 + math.ceil(math.log2(share)), 1), _MANTISSA) if share else 1
+        begins = (bits >> within).bitwise_xor_(salt).mul_(_FACTORS[0])
+        begins.bitwise_xor_(begins >> 32).mul_(_FACTORS[1])
+        where = begins.add_(bits << (64 - within)).bitwise_right_shift_(_LOST)
+        return where.to(torch.float32).mul_(share * 2.0 ** (_LOST - 63))
 
 
 def _laid_out_as(one: Tensor, other: Tensor) -> Tensor:

@@ -33,6 +33,8 @@ EXACT, CORRECTLY_ROUNDED, ELEMENTWISE, SPECIAL, SUM, SOLVER, RESAMPLING, OTHER =
 )
 
 _OF_TWO = ("abs", "sgn", "sign", "angle")
+_OF_FOUR = ("div", "mul", "reciprocal", "square", "true_divide")
+"""What rounds on its way where its numbers are complex, though it rounds once where they are real."""
 
 
 def is_view(func: OpOverload) -> bool:
@@ -52,7 +54,11 @@ def asked_dtype(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype |
 def class_of(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], kept: torch.dtype) -> str:
     """Return the class of a call, one of the constants above; ``kept``: the dtype of its result."""
     found = _class_of(func)
+    if found == CORRECTLY_ROUNDED and _scales_by_two(func, args):
+        return EXACT
     if found == CORRECTLY_ROUNDED:
+        if func.overloadpacket.__name__.strip("_") in _OF_FOUR and any(t.is_complex() for t in tensors_in(args)):
+            return ELEMENTWISE
         # A scaled sum has a product to round, too; a quotient that is truncated, a quotient; and a number that float32 does
         # not hold, which a script wrote, is rounded before.
         plain = kwargs.get("alpha", 1) == 1 and kwargs.get("rounding_mode") is None
@@ -65,6 +71,13 @@ def class_of(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], k
 def _is_of_two(func: OpOverload, args: Sequence[Any]) -> bool:
     """Whether a call makes one number of the two of a complex one, by what is exact of a real number."""
     return func.overloadpacket.__name__.strip("_") in _OF_TWO and any(t.is_complex() for t in tensors_in(args))
+
+
+def _scales_by_two(func: OpOverload, args: Sequence[Any]) -> bool:
+    """Whether a call multiplies or divides by a power of two that is written in the script."""
+    if func.overloadpacket.__name__.strip("_") not in ("mul", "div") or len(args) < 2 or isinstance(args[1], Tensor):
+        return False
+    return isinstance(args[1], int | float) and abs(math.frexp(args[1])[0]) == 0.5
 
 
 def _is_rounded(value: Any, dtype: torch.dtype) -> bool:
@@ -110,7 +123,8 @@ def _class_of(func: OpOverload) -> str:
         return SOLVER
     if bare.startswith(_RESAMPLERS) and "nearest" not in bare:
         return RESAMPLING
-    return ELEMENTWISE if torch.Tag.pointwise in func.tags else OTHER
+    # torch's own parts of operators, ``prims``, bear no tags
+    return ELEMENTWISE if torch.Tag.pointwise in func.tags or bare in ELEMENTARY else OTHER
 
 
 def growth(
@@ -150,6 +164,12 @@ def adds_in_place(func: OpOverload) -> bool:
 def is_elementary(func: OpOverload) -> bool:
     """Whether an operator is one elementary function, which has no intermediate results that could be rounded."""
     return func.overloadpacket.__name__.strip("_").removeprefix("special_") in ELEMENTARY
+
+
+def is_one_function(operators: Sequence[OpOverload]) -> bool:
+    """Whether all that rounds among operators is one elementary function, whose approximation is bounded."""
+    rounding = [f for f in operators if _class_of(f) != EXACT]
+    return len(rounding) == 1 and is_elementary(rounding[0])
 
 
 def sums_wide(func: OpOverload, kind: str) -> bool:

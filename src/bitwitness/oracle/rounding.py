@@ -40,7 +40,7 @@ from bitwitness.oracle.scaled import is_scaled_product
 from bitwitness.oracle.takenapart import parts_of
 from bitwitness.oracle.unrounded import Unrounded
 from bitwitness.oracle.writtenout import written_out
-from bitwitness.tap.compat import OpOverload, TorchDispatchMode
+from bitwitness.tap.compat import OpOverload, TorchDispatchMode, current_node
 from bitwitness.tap.operators import tensors_in
 
 _ROUNDINGS = 4.0
@@ -71,6 +71,8 @@ class Rounding(TorchDispatchMode):
     ----------
     operators
         The operators that ran, views aside.
+    forward
+        Those of them that autograd did not run.
     draws
         Whether one of them drew random numbers.
     is_unique
@@ -92,6 +94,7 @@ class Rounding(TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operators: list[OpOverload] = []
+        self.forward: list[OpOverload] = []
         self.draws = False
         self.is_unique = True
         self.quantised: set[torch.dtype] = set()
@@ -174,6 +177,7 @@ class Rounding(TorchDispatchMode):
     def _note(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if not self._whole:
             self.operators.append(func)
+            self.forward += [func] if current_node() is None else []
             self.draws = self.draws or draws(func, args, kwargs)
             self.is_unique = self.is_unique and is_unique(func)
 

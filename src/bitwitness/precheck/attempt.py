@@ -13,14 +13,14 @@ import torch
 
 from bitwitness.errors import BitwitnessError
 from bitwitness.precheck import msprobe, recorded, suite
-from bitwitness.precheck.case import Case, Maker, NotJudged, Prepared
+from bitwitness.precheck.case import Case, Damaged, Maker, NotJudged, Prepared
 from bitwitness.precheck.reproducer import write_reproducer
 from bitwitness.trial.call import Results, as_laid_out
+from bitwitness.trial.given import said
 from bitwitness.trial.judging import judge_all, undecidable
 from bitwitness.trial.oracle import Oracle
 from bitwitness.trial.result import ERROR, FAIL, NOT_JUDGED, PASS, WARN, CaseResult, OutputResult, worst
 from bitwitness.trial.standards import judge_by
-from bitwitness.trial.verify import said
 
 MODEL = "model"
 """The project's own standard; others are `bitwitness.trial.standards.STANDARDS`."""
@@ -63,10 +63,12 @@ def prepared_of(case: Case, device: torch.device) -> Prepared:
 
 def _tried(case: Case, terms: Terms) -> tuple[str, str, tuple[OutputResult, ...], Prepared | None]:
     if case.refused:
-        return NOT_JUDGED, case.refused, (), None
+        return ERROR if case.damaged else NOT_JUDGED, case.refused, (), None
     device = torch.device(terms.device)
     try:
         prepared = prepared_of(case, device)
+    except Damaged as error:
+        return ERROR, str(error), (), None
     except (NotJudged, BitwitnessError) as error:
         return NOT_JUDGED, str(error), (), None
     try:

@@ -27,6 +27,8 @@ class Case:
         How it is made: ``kind`` is a key of `bitwitness.precheck.attempt.MAKERS`, the rest is that maker's.
     refused
         Why it cannot be judged, where that is known beforehand; else empty.
+    damaged
+        Whether that is because a part of the recording cannot be read.
 
     """
 
@@ -37,6 +39,7 @@ class Case:
     made_of: Mapping[str, Any] = field(default_factory=dict)
     calls: int = 1
     refused: str = ""
+    damaged: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields by name."""
@@ -94,6 +97,10 @@ def too_large(shape: Sequence[int]) -> str:
 
 class NotJudged(Exception):  # noqa: N818 - a case's own end, which becomes its verdict
     """A case that cannot be judged; the message says why."""
+
+
+class Damaged(NotJudged):
+    """A case of which a part was recorded and cannot be read; the message says which."""
 
 
 Maker = Callable[[Mapping[str, Any], torch.device], Prepared]

@@ -13,7 +13,7 @@ from bitwitness.errors import UsageError
 from bitwitness.oracle.defined import defined_count
 from bitwitness.oracle.eligible import functional_operator
 from bitwitness.oracle.recorded import argument, arguments
-from bitwitness.precheck.case import Case, NotJudged, Prepared, counted, first_floating, shapes_text, too_large
+from bitwitness.precheck.case import Case, Damaged, NotJudged, Prepared, counted, first_floating, shapes_text, too_large
 from bitwitness.precheck.literals import call_source
 from bitwitness.precheck.made import made
 from bitwitness.store.opening import open_source
@@ -48,7 +48,9 @@ def recorded_cases(source: Source, *, site: str = "", alike: bool = True) -> Ite
 
     yield from counted(cases())
     for number, problem in enumerate(source.problems):
-        yield Case(f"a part of {source.path}#{number}", "a part of the recording", "", "", refused=problem)
+        yield Case(
+            f"a part of {source.path}#{number}", "a part of the recording", "", "", refused=problem, damaged=True
+        )
 
 
 def _calls(source: Source, rank: int, step: int) -> Iterator[list[dict[str, Any]]]:
@@ -133,7 +135,9 @@ def prepare(made_of: Mapping[str, Any], device: torch.device) -> Prepared:
     try:
         args = [argument(value, inputs, device) for value in call.get("a", [])]
         kwargs = {name: argument(value, inputs, device) for name, value in call.get("k", {}).items()}
-    except (ValueError, IndexError, AttributeError) as error:
+    except IndexError as error:
+        raise NotJudged("an argument of it was not recorded: it is no tensor that can be kept") from error
+    except (ValueError, AttributeError) as error:
         raise NotJudged(f"an argument of it was not recorded whole: {error}") from error
     source, tensors = call_source(f"torch.ops.{func}", args, kwargs)
     count = defined_count(func.overloadpacket.__name__, len(made_of["outputs"]))
@@ -158,7 +162,7 @@ def _kept(made_of: Mapping[str, Any], value: Mapping[str, Any]) -> torch.Tensor:
             made_of["rank"], value["tensor"], value["dtype"], tuple(value["shape"]), value.get("layout")
         )
     except UsageError as error:
-        raise NotJudged(f"a kept value cannot be read: {error}") from error
+        raise Damaged(f"a kept value cannot be read: {error}") from error
 
 
 @lru_cache(maxsize=2)

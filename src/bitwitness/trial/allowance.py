@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 
 import torch
@@ -17,11 +18,13 @@ happen; what a kernel's own algorithm adds is of the same size. Of more than `_M
 _MANY_NUMBERS = 1e4
 _ROOM, _HALF_ROOM = 2.0**-9, 2.0**-5
 """Of half a unit in the last place: for what the oracle itself rounds, and for half types what float32 leaves on the way."""
+_NORMAL = 2.0
+"""Variance of the square of a normal number."""
 _BEYOND, _FEW_NUMBERS = 2.0, 30.0
 """Times what bounded noise reaches that it may reach; and the count of numbers below which what was seen says little."""
-_LEANING, _LEANING_NUMBERS, _SHARED = 0.4, 64, 2.0
+_LEANING, _LEANING_NUMBERS, _SHARED = 0.4, 64, 4.0
 """Units in the last place that results are off by in the mean, over so many different numbers, where a store
-cuts or raises; and times what they may lean by together."""
+cuts or raises; and times what they may lean by together, by chance."""
 _PRIOR = 4.0
 """Weight, in draws, of the spread of an element's neighbours in size: a few draws may all be small by chance."""
 
@@ -37,10 +40,13 @@ def least_allowance(truth: Tensor, dtype: torch.dtype, *, rounds_once: bool) -> 
     return spacing(truth.masked_fill(~truth.isfinite(), 0.0), dtype) * share
 
 
-def allowance(truth: Tensor, noisy: Sequence[Tensor], dtype: torch.dtype, *, leaps: bool = False) -> Tensor:
+def allowance(
+    truth: Tensor, noisy: Sequence[Tensor], dtype: torch.dtype, *, leaps: bool = False, bounded: bool = False
+) -> Tensor:
     """Return by how much each element may be off; float64, all of one shape.
 
-    ``leaps``: noise moves few elements, by much, as casts to float8 do: it says nothing of the others.
+    ``leaps``: noise moves few elements, by much, as casts to float8 do: it says nothing of the others. ``bounded``: what
+    kernels leave is known, as it is of an elementary function.
 
     For half types nearly all of the noise is that of known roundings: a few of them never sum to what is unusual for many, and
     how far they go together is seen in the noise itself.
@@ -51,17 +57,22 @@ def allowance(truth: Tensor, noisy: Sequence[Tensor], dtype: torch.dtype, *, lea
     spread = _spread(deviations, size, leaps=leaps)
     half = dtype in HALF
     most = ALLOWANCE * max(1.0, math.sqrt(math.log(max(size.numel(), 1)) / math.log(_MANY_NUMBERS)))  # of normal errors
-    times = min(most, _reach(deviations, spread)) if half else most
+    times = min(most, _reach(deviations, spread)) if half or bounded else most
     return spacing(size, dtype) / 2 * (1 + (_HALF_ROOM if half else _ROOM)) + times * spread
 
 
 def _reach(deviations: Sequence[Tensor], spread: Tensor) -> float:
-    """Return how many standard deviations the noise goes at the most; more than that where there are few numbers to tell."""
-    count = len(deviations) * spread.numel()
-    furthest = max(
-        (float((d.abs() / spread.clamp_min(1e-300)).max()) for d in deviations if d.numel()), default=ALLOWANCE
-    )
-    return _BEYOND * furthest * (1 + _FEW_NUMBERS / max(count, 1))
+    """Return how many standard deviations the noise goes at the most; more than that where there are few numbers to tell.
+
+    Numbers that noise moves together count as one: their squares do not average to the same in each run, but like those of few.
+    """
+    if not deviations or not spread.numel():
+        return ALLOWANCE
+    squares = [(d / spread.clamp_min(1e-300)).square() for d in deviations]
+    furthest = math.sqrt(max(float(s.max()) for s in squares))
+    alike = statistics.pvariance([float(s.mean()) for s in squares])
+    count = min(spread.numel(), _NORMAL / alike) if alike else spread.numel()
+    return _BEYOND * furthest * (1 + _FEW_NUMBERS / max(len(deviations) * count, 1))
 
 
 def lean(value: Tensor, truth: Tensor, noisy: Sequence[Tensor], dtype: torch.dtype) -> str:
@@ -82,7 +93,7 @@ def lean(value: Tensor, truth: Tensor, noisy: Sequence[Tensor], dtype: torch.dty
         mean = float(error.mean())
         one_way = bool((error * math.copysign(1.0, mean) > -_HALF_ROOM).all())
         shared = math.sqrt(sum(float(((n - truth)[among] * unit).mean()) ** 2 for n in noisy) / max(len(noisy), 1))
-        if one_way and abs(mean) >= _LEANING + _SHARED * shared:
+        if one_way and abs(mean) >= max(_LEANING, _SHARED * shared):
             how = ways[0] if mean > 0 else ways[1]
             return f"every result is rounded {how}, by {abs(mean):.2f} units in the last place in the mean, and not to nearest"
     return ""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bitwitness.numerics import HALF
+from bitwitness.oracle.opclass import is_elementwise, is_one_function
 from bitwitness.trial.call import Results
 from bitwitness.trial.figures import parts
 from bitwitness.trial.oracle import Oracle
@@ -60,6 +61,16 @@ class Asked:
     def is_wider(self) -> bool:
         """Whether it is kept in a wider dtype than the one by whose units it is judged: nothing has rounded it to that."""
         return self.dtype in HALF and self.stored not in HALF
+
+    @property
+    def is_of_one_function(self) -> bool:
+        """Whether it is what one elementary function gives: no gradient, and nothing else that rounds on its way."""
+        return self.slot.startswith("out") and is_one_function(self.oracle.mode.forward)
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether it is an output of which each number is made of one number of each input."""
+        return self.slot.startswith("out") and is_elementwise(self.oracle.mode.forward)
 
     def noisy(self, *, stepwise: bool, draws: int) -> list[Tensor]:
         """Return the result in several runs with random roundings, float64."""

@@ -30,6 +30,8 @@ class Results:
         Tensors among the arguments that it wrote into, by their number, as they are afterwards.
     kept
         Of a float64 run, in which dtype the device would keep each output, by its name.
+    tracked
+        Names of the outputs that gradients flow through.
 
     """
 
@@ -37,6 +39,7 @@ class Results:
     gradients: tuple[Tensor | None, ...] = ()
     changed: Mapping[int, Tensor] = field(default_factory=dict)
     kept: Mapping[str, torch.dtype] = field(default_factory=dict)
+    tracked: frozenset[str] = frozenset()
 
     def slots(self) -> dict[str, Tensor]:
         """Return all of them by their names: ``out0``, …, ``grad0``, …, ``in0``; without those that are None."""
@@ -117,7 +120,8 @@ class Copied:
         found: Sequence[Tensor | None] = ()
         if leaves:
             found = self._gradients(leaves, outputs, given or output_gradients(outputs, self.call.seed))
-        return Results(tuple(outputs), tuple(found))
+        tracked = frozenset(f"out{i}" for i, t in enumerate(outputs) if t.requires_grad)
+        return Results(tuple(outputs), tuple(found), tracked=tracked)
 
     def written(self) -> dict[int, Tensor]:
         """Return the copies that hold other numbers than they did, by their number; through ``.data``, too."""
@@ -150,11 +154,15 @@ def _differ(copy: Tensor, given: Tensor) -> bool:
 
 
 def output_gradients(outputs: Sequence[Tensor], seed: int) -> list[Tensor | None]:
-    """Return normal output gradients for what has a history: the same numbers for the same shapes, dtypes and seed."""
+    """Return normal output gradients for what has a history: the same numbers for the same shapes, dtypes and seed.
+
+    Where nothing has one, for all: another function may give one to the same results.
+    """
     generator = torch.Generator().manual_seed(seed)
+    untracked = not any(t.requires_grad for t in outputs)
     return [
         torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.device, t.dtype)
-        if t.requires_grad and is_inexact(t)
+        if (t.requires_grad or untracked) and is_inexact(t)
         else None
         for t in outputs
     ]

@@ -13,7 +13,6 @@ leans, or is off by a factor (`trial.sway`), though each number is within.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
@@ -29,8 +28,10 @@ from bitwitness.oracle.opclass import is_elementwise, only_rounds_correctly
 from bitwitness.trial.allowance import allowance, lean, least_allowance
 from bitwitness.trial.asked import MANY, Answer, Asked
 from bitwitness.trial.call import Results
+from bitwitness.trial.exactly import judged_exactly
 from bitwitness.trial.figures import figures, parts, spacing
 from bitwitness.trial.oracle import Oracle
+from bitwitness.trial.otherformula import other_formula
 from bitwitness.trial.ownformula import by_its_own_formula
 from bitwitness.trial.residuals import residual_of
 from bitwitness.trial.result import FAIL, PASS, WARN, OutputResult
@@ -38,6 +39,7 @@ from bitwitness.trial.sway import swayed
 
 _COUNTS = 1e-3
 """Of the largest number of a result, what counts."""
+_NO_GRADIENT = "there is no gradient; the oracle has one that is not zero (judge without gradients where none is due)"
 _ROUNDED_ON_THE_WAY = (
     "right only if intermediate results are rounded to {dtype}: the kernel does not compute wider than that"
 )
@@ -58,6 +60,8 @@ def judge_all(results: Results, oracle: Oracle) -> tuple[tuple[OutputResult, ...
     exact = oracle.exact
     if reason := undecidable(oracle):
         return (), reason
+    if not oracle.has_reference and (shapes := _other_shapes(results, exact)):
+        return (), shapes
     if len(exact.outputs) != len(results.outputs):
         wrong = f"{len(results.outputs)} tensors were returned; the oracle has {len(exact.outputs)}"
         return (OutputResult("out0", FAIL, wrong),), ""
@@ -67,12 +71,26 @@ def judge_all(results: Results, oracle: Oracle) -> tuple[tuple[OutputResult, ...
         _judge_gradients(found, results, due, oracle)
     elif any(t is not None for t in results.gradients) and all(one.verdict == PASS for one in found):
         found[0] = replace(found[0], verdict=WARN, reason="the reference gives no gradients: they were not judged")
+    if oracle.has_reference:
+        found = [_tracked(one, exact.tracked - results.tracked) for one in found]
     for i in sorted({*results.changed, *exact.changed}):
         given = oracle.given[i]
-        found.append(judge(f"in{i}", results.changed.get(i, given), oracle, unless=widened(given.detach())))
+        one = judge(f"in{i}", results.changed.get(i, given), oracle, unless=widened(given.detach()))
+        if one.verdict == FAIL and i not in exact.changed:
+            one = replace(one, reason=f"an argument was written into that {_whose(oracle)} leaves: {one.reason}")
+        found.append(one)
     if oracle.mode.is_unique or all(one.verdict != FAIL for one in found):
         return tuple(found), ""
     return _of_several(found, results, oracle)
+
+
+def _other_shapes(results: Results, exact: Results) -> str:
+    """Return why nothing can be judged where a function gives results of other shapes in float64; empty where it does not."""
+    for i, (one, other) in enumerate(zip(results.outputs, exact.outputs, strict=False)):
+        if one.shape != other.shape:
+            shapes = f"{list(other.shape)}, and {list(one.shape)} in its dtype"
+            return f"in float64 its out{i} is of shape {shapes}: it reads bits; give it a reference"
+    return ""
 
 
 def _judge_gradients(found: list[OutputResult], results: Results, due: Mapping[str, Tensor], oracle: Oracle) -> None:
@@ -81,7 +99,17 @@ def _judge_gradients(found: list[OutputResult], results: Results, due: Mapping[s
         if gradient is not None and (slot in due or all(one.verdict != FAIL for one in found)):
             found.append(judge(slot, gradient, oracle))
         elif gradient is None and slot in due and bool((due[slot] != 0).any()):
-            found.append(OutputResult(slot, FAIL, "there is no gradient; the oracle has one that is not zero"))
+            found.append(OutputResult(slot, FAIL, _NO_GRADIENT))
+
+
+def _tracked(one: OutputResult, lost: frozenset[str]) -> OutputResult:
+    if one.verdict != PASS or one.slot not in lost:
+        return one
+    return replace(one, verdict=WARN, reason="no gradient flows through it, as it does in the reference")
+
+
+def _whose(oracle: Oracle) -> str:
+    return "the reference" if oracle.has_reference else "its float64 run"
 
 
 def _of_several(found: list[OutputResult], results: Results, oracle: Oracle) -> tuple[tuple[OutputResult, ...], str]:
@@ -125,7 +153,7 @@ def judge(slot: str, actual: Tensor, oracle: Oracle, *, unless: Tensor | None = 
     if actual.shape != exact.shape:
         reason = f"its shape is {list(actual.shape)}; the oracle's is {list(exact.shape)}"
         return OutputResult(**head, verdict=FAIL, reason=reason)
-    judged = _inexactly if is_inexact(actual) else _exactly
+    judged = _inexactly if is_inexact(actual) else judged_exactly
     return judged(head, actual.detach().cpu(), exact, oracle, of)
 
 
@@ -145,6 +173,8 @@ def _inexactly(
     verdict, reason, within, allowed = _by_the_reference(asked, head["dtype"])
     if verdict == FAIL and not reason and oracle.has_reference:
         verdict, reason, within, allowed = by_its_own_formula(asked, within, allowed)
+    if verdict != FAIL and (another := other_formula(asked))[0] and (verdict, another[0]) != (WARN, WARN):
+        verdict, reason = another
     if verdict == FAIL and _only_flushed(value, truth, within, dtype) and not is_elementwise(oracle.mode.operators):
         verdict, reason = WARN, f"subnormal numbers of {head['dtype']} are flushed to zero on the way"
     return figures(head, verdict, reason, value, truth, allowed, dtype, within=within)
@@ -157,7 +187,9 @@ def _by_the_reference(asked: Asked, said: str) -> Answer:
     steps = (False, True) if dtype in HALF and not asked.is_wider else (False,)
     for draws, stepwise in product(asked.draws, steps):
         noisy = asked.noisy(stepwise=stepwise, draws=draws)
-        allowed = allowance(truth, noisy, dtype, leaps=bool(asked.oracle.mode.quantised))
+        allowed = allowance(
+            truth, noisy, dtype, leaps=bool(asked.oracle.mode.quantised), bounded=asked.is_of_one_function
+        )
         near = (value - truth).abs() <= allowed
         within = asked.right | near | _may_be_infinite(value, truth, noisy, allowed, dtype)
         if not bool(within.all()):
@@ -196,9 +228,9 @@ def _leaves_the_range(asked: Asked, noisy: Sequence[Tensor], said: str) -> str:
 
 
 def _typed(one: OutputResult, actual: Tensor, oracle: Oracle) -> OutputResult:
-    """Return a passed result with a warning where its dtype is wider than a reference gives."""
+    """Return a passed result with a warning where its dtype is wider than a reference gives; losses should be."""
     due = oracle.exact.kept.get(one.slot)
-    if one.verdict != PASS or not oracle.has_reference or due not in HALF:
+    if one.verdict != PASS or not oracle.has_reference or due not in HALF or not actual.dim():
         return one
     if not actual.is_floating_point() or unit_roundoff(actual.dtype) >= unit_roundoff(due):
         return one
@@ -245,35 +277,4 @@ def _may_be_infinite(
     infinite = (near & value.isinf() & (value.sign() == truth.sign())) | some
     return infinite | (
         truth.isinf() & (value.abs() >= torch.finfo(dtype).max * (1 - 2.0**-6)) & (value.sign() == truth.sign())
-    )
-
-
-def _exactly(
-    head: Mapping[str, Any], actual: Tensor, exact: Tensor, oracle: Oracle, of: Callable[[Results], Tensor | None]
-) -> OutputResult:
-    """Judge integers and bools: they are equal, but where rounding decides which one it is."""
-    expected = exact.to(actual.dtype) if not is_inexact(exact) else exact.real.to(actual.dtype)
-    wrong = actual != expected
-    if not bool(wrong.any()):
-        return OutputResult(**head, verdict=PASS)
-    noisy = [of(r) for r in oracle.noisy(stepwise=False, draws=MANY)]
-    undecided = torch.zeros_like(wrong)
-    for one in noisy:
-        if one is not None and one.shape == exact.shape:
-            undecided |= one != exact
-    wrong &= ~undecided
-    if not bool(wrong.any()):
-        return OutputResult(**head, verdict=PASS)
-    at = int(wrong.reshape(-1).int().argmax())
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), actual.shape))
-    got, due = actual.reshape(-1)[at].item(), expected.reshape(-1)[at].item()
-    reason = f"{int(wrong.sum())} of {actual.numel()} elements differ: at {list(index)} it is {got}; expected {due}"
-    return OutputResult(
-        **head,
-        verdict=FAIL,
-        reason=reason,
-        ratio=math.inf,
-        at=index,
-        value=float(got),
-        expected=float(due),
     )

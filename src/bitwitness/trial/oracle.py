@@ -149,6 +149,7 @@ class Oracle:
             tuple(None if t is None else _before_rounding(t, due, mode) for t, due in gradients),
             {i: mode.clean(t).detach() for i, t in found.changed.items()},
             {f"out{i}": mode.kept_dtype(t) for i, t in enumerate(found.outputs)},
+            found.tracked,
         )
 
 

@@ -21,8 +21,16 @@ A gradient passes through more of them.
 """
 _STEADY = 8.0
 """Times what noise moves a result by in most runs that it moves it by in any."""
+_EXCUSED = 64.0
+"""Times what rounding leaves of the reference's formula that it may leave of the function's own."""
+_COUNTS = 1e-3
+"""Of the largest number of a result, what counts."""
 _LOSES = "right only by what rounding does to its own formula, which loses more than the reference's does"
 _ROUNDS = "right only because its own formula rounds intermediate results to {dtype}, which the reference does not"
+_UNSTABLE = (
+    "an unstable formula: rounding takes {times:.0f} times from it what it takes from the reference's: {got:.6g} where "
+    "{due:.6g} is due"
+)
 
 
 def by_its_own_formula(asked: Asked, within: Tensor, allowed: Tensor) -> Answer:
@@ -40,7 +48,8 @@ def by_its_own_formula(asked: Asked, within: Tensor, allowed: Tensor) -> Answer:
                 return FAIL, "", within, allowed
             room = allowance(asked.truth, noisy, asked.dtype)
             known = asked.truth.isfinite()
-            if not bool(((runs[0] - asked.truth).abs() <= _SAME * room)[known].all()):
+            same = 1.0 if asked.dtype is torch.float64 else _SAME  # there is no finer dtype to tell
+            if not bool(((runs[0] - asked.truth).abs() <= same * room)[known].all()):
                 return FAIL, "", within, allowed  # it is no other way to write the same
             most = (_STEPS_BACK if asked.slot.startswith("grad") else _STEPS) * unit_roundoff(asked.dtype)
             if stepwise and _size(noisy, asked.truth, known) > most:
@@ -48,8 +57,22 @@ def by_its_own_formula(asked: Asked, within: Tensor, allowed: Tensor) -> Answer:
             room = torch.maximum(allowed, room)
             now = within | ((asked.value - asked.truth).abs() <= room)
             if bool(now.all()):
+                if asked.is_elementwise and (unstable := _unstable(asked, within, allowed)):
+                    return FAIL, unstable, within, allowed
                 return WARN, _ROUNDS.format(dtype=str(asked.dtype)[6:]) if stepwise else _LOSES, now, room
     return FAIL, "", within, allowed
+
+
+def _unstable(asked: Asked, within: Tensor, allowed: Tensor) -> str:
+    """Return what is to be told where its formula cancels what the reference's keeps: log(1 + x) for log1p(x)."""
+    size = asked.truth.abs().nan_to_num(0.0, 0.0, 0.0)
+    excused = within | (size < _COUNTS * size.max())
+    times = ((asked.value - asked.truth).abs() / allowed.clamp_min(1e-300)).masked_fill(excused, 0.0).reshape(-1)
+    at = int(times.argmax())
+    if not float(times[at]) > _EXCUSED:
+        return ""
+    got, due = float(asked.value.reshape(-1)[at]), float(asked.truth.reshape(-1)[at])
+    return _UNSTABLE.format(times=float(times[at]), got=got, due=due)
 
 
 def _is_unsteady(moved: list[float]) -> bool:

@@ -21,6 +21,8 @@ _SMALL = {torch.float16: 2.0**-6}
 _LARGE = {torch.float16: 2.0**3}
 _INTEGERS = 4
 """Largest magnitude of the integers whose sums are exact: of 2^20 products of two they stay below 2^24, which float32 holds."""
+_TWINS = 4
+"""In how many places a number stands, at the most, that may become a special one."""
 _APART = 7
 """Special values are that many elements apart, at least: others between them stay ordinary."""
 
@@ -64,8 +66,15 @@ def _strided(tensor: Tensor) -> Tensor:
 
 
 def _has_arithmetic(tensor: Tensor) -> bool:
-    """Whether numbers may be exchanged for others: what is stored in float8 is a code, with a scale that belongs to it."""
-    return is_inexact(tensor) and tensor.dtype not in FLOAT8
+    """Whether numbers may be exchanged for others: what is stored in float8 is a code, and zeros with ones are a mask."""
+    return is_inexact(tensor) and tensor.dtype not in FLOAT8 and not _is_mask(tensor)
+
+
+def _is_mask(tensor: Tensor) -> bool:
+    if tensor.layout is not torch.strided:
+        return False
+    ones = tensor == 1
+    return bool(ones.any()) and not bool(ones.all()) and bool((ones | (tensor == 0)).all())
 
 
 def scales(call: Call) -> Iterator[tuple[str, Call]]:
@@ -85,8 +94,9 @@ def integers(call: Call) -> Call:
     def whole(tensor: Tensor) -> Tensor:
         if not _has_arithmetic(tensor):
             return tensor.detach()
-        drawn = torch.randint(-_INTEGERS, _INTEGERS + 1, tensor.shape, generator=generator)
-        return drawn.to(tensor.device, tensor.dtype)
+        which, count = _numbers(tensor)
+        drawn = torch.randint(-_INTEGERS, _INTEGERS + 1, (count,), generator=generator)
+        return drawn.to(tensor.device, tensor.dtype)[which].reshape(tensor.shape)
 
     return with_tensors(call, whole)
 
@@ -110,16 +120,33 @@ def _smallest(dtypes: Sequence[torch.dtype]) -> list[float]:
 
 
 def _planted(tensor: Tensor, values: Sequence[float], apart: int = _APART) -> Tensor:
-    """Return a copy with some of its elements, spread over it, replaced one after the other."""
+    """Return a copy with some of its numbers, spread over it, replaced one after the other, and each in all its places."""
     if not tensor.is_floating_point() or not _has_arithmetic(tensor) or tensor.layout is not torch.strided:
         return tensor.detach()
     copy = tensor.detach().clone(memory_format=torch.contiguous_format)
     flat = copy.reshape(-1)
+    which, count = _numbers(flat)
+    seldom = (torch.bincount(which, minlength=count)[which] <= _TWINS).nonzero().reshape(-1)
+    if 2 * len(seldom) < flat.numel():  # most stand in many places: each place is one of its own
+        which, count = torch.arange(flat.numel(), device=flat.device), flat.numel()
+        seldom = which
     # a stride that no dimension divides: special values come to stand in every row and column
-    places = torch.arange(3 % max(flat.numel(), 1), flat.numel(), max(apart, flat.numel() // 64 + 1))
+    places = seldom[3 % max(len(seldom), 1) :: max(apart, flat.numel() // 64 + 1)]
     found = torch.tensor(list(values), dtype=torch.float64).to(tensor.device, tensor.dtype)
-    flat[places] = found[torch.arange(len(places)) % len(values)]
+    special = torch.full((count,), -1, device=flat.device)
+    special[which[places]] = torch.arange(len(places), device=flat.device) % len(values)
+    special = special[which]
+    flat[special >= 0] = found[special[special >= 0]]
     return copy
+
+
+def _numbers(tensor: Tensor) -> tuple[Tensor, int]:
+    """Return for each element, flat, which of how many numbers it is: what a script holds twice stays twice the same.
+
+    Tables of sines are, with both halves alike.
+    """
+    numbers, which = tensor.detach().reshape(-1).unique(return_inverse=True)
+    return which, len(numbers)
 
 
 def batch_parts(call: Call, outputs: Sequence[Tensor]) -> Iterator[list[tuple[slice, Call]]]:

@@ -8,23 +8,24 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bitwitness.errors import UsageError
+from bitwitness.numerics import is_inexact
 from bitwitness.oracle.opclass import has_products, is_linear, is_pointwise
 from bitwitness.stats import same_bits
 from bitwitness.trial import variations
 from bitwitness.trial.call import Call, Results
+from bitwitness.trial.given import call_of, checked, help_with, said
 from bitwitness.trial.judging import judge_all
 from bitwitness.trial.module import as_function
 from bitwitness.trial.oracle import Oracle
 from bitwitness.trial.quantisation import loss
 from bitwitness.trial.result import FAIL, NOT_JUDGED, NOTE, PASS, WARN, worst
-from bitwitness.trial.soft import NOTED, Soft, kinked, odd, overflows
+from bitwitness.trial.soft import NOTED, Soft, changes_nothing, is_same, kinked, odd, overflows
 from bitwitness.trial.verification import Check, Verification
 
 _REPEATS = 3
-_LONGEST_SAID = 200  # characters of an error: torch's may hold whole schemas
 
 
 def verify_op(
@@ -65,7 +66,8 @@ def verify_op(
         If there is no tensor among the inputs, or ``fn`` raises on them.
 
     """
-    call = _call(fn, inputs, device, gradients=gradients, seed=seed)
+    checked(fn, reference)
+    call = call_of(fn, inputs, device, gradients=gradients, seed=seed)
     reference = as_function(reference, like=fn) if reference is not None else None
     return Trial(call, reference).run(everything=variations)
 
@@ -85,9 +87,7 @@ class Trial:
         try:
             first = self._seeded(self._call)
         except (Exception, SystemExit) as error:
-            raise UsageError(
-                f"the operator raises on its inputs: {said(error)}; give it inputs that it takes"
-            ) from error
+            raise UsageError(f"the operator raises on its inputs: {said(error)}; {help_with(error)}") from error
         if not first.outputs and not first.changed:
             raise UsageError("the operator returned no tensor; expected a tensor, or a container of some")
         oracle = Oracle(self._call, first, self._reference)
@@ -194,19 +194,48 @@ class Trial:
         products = has_products(oracle.mode.operators)
         for name, call in variations.specials(self._call):
             if name == "zeros and subnormal numbers":
-                self._try(name, call, soft=partial(kinked, alone=is_pointwise(oracle.mode.operators)))
+                soft = partial(kinked, alone=is_pointwise(oracle.mode.operators))
+                self._try(name, call, soft=soft, excuse=self._other_meaning)
             else:
                 soft = partial(odd, products=products, largest=name == "the largest numbers")
-                self._try(name, replace(call, gradients=False), soft=soft)
+                excuse = self._for_nothing if name == "NaN" else None
+                self._try(name, replace(call, gradients=False), soft=soft, excuse=excuse)
 
-    def _try(self, name: str, call: Call, oracle: Oracle | None = None, *, soft: Soft | None = None) -> None:
+    def _try(
+        self,
+        name: str,
+        call: Call,
+        oracle: Oracle | None = None,
+        *,
+        soft: Soft | None = None,
+        excuse: Callable[[Call, Results, Oracle], tuple[str, str]] | None = None,
+    ) -> None:
+        """Add what is said of a variation; ``excuse``: says what it is instead where what fails there is no error, and why."""
         try:
             found = self._seeded(call)
         except Exception as error:  # an operator may refuse a layout, or numbers: it does not compute wrongly then
             self._checks.append(Check(name, NOT_JUDGED, f"it refuses: {said(error)}"))
             return
-        check = self._judged(name, found, oracle or Oracle(call, found, self._reference), soft=soft)
+        oracle = oracle or Oracle(call, found, self._reference)
+        check = self._judged(name, found, oracle, soft=soft)
+        if check.verdict == FAIL and self._reference is not None and excuse and (why := excuse(call, found, oracle))[0]:
+            check = replace(check, verdict=why[0], reason=f"{why[1]}: {check.reason}")
         self._checks.append(check)
+
+    def _other_meaning(self, call: Call, found: Results, oracle: Oracle) -> tuple[str, str]:
+        """Tell where numbers that a variation made up are none that both are written for: they differ in float64, too."""
+        if not all(bool(t.isfinite().all()) for t in found.slots().values() if is_inexact(t)):
+            return "", ""
+        own = Oracle(call, found).exact
+        return ("", "") if is_same(own, oracle.exact) else (WARN, "the reference makes something else of it in float64")
+
+    def _for_nothing(self, call: Call, found: Results, oracle: Oracle) -> tuple[str, str]:
+        """Tell where a NaN in the reference's results is one times zero: a number in its place would change nothing."""
+        finite = Oracle(variations.with_tensors(call, _numbers_for_nan), found, self._reference)
+        before = Oracle(replace(self._call, gradients=False), found, self._reference)
+        if changes_nothing(found, oracle.exact, finite.exact, before.exact):
+            return NOTE, "a NaN times zero"
+        return "", ""
 
     def _batch(self, first: Results, whole: Oracle) -> None:
         """Run it on parts of its batch: other bits are told, a result outside of what rounding allows is a failure."""
@@ -234,6 +263,11 @@ class Trial:
         return check, all(same_bits(a.detach(), b.detach()) for a, b in zip(rows, found.outputs, strict=True))
 
 
+def _numbers_for_nan(tensor: Tensor) -> Tensor:
+    plain = tensor.detach()
+    return plain.nan_to_num(3.0, torch.inf, -torch.inf) if plain.is_floating_point() else plain
+
+
 def _rows(which: slice) -> str:
     last = which.stop - 1
     return (
@@ -248,35 +282,3 @@ def _independent(whole: Oracle, part: Oracle, which: slice) -> bool:
         for a, b in zip(whole.exact.outputs, part.exact.outputs, strict=True)
         if not a.is_complex()
     )
-
-
-def _call(
-    fn: Callable[..., Any], inputs: Any, device: torch.device | str | None, *, gradients: bool, seed: int
-) -> Call:
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = {}
-    if inputs is None:
-        raise UsageError("the inputs are None; expected a tensor, a sequence of arguments or a mapping of them")
-    if isinstance(inputs, Mapping):
-        kwargs = dict(inputs)
-    else:
-        args = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    if isinstance(fn, nn.Module):
-        args = (dict(fn.named_parameters()) | dict(fn.named_buffers()), *args)
-    call = Call(as_function(fn), args, kwargs, gradients=gradients, seed=seed)
-    if not call.tensors:
-        raise UsageError(
-            "there is no tensor among the inputs; expected a tensor, a sequence of arguments or a mapping of them"
-        )
-    if device is None:
-        return call
-    try:
-        return variations.with_tensors(call, lambda t: t.detach().to(device))
-    except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"device {str(device)!r} cannot be used here: {said(error)}") from error
-
-
-def said(error: BaseException) -> str:
-    """Return the first line of an error, with its kind."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {(lines or [''])[0]}"[:_LONGEST_SAID]

@@ -1,0 +1,37 @@
+"""Whether a function gives something else than its reference where neither is rounded: half types hide what float64 shows."""
+
+from __future__ import annotations
+
+from bitwitness.numerics import HALF
+from bitwitness.trial.allowance import allowance
+from bitwitness.trial.asked import FEW, Asked
+from bitwitness.trial.figures import spacing
+from bitwitness.trial.result import FAIL, WARN
+
+_HIDDEN = 0.25
+"""Units in the last place by which formulas may differ: constants that one of them holds in float32 differ by far less."""
+_ANOTHER = "another formula than the reference's: where nothing is rounded it gives {got:.9g} where {due:.9g} is due"
+_LESS = "{another}; numbers of {dtype} hardly show it"
+
+
+def other_formula(asked: Asked) -> tuple[str, str]:
+    """Return a verdict on a function that a half type's rounding has excused, and its reason; two empty ones where it may stay.
+
+    By what noise moves it, computed in float32, formulas may differ: near-equal choices, cancellations.
+    """
+    if asked.dtype not in HALF or not asked.oracle.has_reference:
+        return "", ""
+    own = asked.these(asked.oracle.own(draws=FEW, stepwise=False))
+    if len(own) <= FEW or any(t.shape != asked.truth.shape for t in own):
+        return "", ""
+    known = asked.truth.isfinite() & own[0].isfinite()
+    unit = spacing(asked.truth.masked_fill(~known, 0.0), asked.dtype)
+    noise = allowance(own[0], own[1:], asked.dtype) - unit / 2
+    units = ((own[0] - asked.truth).abs() - noise).masked_fill(~known, 0.0) / unit
+    if not units.numel() or float(units.max()) <= _HIDDEN:
+        return "", ""
+    at = int(units.argmax())
+    another = _ANOTHER.format(got=float(own[0].reshape(-1)[at]), due=float(asked.truth.reshape(-1)[at]))
+    if float(units.max()) > 1.0:
+        return FAIL, another
+    return WARN, _LESS.format(another=another, dtype=str(asked.dtype).removeprefix("torch."))
