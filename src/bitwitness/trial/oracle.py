@@ -116,6 +116,19 @@ class Oracle:
             return []
         return made[: draws + 1]
 
+    @cached_property
+    def as_it_is(self) -> Results | None:
+        """What the reference gives on the CPU in the arguments' own dtypes; None where there is none, or none that runs."""
+        if self._reference is None:
+            return None
+        copied = self._call.on(lambda t: as_laid_out(t.detach().cpu()))
+        try:
+            with own_work(REFERENCE), torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self._call.seed)
+                return copied.run(self._reference)
+        except Exception:  # one that is written for float64 alone
+            return None
+
     def on_quantised(self, dtype: torch.dtype, *, draws: int) -> list[Results]:
         """Return several runs on arguments and output gradients that are off by what a cast to a float8 type takes."""
         return [self._off(Noise(torch.Generator().manual_seed(draw)), dtype) for draw in range(draws)]

@@ -10,6 +10,8 @@ from bitwitness.trial.result import FAIL, WARN
 
 _HIDDEN = 0.25
 """Units in the last place by which formulas may differ: constants that one of them holds in float32 differ by far less."""
+_SMALL = 2.0**-4
+"""Of the root mean square of a result, what is not called small: smaller numbers are judged by the units of those."""
 _ANOTHER = "another formula than the reference's: where nothing is rounded it gives {got:.9g} where {due:.9g} is due"
 _LESS = "{another}; numbers of {dtype} hardly show it"
 
@@ -25,10 +27,13 @@ def other_formula(asked: Asked) -> tuple[str, str]:
     if len(own) <= FEW or any(t.shape != asked.truth.shape for t in own):
         return "", ""
     known = asked.truth.isfinite() & own[0].isfinite()
-    unit = spacing(asked.truth.masked_fill(~known, 0.0), asked.dtype)
-    noise = allowance(own[0], own[1:], asked.dtype) - unit / 2
-    units = ((own[0] - asked.truth).abs() - noise).masked_fill(~known, 0.0) / unit
-    if not units.numel() or float(units.max()) <= _HIDDEN:
+    if not bool(known.any()):
+        return "", ""
+    truth = asked.truth.masked_fill(~known, 0.0)
+    noise = allowance(own[0], own[1:], asked.dtype) - spacing(truth, asked.dtype) / 2
+    size = truth.abs().clamp_min(_SMALL * float(truth[known].square().mean().sqrt()))
+    units = ((own[0] - truth).abs() - noise).masked_fill(~known, 0.0) / spacing(size, asked.dtype)
+    if float(units.max()) <= _HIDDEN:
         return "", ""
     at = int(units.argmax())
     another = _ANOTHER.format(got=float(own[0].reshape(-1)[at]), due=float(asked.truth.reshape(-1)[at]))

@@ -145,6 +145,8 @@ def _numbers(tensor: Tensor) -> tuple[Tensor, int]:
 
     Tables of sines are, with both halves alike.
     """
+    if tensor.is_complex():
+        return torch.arange(tensor.numel(), device=tensor.device), tensor.numel()
     numbers, which = tensor.detach().reshape(-1).unique(return_inverse=True)
     return which, len(numbers)
 

@@ -198,7 +198,7 @@ class Trial:
                 self._try(name, call, soft=soft, excuse=self._other_meaning)
             else:
                 soft = partial(odd, products=products, largest=name == "the largest numbers")
-                excuse = self._for_nothing if name == "NaN" else None
+                excuse = self._for_nothing if name in ("NaN", "infinities") else None
                 self._try(name, replace(call, gradients=False), soft=soft, excuse=excuse)
 
     def _try(
@@ -230,11 +230,11 @@ class Trial:
         return ("", "") if is_same(own, oracle.exact) else (WARN, "the reference makes something else of it in float64")
 
     def _for_nothing(self, call: Call, found: Results, oracle: Oracle) -> tuple[str, str]:
-        """Tell where a NaN in the reference's results is one times zero: a number in its place would change nothing."""
-        finite = Oracle(variations.with_tensors(call, _numbers_for_nan), found, self._reference)
+        """Tell where NaN in the reference's results comes of zero times what is no number: a number there changes nothing."""
+        finite = Oracle(variations.with_tensors(call, _numbers_instead), found, self._reference)
         before = Oracle(replace(self._call, gradients=False), found, self._reference)
         if changes_nothing(found, oracle.exact, finite.exact, before.exact):
-            return NOTE, "a NaN times zero"
+            return NOTE, "zero times what is no number"
         return "", ""
 
     def _batch(self, first: Results, whole: Oracle) -> None:
@@ -263,9 +263,9 @@ class Trial:
         return check, all(same_bits(a.detach(), b.detach()) for a, b in zip(rows, found.outputs, strict=True))
 
 
-def _numbers_for_nan(tensor: Tensor) -> Tensor:
+def _numbers_instead(tensor: Tensor) -> Tensor:
     plain = tensor.detach()
-    return plain.nan_to_num(3.0, torch.inf, -torch.inf) if plain.is_floating_point() else plain
+    return plain.nan_to_num(3.0, 3.0, 3.0) if plain.is_floating_point() else plain
 
 
 def _rows(which: slice) -> str:
