@@ -159,6 +159,17 @@ def test_a_gradient_that_is_one_percent_too_large_is_found(dtype: torch.dtype) -
     assert found.verdict == "fail", found
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_zero_has_no_room_of_its_own(dtype: torch.dtype) -> None:
+    def sparse(x: Tensor, low: float = 0.0) -> Tensor:
+        return torch.where(x > 0, x * 3, low)
+
+    x = normal(32, 32, dtype=dtype)
+    assert bw.verify_op(sparse, x, sparse, variations=False).verdict == "pass"
+    found = bw.verify_op(lambda x: sparse(x, torch.finfo(dtype).eps / 8), x, sparse, variations=False)
+    assert found.verdict == "fail", found
+
+
 def test_what_a_half_type_hardly_shows_is_told() -> None:
     inputs = normal(5, 64, dtype=torch.bfloat16)
     found = bw.verify_op(in_float32(lambda x: gelu_by_tanh(x, 0.7982)), inputs, gelu_by_tanh, variations=False)

@@ -106,6 +106,7 @@ def _spread(deviations: Sequence[Tensor], size: Tensor, *, leaps: bool) -> Tenso
     if not size.numel():
         return variance
     exponent = torch.frexp(size.abs())[1].reshape(-1).long()
+    exponent = exponent.masked_fill(size.reshape(-1) == 0, int(exponent.min()) - 1)  # frexp says 0 of zero
     exponent = exponent - exponent.min()
     count = torch.bincount(exponent)
     usual = torch.bincount(exponent, weights=variance.reshape(-1)) / count.clamp_min(1)

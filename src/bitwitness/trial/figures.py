@@ -28,7 +28,7 @@ def spacing(value: Tensor, dtype: torch.dtype) -> Tensor:
     info = torch.finfo(dtype)
     lowest = round(math.log2(info.smallest_normal))
     finite = value.abs().nan_to_num(nan=0.0, posinf=info.max).clamp_max(info.max)
-    exponent = (torch.frexp(finite)[1] - 1).clamp_min(lowest)
+    exponent = (torch.frexp(finite)[1] - 1).masked_fill(finite == 0, lowest).clamp_min(lowest)  # of 0 it says 0
     return torch.full_like(finite, info.eps, dtype=torch.float64).ldexp(exponent)
 
 

@@ -30,7 +30,7 @@ def other_formula(asked: Asked) -> tuple[str, str]:
     if not bool(known.any()):
         return "", ""
     truth = asked.truth.masked_fill(~known, 0.0)
-    noise = allowance(own[0], own[1:], asked.dtype) - spacing(truth, asked.dtype) / 2
+    noise = allowance(truth, [truth + n - own[0] for n in own[1:]], asked.dtype) - spacing(truth, asked.dtype) / 2
     size = truth.abs().clamp_min(_SMALL * float(truth[known].square().mean().sqrt()))
     units = ((own[0] - truth).abs() - noise).masked_fill(~known, 0.0) / spacing(size, asked.dtype)
     if float(units.max()) <= _HIDDEN:
