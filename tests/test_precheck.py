@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -87,6 +88,19 @@ def test_what_was_recorded_is_judged_too(tmp_path: Path) -> None:
     assert {r.verdict for r in (attempt(c, Terms()) for c in run_cases(str(path), only=["gelu"]))} == {"pass"}
 
 
+def test_the_layers_of_an_lstm_are_judged_though_float64_has_no_kernel_of_them(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = nn.LSTM(6, 8, 2, bidirectional=True), torch.randn(5, 3, 6)
+    with bw.Recorder(model, out=str(tmp_path / "run"), level="mix", content="tensors", steps="0"):
+        model(x)[0].sum().backward()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+    results = [attempt(case, Terms()) for case in run_cases(str(tmp_path / "run"), only=["*rnn_layer*"])]
+    assert [(r.verdict, r.reason) for r in results if ":forward" in r.name] == [("pass", "")] * 4
+    backward = [r for r in results if ":backward" in r.name]
+    assert {r.verdict for r in backward} == {"not judged"}
+    assert all("an argument of it was not recorded" in r.reason for r in backward)
+
+
 def test_statistics_are_enough_for_inputs_of_like_distribution(tmp_path: Path) -> None:
     path = recorded(tmp_path / "run", "stats")
     assert set(verdicts(path).values()) == {"pass"}
@@ -149,6 +163,18 @@ def test_what_is_asked_wrongly_is_told(
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_damaged_recording_is_no_success(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    kept = max(copy.rglob("*.safetensors"), key=lambda path: path.stat().st_size)
+    kept.write_bytes(kept.read_bytes()[: kept.stat().st_size // 2])
+    assert main(["precheck", str(copy), "-o", str(tmp_path / "out")]) == 3
+    assert kept.name in capsys.readouterr().out
+    (tmp_path / "file").touch()
+    assert main(["precheck", str(run), "-o", str(tmp_path / "file" / "out")]) == 2
+    assert "cannot be made" in capsys.readouterr().err
 
 
 def test_a_recorded_call_beside_a_benchmarks(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from bitwitness.oracle.product import READERS
 from bitwitness.tap.operators import OpCall
 
-_DEFINED_RESULTS = {"_ctc_loss": 1, "_embedding_bag": 1, "_embedding_bag_forward_only": 1}
+_DEFINED_RESULTS = {"_ctc_loss": 1, "_embedding_bag": 1, "_embedding_bag_forward_only": 1, "mkldnn_rnn_layer": 3}
 """Operators of whose results only so many are defined everywhere; the others are work space."""
 
 

@@ -196,12 +196,12 @@ class Rounding(TorchDispatchMode):
         return self._stored(wide if self._noise is None else read_off(self._noise, wide, read), kept)
 
     def _written_out(
-        self, func: OpOverload, formula: Callable[..., Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, func: OpOverload, formula: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         kept = asked_dtype(args, kwargs) or self._kept.of(args[0])
         if self._noise is not None:
             return self._in_parts(func, formula, (args, kwargs), kept)
-        return self._stored(formula(*args, **kwargs), kept)
+        return self._each(formula(*args, **kwargs), lambda t: self._stored(t, kept))
 
     def _in_parts(self, func: OpOverload, parts: Callable[..., Any], given: Any, kept: torch.dtype) -> Any:
         self._whole.append((func, kept))

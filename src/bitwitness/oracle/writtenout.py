@@ -1,4 +1,4 @@
-"""Operators that have no kernel for float64, written in those that have one: scaled and grouped products."""
+"""Operators that have no kernel for float64, written in those that have one: scaled and grouped products, oneDNN's LSTM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bitwitness.oracle.scaled import KeptAs, is_scaled_product, scaled_product
 from bitwitness.tap.compat import OpOverload
 
 
-def written_out(func: OpOverload, kept_as: KeptAs) -> Callable[..., Tensor] | None:
+def written_out(func: OpOverload, kept_as: KeptAs) -> Callable[..., Any] | None:
     """Return what computes in float64 an operator that has no kernel for it; None for one that has, or is not known.
 
     ``kept_as``: in which dtype the device keeps a tensor.
@@ -23,7 +23,37 @@ def written_out(func: OpOverload, kept_as: KeptAs) -> Callable[..., Tensor] | No
         return lambda *args, **kwargs: scaled_product(func, args, kwargs, kept_as)
     if func.namespace == "aten" and func.overloadpacket.__name__ == "_grouped_mm":
         return lambda *args, **kwargs: grouped_product(func, args, kwargs)
+    if func.namespace == "aten" and func.overloadpacket.__name__ == "mkldnn_rnn_layer":
+        return lambda *args, **kwargs: lstm_layer(named_arguments(func, args, kwargs))
     return None
+
+
+_LSTM = 2
+"""What ``mode`` says of an LSTM; oneDNN is asked for no other kind."""
+
+
+def lstm_layer(named: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return what one direction of one layer of an LSTM gives: all states, the last one, the last cell, and no work space.
+
+    Raises NotImplementedError for another kind of network, and for sequences of several lengths.
+    """
+    if named["mode"] != _LSTM or named["batch_sizes"]:
+        raise NotImplementedError("only LSTMs are written out, of sequences of one length")
+    steps, cell = named["input"].double(), named["cx_"].double()
+    state, last = named["hx_"].double(), cell.shape
+    state, cell = (t.reshape(-1, t.shape[-1]) for t in (state, cell))
+    weights = [named[f"weight{i}"].double() for i in range(4)]
+    found = []
+    for one in steps.flip(0) if named["reverse"] else steps:
+        gates = one @ weights[0].t() + state @ weights[1].t()
+        gates = gates + weights[2] + weights[3] if named["has_biases"] else gates
+        let_in, forget, new, out = gates.chunk(4, -1)
+        cell = forget.sigmoid() * cell + let_in.sigmoid() * new.tanh()
+        state = out.sigmoid() * cell.tanh()
+        found.append(state)
+    if named["reverse"]:
+        found.reverse()
+    return torch.stack(found), state.reshape(last), cell.reshape(last), cell.new_zeros(0)
 
 
 def grouped_product(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:

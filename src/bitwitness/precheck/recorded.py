@@ -140,8 +140,9 @@ def prepare(made_of: Mapping[str, Any], device: torch.device) -> Prepared:
     except (ValueError, AttributeError) as error:
         raise NotJudged(f"an argument of it was not recorded whole: {error}") from error
     source, tensors = call_source(f"torch.ops.{func}", args, kwargs)
-    count = defined_count(func.overloadpacket.__name__, len(made_of["outputs"]))
-    called = func if count >= len(made_of["outputs"]) else lambda *a, **k: func(*a, **k)[:count]
+    name, returned = func.overloadpacket.__name__, len(func._schema.returns)
+    count = defined_count(name, len(made_of["outputs"]))
+    called = func if defined_count(name, returned) == returned else lambda *a, **k: func(*a, **k)[:count]
     kept = {}
     if all(value.get("tensor") for value in made_of["inputs"]):  # else the results are not those of these inputs
         there = [(slot, value) for slot, value in made_of["outputs"].items() if value.get("tensor")]
