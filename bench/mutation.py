@@ -83,7 +83,9 @@ def ruled(name: str, fn: Any, mutant: Mutant) -> str:
     results = call.run()
     exact = Oracle(call, results, mutant.right).exact
     due = dict(exact.slots())
-    verdicts = {judge_by(name, t.detach(), due[slot]).verdict if slot in due else "fail" for slot, t in results.slots()}
+    verdicts = {
+        judge_by(name, t.detach(), due[slot]).verdict if slot in due else "fail" for slot, t in results.slots().items()
+    }
     return next((v for v in ("fail", "warn", "not judged") if v in verdicts), "pass")
 
 
