@@ -31,7 +31,7 @@ class Noise:
 
     def moved(self, value: Tensor, share: float) -> Tensor:
         """Return a tensor with each element off by up to ``share`` of itself."""
-        if value.layout is not torch.strided or _is_mask(value):
+        if value.layout is not torch.strided or is_mask(value):
             return value
         if value.is_complex():
             return torch.view_as_complex(self.moved(torch.view_as_real(value.resolve_conj()), share))
@@ -57,7 +57,7 @@ class Noise:
 
     def rounded(self, value: Tensor, kept: torch.dtype) -> Tensor:
         """Return a tensor with each element off by up to a rounding of ``kept``, infinite beyond its range."""
-        if kept not in _RANGES or value.layout is not torch.strided or _is_mask(value):
+        if kept not in _RANGES or value.layout is not torch.strided or is_mask(value):
             return value.clone()  # another tensor than its clean one
         if value.is_complex():
             return torch.view_as_complex(self.rounded(torch.view_as_real(value.resolve_conj()), kept))
@@ -97,7 +97,7 @@ def _laid_out_as(one: Tensor, other: Tensor) -> Tensor:
     return other if other.stride() == one.stride() else torch.empty_like(one).copy_(other)
 
 
-def _is_mask(tensor: Tensor) -> bool:
+def is_mask(tensor: Tensor) -> bool:
     """Whether all is 0 or 1: no rounding moves these, and others may rely on it."""
     if not tensor.numel() or tensor[(0,) * tensor.dim()].item() not in (0.0, 1.0):  # the first one tells most
         return not tensor.numel()

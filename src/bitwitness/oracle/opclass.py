@@ -33,6 +33,7 @@ EXACT, CORRECTLY_ROUNDED, ELEMENTWISE, SPECIAL, SUM, SOLVER, RESAMPLING, OTHER =
 )
 
 _OF_TWO = ("abs", "sgn", "sign", "angle")
+"""What is exact of a real number, and makes one of the two numbers of a complex one."""
 _OF_FOUR = ("div", "mul", "reciprocal", "square", "true_divide")
 """What rounds on its way where its numbers are complex, though it rounds once where they are real."""
 
@@ -54,10 +55,10 @@ def asked_dtype(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype |
 def class_of(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], kept: torch.dtype) -> str:
     """Return the class of a call, one of the constants above; ``kept``: the dtype of its result."""
     found = _class_of(func)
-    if found == CORRECTLY_ROUNDED and _scales_by_two(func, args):
-        return EXACT
     if found == CORRECTLY_ROUNDED:
-        if func.overloadpacket.__name__.strip("_") in _OF_FOUR and any(t.is_complex() for t in tensors_in(args)):
+        if _scales_by_two(func, args):
+            return EXACT
+        if _is_complex(func, _OF_FOUR, args):
             return ELEMENTWISE
         # A scaled sum has a product to round, too; a quotient that is truncated, a quotient; and a number that float32 does
         # not hold, which a script wrote, is rounded before.
@@ -65,12 +66,14 @@ def class_of(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], k
         return found if plain and not any(_is_rounded(a, torch.float32) for a in args) else ELEMENTWISE
     if found == EXACT and any(_is_rounded(a, kept) for a in args):
         return CORRECTLY_ROUNDED
-    return OTHER if found == EXACT and (_is_of_two(func, args) or _accumulates(func, args, kwargs)) else found
+    if found == EXACT and (_is_complex(func, _OF_TWO, args) or _accumulates(func, args, kwargs)):
+        return OTHER
+    return found
 
 
-def _is_of_two(func: OpOverload, args: Sequence[Any]) -> bool:
-    """Whether a call makes one number of the two of a complex one, by what is exact of a real number."""
-    return func.overloadpacket.__name__.strip("_") in _OF_TWO and any(t.is_complex() for t in tensors_in(args))
+def _is_complex(func: OpOverload, names: Sequence[str], args: Sequence[Any]) -> bool:
+    """Whether a call is of one of these operators, and of complex numbers."""
+    return func.overloadpacket.__name__.strip("_") in names and any(t.is_complex() for t in tensors_in(args))
 
 
 def _scales_by_two(func: OpOverload, args: Sequence[Any]) -> bool:

@@ -15,7 +15,7 @@ from bitwitness.errors import BitwitnessError
 from bitwitness.precheck import msprobe, recorded, suite
 from bitwitness.precheck.case import Case, Damaged, Maker, NotJudged, Prepared
 from bitwitness.precheck.reproducer import write_reproducer
-from bitwitness.trial.call import Results, as_laid_out
+from bitwitness.trial.call import Results
 from bitwitness.trial.given import said
 from bitwitness.trial.judging import judge_all, undecidable
 from bitwitness.trial.oracle import Oracle
@@ -113,7 +113,7 @@ def _judged(
 def _by(standard: str, results: Results, oracle: Oracle, prepared: Prepared, case: Case) -> tuple[OutputResult, ...]:
     due, benchmark = oracle.exact.slots(), {}
     if standard == "benchmark":
-        benchmark = prepared.call.on(lambda t: as_laid_out(t.detach().cpu())).run(prepared.call.fn).slots()
+        benchmark = prepared.call.on_cpu().run(prepared.call.fn).slots()
     found = []
     for slot, tensor in results.slots().items():
         said_of = judge_by(standard, tensor, due[slot], benchmark.get(slot), case.operator)

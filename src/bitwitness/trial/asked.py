@@ -18,6 +18,8 @@ FEW, MANY = 4, 16
 """Noisy runs of which a spread is made: few, and more before anything is called wrong."""
 _LEAST, _LARGE = 2, 1 << 17
 """Runs that are enough of so many numbers, whose neighbours in size tell of their spread as well."""
+COUNTS = 1e-3
+"""Of the largest number of a result, what counts."""
 Answer = tuple[str, str, Tensor, Tensor]
 """Verdict, reason, which elements are within what is allowed, and how much that is."""
 

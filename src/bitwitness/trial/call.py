@@ -97,6 +97,10 @@ class Call:
         args, kwargs = tree_map(copied, (self.args, dict(self.kwargs)))
         return Copied(self, args, kwargs, list(copies.values()))
 
+    def on_cpu(self) -> Copied:
+        """Return the call with copies on the CPU that lie in memory as its arguments do."""
+        return self.on(lambda t: as_laid_out(t.detach().cpu()))
+
     def run(self) -> Results:
         """Run it once on copies of its arguments that lie in memory as they do; raises whatever the function raises."""
         copied = self.on(as_laid_out)

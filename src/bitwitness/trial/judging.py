@@ -26,7 +26,7 @@ from bitwitness.oracle.eligible import have_truth
 from bitwitness.oracle.float64 import widened
 from bitwitness.oracle.opclass import is_elementwise, only_rounds_correctly
 from bitwitness.trial.allowance import allowance, lean, least_allowance
-from bitwitness.trial.asked import MANY, Answer, Asked
+from bitwitness.trial.asked import COUNTS, MANY, Answer, Asked
 from bitwitness.trial.call import Results
 from bitwitness.trial.exactly import judged_exactly
 from bitwitness.trial.figures import figures, parts, spacing
@@ -37,8 +37,6 @@ from bitwitness.trial.residuals import residual_of
 from bitwitness.trial.result import FAIL, PASS, WARN, OutputResult
 from bitwitness.trial.sway import swayed
 
-_COUNTS = 1e-3
-"""Of the largest number of a result, what counts."""
 _NO_GRADIENT = "there is no gradient; the oracle has one that is not zero (judge without gradients where none is due)"
 _ROUNDED_ON_THE_WAY = (
     "right only if intermediate results are rounded to {dtype}: the kernel does not compute wider than that"
@@ -173,14 +171,9 @@ def _inexactly(
     verdict, reason, within, allowed = _by_the_reference(asked, head["dtype"])
     if verdict == FAIL and not reason and oracle.has_reference:
         verdict, reason, within, allowed = by_its_own_formula(asked, within, allowed)
-    if verdict != FAIL and (another := other_formula(asked))[0] and (verdict, another[0]) != (WARN, WARN):
+    if verdict != FAIL and (another := other_formula(asked)) and another[0] != verdict:
         verdict, reason = another
-    if (
-        verdict == FAIL
-        and dtype is not torch.float16
-        and _only_flushed(value, truth, within, dtype)
-        and not is_elementwise(oracle.mode.operators)
-    ):
+    if verdict == FAIL and _only_flushed(value, truth, within, dtype) and not is_elementwise(oracle.mode.operators):
         verdict, reason = WARN, f"subnormal numbers of {head['dtype']} are flushed to zero on the way"
     return figures(head, verdict, reason, value, truth, allowed, dtype, within=within)
 
@@ -218,9 +211,7 @@ def _leaves_the_range(asked: Asked, noisy: Sequence[Tensor], said: str) -> tuple
     """
     value, truth, info = asked.value, asked.truth, torch.finfo(asked.dtype)
     size = truth.abs().nan_to_num(0.0, 0.0, 0.0)
-    ordinary = (
-        (size < info.max / 4) & (size > max(4 * info.smallest_normal, _COUNTS * float(size.max()))) & ~asked.right
-    )
+    ordinary = (size < info.max / 4) & (size > max(4 * info.smallest_normal, COUNTS * float(size.max()))) & ~asked.right
     vanished = value == 0 if asked.slot.startswith("out") else torch.zeros_like(ordinary)  # gradients cancel, too
     lost = ordinary & (~value.isfinite() | vanished)
     for one in noisy:
@@ -272,9 +263,9 @@ def _only_flushed(value: Tensor, truth: Tensor, within: Tensor, dtype: torch.dty
     Processors flush float32, and with it bfloat16; none flushes float16.
     """
     outside = ~within
-    return (dtype is not torch.float16 and bool(outside.any())) and bool(
-        ((value == 0) & (truth.abs() < torch.finfo(dtype).smallest_normal))[outside].all()
-    )
+    if dtype is torch.float16 or not bool(outside.any()):
+        return False
+    return bool(((value == 0) & (truth.abs() < torch.finfo(dtype).smallest_normal))[outside].all())
 
 
 def _may_be_infinite(

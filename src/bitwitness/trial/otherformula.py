@@ -16,25 +16,25 @@ _ANOTHER = "another formula than the reference's: where nothing is rounded it gi
 _LESS = "{another}; numbers of {dtype} hardly show it"
 
 
-def other_formula(asked: Asked) -> tuple[str, str]:
-    """Return a verdict on a function that a half type's rounding has excused, and its reason; two empty ones where it may stay.
+def other_formula(asked: Asked) -> tuple[str, str] | None:
+    """Return a verdict on a function that a half type's rounding has excused, and its reason; None where it may stay.
 
     By what noise moves it, computed in float32, formulas may differ: near-equal choices, cancellations.
     """
     if asked.dtype not in HALF or not asked.oracle.has_reference:
-        return "", ""
+        return None
     own = asked.these(asked.oracle.own(draws=FEW, stepwise=False))
     if len(own) <= FEW or any(t.shape != asked.truth.shape for t in own):
-        return "", ""
+        return None
     known = asked.truth.isfinite() & own[0].isfinite()
     if not bool(known.any()):
-        return "", ""
+        return None
     truth = asked.truth.masked_fill(~known, 0.0)
     noise = allowance(truth, [truth + n - own[0] for n in own[1:]], asked.dtype) - spacing(truth, asked.dtype) / 2
     size = truth.abs().clamp_min(_SMALL * float(truth[known].square().mean().sqrt()))
     units = ((own[0] - truth).abs() - noise).masked_fill(~known, 0.0) / spacing(size, asked.dtype)
     if float(units.max()) <= _HIDDEN:
-        return "", ""
+        return None
     at = int(units.argmax())
     another = _ANOTHER.format(got=float(own[0].reshape(-1)[at]), due=float(asked.truth.reshape(-1)[at]))
     if float(units.max()) > 1.0:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bitwitness.numerics import HALF, unit_roundoff
 from bitwitness.trial.allowance import allowance
-from bitwitness.trial.asked import FEW, MANY, Answer, Asked
+from bitwitness.trial.asked import COUNTS, FEW, MANY, Answer, Asked
 from bitwitness.trial.result import FAIL, WARN
 
 _SAME = 1e-5
@@ -23,8 +23,6 @@ _STEADY = 8.0
 """Times what noise moves a result by in most runs that it moves it by in any."""
 _EXCUSED = 64.0
 """Times what rounding leaves of the reference's formula that it may leave of the function's own."""
-_COUNTS = 1e-3
-"""Of the largest number of a result, what counts."""
 _LOSES = "right only by what rounding does to its own formula, which loses more than the reference's does"
 _ROUNDS = "right only because its own formula rounds intermediate results to {dtype}, which the reference does not"
 _UNSTABLE = (
@@ -66,7 +64,7 @@ def by_its_own_formula(asked: Asked, within: Tensor, allowed: Tensor) -> Answer:
 def _unstable(asked: Asked, within: Tensor, allowed: Tensor) -> str:
     """Return what is to be told where its formula cancels what the reference's keeps: log(1 + x) for log1p(x)."""
     size = asked.truth.abs().nan_to_num(0.0, 0.0, 0.0)
-    excused = within | (size < _COUNTS * size.max())
+    excused = within | (size < COUNTS * size.max())
     times = ((asked.value - asked.truth).abs() / allowed.clamp_min(1e-300)).masked_fill(excused, 0.0).reshape(-1)
     at = int(times.argmax())
     if not float(times[at]) > _EXCUSED:

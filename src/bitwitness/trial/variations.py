@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bitwitness.numerics import FLOAT8, is_inexact, smallest_number
+from bitwitness.oracle.noise import is_mask
 from bitwitness.tap.compat import tree_map
 from bitwitness.trial.call import Call
 
@@ -67,14 +68,12 @@ def _strided(tensor: Tensor) -> Tensor:
 
 def _has_arithmetic(tensor: Tensor) -> bool:
     """Whether numbers may be exchanged for others: what is stored in float8 is a code, and zeros with ones are a mask."""
-    return is_inexact(tensor) and tensor.dtype not in FLOAT8 and not _is_mask(tensor)
+    return is_inexact(tensor) and tensor.dtype not in FLOAT8 and not _selects(tensor)
 
 
-def _is_mask(tensor: Tensor) -> bool:
-    if tensor.layout is not torch.strided:
-        return False
-    ones = tensor == 1
-    return bool(ones.any()) and not bool(ones.all()) and bool((ones | (tensor == 0)).all())
+def _selects(tensor: Tensor) -> bool:
+    """Whether a tensor is a mask that tells some of its numbers from others: a norm's first weights are all ones."""
+    return tensor.layout is torch.strided and is_mask(tensor) and bool((tensor != tensor.reshape(-1)[:1]).any())
 
 
 def scales(call: Call) -> Iterator[tuple[str, Call]]:
@@ -128,7 +127,7 @@ def _planted(tensor: Tensor, values: Sequence[float], apart: int = _APART) -> Te
     which, count = _numbers(flat)
     seldom = (torch.bincount(which, minlength=count)[which] <= _TWINS).nonzero().reshape(-1)
     if 2 * len(seldom) < flat.numel():  # most stand in many places: each place is one of its own
-        which, count = torch.arange(flat.numel(), device=flat.device), flat.numel()
+        which, count = _each(flat)
         seldom = which
     # a stride that no dimension divides: special values come to stand in every row and column
     places = seldom[3 % max(len(seldom), 1) :: max(apart, flat.numel() // 64 + 1)]
@@ -146,9 +145,14 @@ def _numbers(tensor: Tensor) -> tuple[Tensor, int]:
     Tables of sines are, with both halves alike.
     """
     if tensor.is_complex():
-        return torch.arange(tensor.numel(), device=tensor.device), tensor.numel()
+        return _each(tensor)
     numbers, which = tensor.detach().reshape(-1).unique(return_inverse=True)
     return which, len(numbers)
+
+
+def _each(tensor: Tensor) -> tuple[Tensor, int]:
+    """Return the same where each element is one of its own."""
+    return torch.arange(tensor.numel(), device=tensor.device), tensor.numel()
 
 
 def batch_parts(call: Call, outputs: Sequence[Tensor]) -> Iterator[list[tuple[slice, Call]]]:

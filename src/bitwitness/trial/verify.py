@@ -198,7 +198,7 @@ class Trial:
                 self._try(name, call, soft=soft, excuse=self._other_meaning)
             else:
                 soft = partial(odd, products=products, largest=name == "the largest numbers")
-                excuse = self._for_nothing if name in ("NaN", "infinities") else None
+                excuse = partial(self._for_nothing, before=oracle) if name in ("NaN", "infinities") else None
                 self._try(name, replace(call, gradients=False), soft=soft, excuse=excuse)
 
     def _try(
@@ -208,7 +208,7 @@ class Trial:
         oracle: Oracle | None = None,
         *,
         soft: Soft | None = None,
-        excuse: Callable[[Call, Results, Oracle], tuple[str, str]] | None = None,
+        excuse: Callable[[Call, Results, Oracle], tuple[str, str] | None] | None = None,
     ) -> None:
         """Add what is said of a variation; ``excuse``: says what it is instead where what fails there is no error, and why."""
         try:
@@ -218,24 +218,22 @@ class Trial:
             return
         oracle = oracle or Oracle(call, found, self._reference)
         check = self._judged(name, found, oracle, soft=soft)
-        if check.verdict == FAIL and self._reference is not None and excuse and (why := excuse(call, found, oracle))[0]:
+        if check.verdict == FAIL and self._reference is not None and excuse and (why := excuse(call, found, oracle)):
             check = replace(check, verdict=why[0], reason=f"{why[1]}: {check.reason}")
         self._checks.append(check)
 
-    def _other_meaning(self, call: Call, found: Results, oracle: Oracle) -> tuple[str, str]:
+    def _other_meaning(self, call: Call, found: Results, oracle: Oracle) -> tuple[str, str] | None:
         """Tell where numbers that a variation made up are none that both are written for: they differ in float64, too."""
         if not all(bool(t.isfinite().all()) for t in found.slots().values() if is_inexact(t)):
-            return "", ""
+            return None
         own = Oracle(call, found).exact
-        return ("", "") if is_same(own, oracle.exact) else (WARN, "the reference makes something else of it in float64")
+        return None if is_same(own, oracle.exact) else (WARN, "the reference makes something else of it in float64")
 
-    def _for_nothing(self, call: Call, found: Results, oracle: Oracle) -> tuple[str, str]:
+    def _for_nothing(self, call: Call, found: Results, oracle: Oracle, *, before: Oracle) -> tuple[str, str] | None:
         """Tell where NaN in the reference's results comes of zero times what is no number: a number there changes nothing."""
         finite = Oracle(variations.with_tensors(call, _numbers_instead), found, self._reference)
-        before = Oracle(replace(self._call, gradients=False), found, self._reference)
-        if changes_nothing(found, oracle.exact, finite.exact, before.exact):
-            return NOTE, "zero times what is no number"
-        return "", ""
+        same = changes_nothing(found, oracle.exact, finite.exact, before.exact)
+        return (NOTE, "zero times what is no number") if same else None
 
     def _batch(self, first: Results, whole: Oracle) -> None:
         """Run it on parts of its batch: other bits are told, a result outside of what rounding allows is a failure."""
