@@ -89,6 +89,21 @@ class Sensors:
         """Sensors that turned themselves off, and why."""
         return dict(self._switches.off)
 
+    @property
+    def on(self) -> list[str]:
+        """The names of the sensors that look at this training, by which their self-tests are found."""
+        operators, several = self.operators, self._ranks.size > 1
+        there = {
+            "nonfinite": self.nonfinite,
+            "trend": self.trend,
+            "peers": self.peers,
+            "feature": self._config.feature.schemes or None,
+            "checksum": operators.checksum,
+            "approach": operators.approach,
+            "replicas": (several and not self._root.sharding.fsdp2) or None,
+        }
+        return [name for name, sensor in there.items() if sensor is not None and name not in self.off]
+
     def look(self, light: LightStep, *, deep: bool, scale: float) -> list[Finding]:
         """Ask every sensor about this step. Collective, by what `peers` and the strike rule exchange.
 
