@@ -20,16 +20,16 @@ from bitwitness.tap.compat import OpOverload
 from bitwitness.tap.operators import tensors_in
 
 COLLECTIVE = "collectives"
-_KINDS = (
-    ("convolutions", ("conv", "slow_conv", "mkldnn_convolution", "cudnn_convolution", "thnn_conv")),
-    ("recurrent layers", ("mkldnn_rnn", "cudnn_rnn", "miopen_rnn", "thnn_fused_lstm", "thnn_fused_gru")),
-    ("pooling and resampling", ("avg_pool", "max_pool", "adaptive_", "upsample", "grid_sampler", "fractional_max")),
-    ("normalisation", ("layer_norm", "batch_norm", "group_norm", "fused_rms_norm", "rms_norm", "instance_norm")),
-    ("softmax and losses", ("softmax", "log_softmax", "nll_loss", "mse_loss", "binary_cross", "smooth_l1", "huber", "kl_div")),
-    ("embedding and indexing", ("embedding", "index", "gather", "scatter", "select", "slice", "masked_", "take", "put", "where")),
-    ("reductions", ("sum", "mean", "amax", "amin", "max", "min", "argmax", "var", "std", "cumsum", "linalg_vector_norm", "norm")),
-    ("copies, casts and constants", ("to_copy", "clone", "copy", "cat", "stack", "fill", "zero", "ones", "full", "arange", "local_scalar")),
-)  # fmt: skip
+_KINDS = {
+    "convolutions": "conv slow_conv mkldnn_convolution cudnn_convolution thnn_conv",
+    "recurrent layers": "mkldnn_rnn cudnn_rnn miopen_rnn thnn_fused_lstm thnn_fused_gru",
+    "pooling and resampling": "avg_pool max_pool adaptive_ upsample grid_sampler fractional_max",
+    "normalisation": "layer_norm batch_norm group_norm fused_rms_norm rms_norm instance_norm",
+    "softmax and losses": "softmax log_softmax nll_loss mse_loss binary_cross smooth_l1 huber kl_div",
+    "embedding and indexing": "embedding index gather scatter select slice masked_ take put where",
+    "reductions": "sum mean amax amin max min argmax var std cumsum linalg_vector_norm norm",
+    "copies, casts and constants": "to_copy clone copy cat stack fill zero ones full arange local_scalar new_",
+}
 """Kinds by how the names of their operators begin, underscores aside; the first that fits."""
 
 
@@ -48,8 +48,8 @@ def kind_of(func: OpOverload) -> str | None:
         return "matrix products"
     if is_random(op):
         return "random numbers and dropout"
-    for kind, beginnings in _KINDS:
-        if bare.startswith(beginnings):
+    for kind, beginnings in _KINDS.items():
+        if bare.startswith(tuple(beginnings.split())):
             return kind
     return "element-wise operators" if torch.Tag.pointwise in func.tags or "backward" in bare else "other operators"
 
