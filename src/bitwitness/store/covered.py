@@ -15,9 +15,8 @@ from typing import Any
 from bitwitness.store.expected import Expected, Plan, all_expected, plan_of
 
 WIDTH = 100
-_SMALL = 0.005  # of the calls and of the work: what is less is told together
+_LARGE = 0.05  # of the work: from here on a kind of operators is told by itself
 _NAMES = 4  # of operators of one kind
-_LIGHT = frozenset({"trend", "peers", "nonfinite", "feature"})
 
 
 @dataclass(slots=True)
@@ -56,13 +55,16 @@ def expected_steps(table: Mapping[str, Any]) -> Table | None:
     plan = plan_of(table)
     if plan is None:
         return None
-    rows = []
+    rows, nobody = [], []
     for fault, sorts in all_expected(plan).items():
         flip, pattern = sorts["flip"], sorts["pattern"]
-        by = ", ".join(dict.fromkeys((*flip.by, *pattern.by))) or "nobody looks"
-        rows.append([fault, *(cell for one in (flip, pattern) for cell in (_share(one.once), _steps_until(one))), by])
-    columns = ["a fault in", "a bit: once", "stays", "a pattern: once", "stays", "seen by"]
-    return Table("Expected steps until it is seen", _of_plan(plan), columns, rows)
+        by = ", ".join(dict.fromkeys((*flip.by, *pattern.by)))
+        nobody += [] if by else [fault]
+        cells = [cell for one in (flip, pattern) for cell in (_share(one.once), _steps_until(one))]
+        rows += [[fault, *cells, by]] if by else []
+    note = _of_plan(plan) + (f" Nobody looks at: {', '.join(nobody)}." if nobody else "")
+    columns = ["a fault in", "bit: once", "stays", "pattern: once", "stays", "seen by"]
+    return Table("Expected steps until it is seen", note, columns, rows)
 
 
 def expected_json(table: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -123,9 +125,11 @@ def _steps(table: Mapping[str, Any]) -> Iterator[list[str]]:
     found = _of(table, "steps")
     held, deep, judged = (found.get(name, 0) for name in ("held", "deep", "judged"))
     left = [f"{found['paused']} while paused"] if found.get("paused") else []
-    for kind in ("evaluation", "inference", "transformed"):
-        if count := found.get(f"{kind}_forwards"):
-            left.append(f"{count} {kind} forward{'s' * (count > 1)}, which are no steps")
+    left += [
+        f"{count} {kind} forward{'s' * (count > 1)}, which are no steps"
+        for kind in ("evaluation", "inference", "transformed")
+        if (count := found.get(f"{kind}_forwards"))
+    ]
     times = "" if judged == held else f" ({judged} times gradients)"
     yield ["steps", f"{held}{times}: {max(held - deep, 0)} light, {deep} deep", "; ".join(left)]
 
@@ -168,11 +172,8 @@ def _replays(table: Mapping[str, Any]) -> Iterator[list[str]]:
     again = found.get("calibrations", 0)
     same = "" if not again else ", equal bits" if found.get("same_bits") else ", bits differ within the known spread"
     why = "; ".join(f"{count}: {reason}" for reason, count in _of(found, "why_not").items())
-    yield [
-        "replays",
-        f"{found['can']} of {found['of']} steps can be run again",
-        f"{again} were{same}{f'; {why}' if why else ''}",
-    ]
+    can = f"{found['can']} of {found['of']} steps can be run again"
+    yield ["replays", can, f"{again} were{same}{f'; {why}' if why else ''}"]
 
 
 def _self_tests(table: Mapping[str, Any]) -> Iterator[list[str]]:
@@ -193,18 +194,16 @@ def _self_tests(table: Mapping[str, Any]) -> Iterator[list[str]]:
 def _unchecked(table: Mapping[str, Any]) -> Iterator[str]:
     census = _of(_of(table, "operators"), "census")
     calls, work = census.get("calls", 0), census.get("operations", 0)
-    small: list[Mapping[str, Any]] = []
+    small: dict[str, Mapping[str, Any]] = {}
     for kind, row in _of(census, "kinds").items():
-        if not row["checked"] and _is_large(row, calls, work):
+        if not row["checked"] and row["operations"] > _LARGE * work:
             yield f"{kind} ({_ratio(row['calls'], calls)} of the calls, {_ratio(row['operations'], work)} of the work)"
         elif not row["checked"]:
-            small.append(row)
+            small[kind] = row
     if small:
-        yield f"{len(small)} more kinds of operators ({_ratio(sum(row['calls'] for row in small), calls)} of the calls)"
-
-
-def _is_large(row: Mapping[str, Any], calls: int, work: int) -> bool:
-    return bool(row["calls"] > 0.1 * calls or row["operations"] > _SMALL * work)
+        sums = (sum(row[name] for row in small.values()) for name in ("calls", "operations"))
+        shares = [_ratio(part, whole) for part, whole in zip(sums, (calls, work), strict=True)]
+        yield f"{', '.join(small)} ({shares[0]} of the calls, {shares[1]} of the work)"
 
 
 def _unproven(table: Mapping[str, Any]) -> Iterator[str]:
@@ -230,7 +229,7 @@ def _of_plan(plan: Plan) -> str:
 
 def _steps_until(one: Expected) -> str:
     if not math.isfinite(one.steps):
-        return f"1, or never: {_share(1 - one.light)}" if one.light else "never"
+        return f"1; {_share(1 - one.light)} never" if one.light else "never"
     return f"{one.steps:.3g}"
 
 
@@ -243,15 +242,9 @@ def _ratio(part: float, whole: float) -> str:
     if not whole:
         return "0 %"
     percents = 100 * part / whole
-    return (
-        "0 %"
-        if not part
-        else "under 0.1 %"
-        if percents < 0.1
-        else f"{percents:.0f} %"
-        if percents >= 1
-        else f"{percents:.1f} %"
-    )
+    if 0 < percents < 0.1:
+        return "under 0.1 %"
+    return f"{percents:.0f} %" if percents >= 1 or not part else f"{percents:.1f} %"
 
 
 def _of(table: Mapping[str, Any], name: str) -> Mapping[str, Any]:

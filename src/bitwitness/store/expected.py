@@ -1,8 +1,8 @@
 """How long a fault stays unseen at the price that is paid: from measured recall, and from the plan of deep steps.
 
 Two kinds of looks. *Light* sensors look at every step; a fault that they miss in its first step they mostly miss for good, so
-that a miss is not counted on to be made good by looking again. *Periodic* looks (a checksum, an exact comparison) come once in so
-many steps, and each sees the fault with its own recall.
+that a miss is not counted on to be made good by looking again. *Periodic* looks (a checksum, an exact comparison) come once in
+so many steps, and each sees the fault with its own recall.
 
 A fault that stays begins anywhere between two periodic looks, which are ``period`` steps apart: the first comes after
 (period + 1) / 2 steps on average, and each miss, of probability 1 - recall, costs a whole period more. Hence
