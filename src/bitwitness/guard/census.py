@@ -107,13 +107,14 @@ class Census:
             work[op] = flops.get(op, 0) or work[op] + self._elements[func]
         for op, count in names.items():
             row = kinds.setdefault(
-                whose[op], {"calls": 0, "checked": 0, "operations": 0, "operations_checked": 0, "never": {}}
+                whose[op], {"calls": 0, "checked": 0, "operations": 0, "operations_checked": 0, "ops": {}, "never": {}}
             )
             calls, done = checked.get(op, (0, 0))
             row["calls"] += count
             row["checked"] += calls
             row["operations"] += work[op]
             row["operations_checked"] += done
+            row["ops"][op] = count
             if not calls:
                 row["never"][op] = count
         rows = dict(sorted(kinds.items(), key=lambda pair: -pair[1]["operations"]))

@@ -23,6 +23,7 @@ def coverage_table(watch: GuardWatch) -> dict[str, Any]:
     everything = {id(p) for p in (*root.root.parameters(), *root.parameters.values())}  # pruning exchanges some
     table: dict[str, Any] = {
         "parameters": {"watched": min(len(sensors.ever), len(everything)), "of": len(everything)},
+        "ranks": watch.ranks.size,
         "local_gradients": reader.gradients.mode,
         "steps": {"training_forwards": root.forwards_seen, **_counted(watch), **_forwards(watch)},
         "outputs": {"outputs_seen": root.outputs_seen},

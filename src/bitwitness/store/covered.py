@@ -105,7 +105,7 @@ def not_protected(table: Mapping[str, Any]) -> str:
     replay = _of(table, "replay")
     if (cannot := replay.get("of", 0) - replay.get("can", 0)) > 0:
         gaps.append(f"proof for {cannot} of {replay['of']} steps, which cannot be run again")
-    gaps.append("the script's loss code in its forward, data loading")
+    gaps.append("operators of loss code outside the model, in its forward; data loading")
     if any("no second device" in str(gap) for gap in table.get("not_covered", ())):
         gaps.append("1 rank: nobody else to ask")
     return f"not protected: {'; '.join(gaps)}"
