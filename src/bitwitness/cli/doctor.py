@@ -25,8 +25,8 @@ def add_parser(verbs: Any) -> None:
         description="Shows devices, torch's inner names that the guard needs, and lets every sensor prove that it sees. With "
         "SCRIPT: runs it under guard for a few steps, ends it, and prints what is covered, what keeps it from repeating its "
         "bits, and what is not protected. With several ranks: torchrun --nproc-per-node N -m bitwitness doctor SCRIPT …",
-        epilog="Exit code with SCRIPT: its own if it failed; 0: it trained and every sensor saw its self-test fault; 1: one did "
-        "not, or something was found; 3: something could not be looked at.",
+        epilog="Exit code with SCRIPT: its own if it failed; 0: it trained and every sensor saw its self-test fault; 1: one "
+        "did not, or something was found; 3: something could not be looked at.",
     )
     parser.add_argument("--steps", type=int, default=_STEPS, metavar="N", help=f"steps of SCRIPT (default {_STEPS})")
     parser.add_argument(

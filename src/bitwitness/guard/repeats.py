@@ -38,27 +38,13 @@ SETTINGS = (
 )
 """What makes a script repeat its bits, and why."""
 
+_FILLS = "fill_uninitialized_memory"  # torch makes the module have it as it is imported
 _MESSAGE = re.compile(r"(\S+) does not have a deterministic implementation")
-_ATOMIC = [
-    "index_add",
-    "scatter_add",
-    "index_put",
-    "embedding_dense_backward",
-    "embedding_bag",
-    "bincount",
-    "put",
-    "histc",
-    "kthvalue",
-    "median",
-    "upsample_bilinear2d_backward",
-    "upsample_bicubic2d_backward",
-    "grid_sampler_2d_backward",
-    "adaptive_avg_pool2d_backward",
-    "max_pool3d_with_indices_backward",
-    "nll_loss2d",
-    "ctc_loss_backward",
-    "cumsum",
-]
+_ATOMIC = (
+    "index_add scatter_add index_put embedding_dense_backward embedding_bag bincount put histc kthvalue median "
+    "upsample_bilinear2d_backward upsample_bicubic2d_backward grid_sampler_2d_backward adaptive_avg_pool2d_backward "
+    "max_pool3d_with_indices_backward nll_loss2d ctc_loss_backward cumsum"
+)
 """Operators whose CUDA kernels add with atomics, or may (torch's documentation of its deterministic mode)."""
 
 
@@ -108,10 +94,10 @@ class Repeats:
     def _mode(self) -> None:
         if torch.are_deterministic_algorithms_enabled():
             return
-        fills = torch.utils.deterministic.fill_uninitialized_memory
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        fills = getattr(torch.utils.deterministic, _FILLS)
+        setattr(torch.utils.deterministic, _FILLS, False)
         torch.use_deterministic_algorithms(mode=True, warn_only=True)
-        self._stack.callback(setattr, torch.utils.deterministic, "fill_uninitialized_memory", fills)
+        self._stack.callback(setattr, torch.utils.deterministic, _FILLS, fills)
         self._stack.callback(partial(torch.use_deterministic_algorithms, mode=False))
         before = list(warnings.filters)
         warnings.filterwarnings("always", message=f".*{_MESSAGE.pattern[5:]}")
@@ -203,7 +189,7 @@ def _states() -> dict[str, tuple[Any, Any]]:
     return {
         "torch": (torch.initial_seed(), torch.get_rng_state().numpy().tobytes()),
         "random": (None, random.getstate()),
-        "numpy.random": (None, (numpy_state[1].tobytes(), *numpy_state[2:])),  # type: ignore[union-attr,index]
+        "numpy.random": (None, (numpy_state[1].tobytes(), *numpy_state[2:])),  # type: ignore[index]
     }
 
 
@@ -213,7 +199,7 @@ def _of_cuda(called: dict[str, int]) -> list[Reason]:
     found = [
         Reason(f"{op} adds with atomics on CUDA, in any order", "torch.use_deterministic_algorithms(True)")
         for op in called
-        if op.strip("_").startswith(tuple(_ATOMIC))
+        if op.strip("_").startswith(tuple(_ATOMIC.split()))
     ]
     if torch.backends.cudnn.benchmark:
         found.append(
@@ -240,7 +226,7 @@ def short(line: Line) -> str:
 def make_repeatable() -> None:
     """Set in this process what makes a script repeat its bits, where it sets nothing else; what only warns goes on."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    setattr(torch.utils.deterministic, _FILLS, False)
     torch.use_deterministic_algorithms(mode=True, warn_only=True)
     torch.backends.cudnn.benchmark = False
     torch.manual_seed(0)

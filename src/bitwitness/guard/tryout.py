@@ -55,6 +55,7 @@ class Tryout:
     def __init__(self, guards: AutoGuard, *, steps: int, deadline_s: float, last: Callable[[], int]) -> None:
         self.guards, self.repeats = guards, Repeats()
         self._steps, self._deadline, self._last = steps, deadline_s, last
+        self._met: dict[Guard, None] = {}
         self._optimized: Counter[int] = Counter()
         self._caught: Counter[int] = Counter()
         self._stack = ExitStack()
@@ -82,12 +83,18 @@ class Tryout:
     @property
     def tables(self) -> list[dict[str, Any]]:
         """The coverage of each model, that which was trained most first."""
-        tables = [guard.coverage() for guard in self.guards.entered if isinstance(guard, Guard)]
-        return sorted((table for table in tables if table), key=lambda table: -int(table["steps"]["held"]))
+        self._note_guards()
+        tables = [table for guard in self._met if (table := guard.coverage())]
+        trained = [table for table in tables if table["steps"]["held"]]
+        return sorted(trained or tables[-1:], key=lambda table: -int(table["steps"]["held"]))
+
+    def _note_guards(self) -> None:
+        self._met |= dict.fromkeys(guard for guard in self.guards.entered if isinstance(guard, Guard))
 
     def _stepped(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         self._optimized[id(optimizer)] += 1
-        judged = max((g.watch.steps_judged for g in self.guards.entered if g.watch is not None), default=0)
+        self._note_guards()
+        judged = max((g.watch.steps_judged for g in self._met if g.watch is not None), default=0)
         if judged < self._steps and max(self._optimized.values()) < _UNJUDGED * self._steps:
             return
         self.ended = True

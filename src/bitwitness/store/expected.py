@@ -104,8 +104,8 @@ class Fault:
 
 
 FAULTS = (
-    Fault("matrix product, forward", ("forward",), product=True),
-    Fault("matrix product, backward", ("backward",), product=True),
+    Fault("product, forward", ("forward",), product=True),
+    Fault("product, backward", ("backward",), product=True),
     Fault("attention", ("forward", "backward"), product=True),
     Fault("any other operator", ("forward", "backward")),
     Fault("activation's gradient", ("activation gradient",)),
