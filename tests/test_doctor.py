@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import textwrap
 from pathlib import Path
@@ -180,7 +181,6 @@ def test_what_keeps_bits_from_repeating_is_named_with_its_line(tmp_path: Path) -
 
 
 def test_the_process_is_put_right_after_it() -> None:
-    import random
     import warnings
 
     import torch
@@ -194,6 +194,16 @@ def test_the_process_is_put_right_after_it() -> None:
         assert torch.is_deterministic_algorithms_warn_only_enabled()
         assert state() != before
     assert state() == before
+
+
+def test_run_sets_what_makes_a_script_repeat_its_bits(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os, random, torch\n"
+        "print(torch.initial_seed(), random.random(), torch.is_deterministic_algorithms_warn_only_enabled())\n"
+        "print(torch.are_deterministic_algorithms_enabled(), os.environ['CUBLAS_WORKSPACE_CONFIG'])\n"
+    )
+    done = ranks.script(["-m", "bitwitness", "run", "--determinism", "train.py"], tmp_path)
+    assert done.stdout == f"0 {random.Random(0).random()} True\nTrue :4096:8\n", done.stderr
 
 
 def test_a_deadline_ends_what_makes_no_steps(tmp_path: Path) -> None:
@@ -237,6 +247,7 @@ def test_two_ranks_tell_of_their_collectives_once(tmp_path: Path) -> None:
     [
         (["--steps", "0", "train.py"], "--steps 0: expected at least 1 step"),
         (["--json", "train.py"], "--json train.py would write the answer over a script"),
+        (["--json", "train"], "--json train would write the answer over a script"),
         (["no.py"], "there is no script no.py"),
         (["--deadline", "0", "train.py"], "--deadline 0: expected seconds"),
     ],
@@ -251,8 +262,10 @@ def test_bad_input_is_named_and_nothing_is_written(
     from bitwitness.cli import main
 
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text("print()")
+    for name in ("train", "train.py"):
+        (tmp_path / name).write_text("print()")
     assert main(["doctor", *arguments]) == 2
     assert message in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
-    assert (tmp_path / "train.py").read_text() == "print()"
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(
+        ("train", "train.py"), "print()"
+    )

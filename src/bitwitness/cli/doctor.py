@@ -65,13 +65,19 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"--steps {args.steps}: expected at least 1 step; the default is {_STEPS}")
     if not args.deadline > 0:
         raise UsageError(f"--deadline {args.deadline:g}: expected seconds, more than 0")
-    if args.json not in (None, "-") and (args.json.endswith(".py") or (args.module and not args.command)):
+    if args.json not in (None, "-") and not args.command and _is_script(args):
         raise UsageError(
             f"--json {args.json} would write the answer over a script; say '--json - {Path(args.json).name}' to print JSON, or "
             "name the file: --json answer.json"
         )
     if not args.command and (args.module or args.config is not None):
         raise UsageError("-m and --config are of a script's run; name the SCRIPT")
+
+
+def _is_script(args: argparse.Namespace) -> bool:
+    """Tell whether what ``--json`` took for its file is rather the script: nothing else was named, and it is no JSON."""
+    path = Path(args.json)
+    return args.module or path.suffix == ".py" or (path.is_file() and path.read_bytes()[:1] not in (b"", b"{"))
 
 
 def _examine_script(args: argparse.Namespace) -> int:
@@ -89,7 +95,11 @@ def _examine_script(args: argparse.Namespace) -> int:
         """Tell what was found, on the first rank; return the exit code."""
         found = prognosis(tryout, code=state["code"], lines=[])
         if rank_here() == 0:
-            answer(args, lambda: found, lambda: print("\n".join(told(found, determinism=args.determinism))))
+            try:
+                answer(args, lambda: found, lambda: print("\n".join(told(found, determinism=args.determinism))))
+            except UsageError as error:
+                sys.stderr.write(f"bitwitness: --json: {error}\n")
+                return error.exit_code
         return exit_code(found)
 
     tryout = Tryout(AutoGuard(loaded.config, loaded.warnings), steps=args.steps, deadline_s=args.deadline, last=finish)

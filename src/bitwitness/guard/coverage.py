@@ -27,7 +27,7 @@ def coverage_table(watch: GuardWatch) -> dict[str, Any]:
         "local_gradients": reader.gradients.mode,
         "steps": {"training_forwards": root.forwards_seen, **_counted(watch), **_forwards(watch)},
         "outputs": {"outputs_seen": root.outputs_seen},
-        "sensors": {"off": sensors.off, "on": sensors.on, "self_tests": watch.self_tests},
+        "sensors": {"off": sensors.off, "on": sensors.on, "self_tests": watch.self_tests, "periods": sensors.periods},
         "suspicions": investigation.suspicions,
         "dismissed": investigation.dismissed,
         "left_open": investigation.left_open,

@@ -48,6 +48,8 @@ class Sensors:
         """Steps for which the history of just these parameters was too short to judge by."""
         self._config, self._root, self._ranks, self._clock = config, root, ranks, clock
         self._switches = Switches(root, reporter)
+        self.periods: dict[str, int] = {}
+        """Steps between two looks of a sensor that has a period of its own, by its name; others look on deep steps."""
         self.alone = False
         """Ask no other rank, for now."""
         self.nonfinite = NonfiniteSensor() if config.nonfinite.enabled else None
