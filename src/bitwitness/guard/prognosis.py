@@ -105,7 +105,8 @@ def _repeats(found: dict[str, Any]) -> list[str]:
         lines += _wrapped(f"  {where}{one['what']}; {one['to_do']}")
     if replayed.get("calibrations"):
         same = "with the same bits" if replayed["same_bits"] else "and came out otherwise"
-        lines += _wrapped(f"{replayed['calibrations']} of its steps were run again, {same}.")
+        count = replayed["calibrations"]
+        lines += _wrapped(f"{count} of its steps {'was' if count == 1 else 'were'} run again, {same}.")
     return lines
 
 
