@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if (code := flushed()) is not None:
                 return code
             raise done from None
-    if args.verb in _SCRIPTS:
+    if args.verb in _SCRIPTS or (args.verb == "doctor" and args.command):
         return _with_script(args)
     with shown_streams():
         return ended(lambda: _with_torch(args))

@@ -35,6 +35,11 @@ def add_parser(verbs: Any) -> None:
         help="look for NaN and Inf only, and name the operator that made the first (the same as: bitwitness trace)",
     )
     add_tracing_options(parser, "with --nonfinite: ")
+    parser.add_argument(
+        "--determinism",
+        action="store_true",
+        help="have it repeat its bits: deterministic kernels, seeds, cuBLAS's workspace; the script's own settings come after",
+    )
     add_ending(parser)
     add_script_arguments(parser)
     parser.set_defaults(main=main)
@@ -75,6 +80,10 @@ def watch(args: argparse.Namespace, overrides: dict[str, Any], *, traces: bool) 
         sys.stderr.write(f"bitwitness: {unusable(error)}. SCRIPT RUNS UNGUARDED\n")
         return unguarded(script)
 
+    if getattr(args, "determinism", False):
+        from bitwitness.guard.repeats import make_repeatable
+
+        make_repeatable()
     faults = declared_faults()
     guards = AutoGuard(loaded.config, loaded.warnings, make=NonfiniteTracer if traces else Guard)
     try:

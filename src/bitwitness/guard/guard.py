@@ -22,7 +22,7 @@ from bitwitness.guard.face import Face
 from bitwitness.guard.guardwatch import GuardWatch
 from bitwitness.guard.memory import learned, relearn
 from bitwitness.guard.roots import watched_roots
-from bitwitness.guard.selftest import prove
+from bitwitness.guard.selftest import failed, prove
 from bitwitness.ranks import Ranks
 from bitwitness.session.reporter import Reporter
 from bitwitness.session.session import Session
@@ -84,10 +84,12 @@ class Guard(Face):
             )
 
     def _make_watch(self, session: Session, ranks: Ranks, reporter: Reporter) -> GuardWatch:
-        for name, reason in (prove() if self.config.self_test else {}).items():
-            reporter.failure(f"self-test of {name}", RuntimeError(reason), 0)
         optimizers = self.optimizers or None
-        return GuardWatch(session, ranks, reporter, self.config, optimizers=optimizers, clock=self._clock)
+        watch = GuardWatch(session, ranks, reporter, self.config, optimizers=optimizers, clock=self._clock)
+        watch.self_tests = prove(watch.sensors.on) if self.config.self_test else {}
+        for name, reason in failed(watch.self_tests).items():
+            reporter.failure(f"self-test of {name}", RuntimeError(reason), 0)
+        return watch
 
     def _finish(self, *, broken_off: bool) -> None:
         if self.watch is not None:

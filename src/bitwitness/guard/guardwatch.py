@@ -28,6 +28,7 @@ from bitwitness.session.judging import CompleteStep
 from bitwitness.session.reporter import Reporter
 from bitwitness.session.session import Session
 from bitwitness.tap.moments import BackwardCall
+from bitwitness.tap.traffic import TrafficCount
 
 # Ranges change slowly, and few trainings have narrow dtypes that overflow: they are measured on some deep steps.
 _RANGES_EVERY = 4
@@ -62,6 +63,9 @@ class GuardWatch(Watch):
             unused=False,
         )
         super().__init__(session, ranks, reporter, config, wants=wants, deep=DeepSteps(config), optimizers=optimizers)
+        self.traffic = TrafficCount()
+        self.self_tests: dict[str, str] = {}
+        """What came of each sensor's self-test, by name; empty where none was made."""
         self.sensors = Sensors(config, self.reader.root, ranks, reporter, clock)
         self.investigation = Investigation(config, self.reader.root, self.reader.gradients, ranks, reporter)
         self.uneven = UnevenSteps(self.reader, ranks, reporter, self.deep, self._ask_nobody)
@@ -141,6 +145,7 @@ class GuardWatch(Watch):
         """Judge a step; return whether it was ordinary."""
         light, record = step.light, step.record
         assert light is not None  # noqa: S101 - `judge` has seen to it
+        self.traffic.note()
         deep = self.is_deep(record.number)
         if deep:
             self._mind_unused()

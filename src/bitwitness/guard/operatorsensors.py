@@ -11,6 +11,7 @@ from bitwitness.capture.light import LightStep
 from bitwitness.capture.root import RootTap
 from bitwitness.capture.step import StepRecord
 from bitwitness.finding import Finding
+from bitwitness.guard.census import Census
 from bitwitness.nonfinite.approach import ApproachSensor
 from bitwitness.replay.run import Replayer, ReplayError
 from bitwitness.sense.checksum import ChecksumSensor
@@ -73,6 +74,7 @@ class OperatorSensors:
         self, root: RootTap, switches: Switches, *, checksum: ChecksumSensor | None, approach: ApproachSensor | None
     ) -> None:
         self.checksum, self.approach = checksum, approach
+        self.census = Census()
         self._switches = switches
         self._active: dict[str, ChecksumSensor | ApproachSensor] = {}
         self._tracker = ModuleTracker()
@@ -109,7 +111,7 @@ class OperatorSensors:
         }
 
     def _tap(self) -> OperatorTap:
-        return OperatorTap(self._tracker, self._checked, self._wanted)
+        return OperatorTap(self._tracker, self._checked, self._wanted, census=self.census)
 
     def _wanted(self, func: Any) -> bool:
         return any(sensor.select(func) for sensor in self._active.values())

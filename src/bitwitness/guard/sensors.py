@@ -48,6 +48,8 @@ class Sensors:
         """Steps for which the history of just these parameters was too short to judge by."""
         self._config, self._root, self._ranks, self._clock = config, root, ranks, clock
         self._switches = Switches(root, reporter)
+        self.periods: dict[str, int] = {}
+        """Steps between two looks of a sensor that has a period of its own, by its name; others look on deep steps."""
         self.alone = False
         """Ask no other rank, for now."""
         self.nonfinite = NonfiniteSensor() if config.nonfinite.enabled else None
@@ -88,6 +90,21 @@ class Sensors:
     def off(self) -> dict[str, str]:
         """Sensors that turned themselves off, and why."""
         return dict(self._switches.off)
+
+    @property
+    def on(self) -> list[str]:
+        """The names of the sensors that look at this training, by which their self-tests are found."""
+        operators, several = self.operators, self._ranks.size > 1
+        there = {
+            "nonfinite": self.nonfinite,
+            "trend": self.trend,
+            "peers": self.peers,
+            "feature": self._config.feature.schemes or None,
+            "checksum": operators.checksum,
+            "approach": operators.approach,
+            "replicas": (several and not self._root.sharding.fsdp2) or None,
+        }
+        return [name for name, sensor in there.items() if sensor is not None and name not in self.off]
 
     def look(self, light: LightStep, *, deep: bool, scale: float) -> list[Finding]:
         """Ask every sensor about this step. Collective, by what `peers` and the strike rule exchange.

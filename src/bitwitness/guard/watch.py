@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -70,6 +71,8 @@ class Watch(StepJudge):
         self._ended_before = self._missed = 0
         self.late = 0
         """Steps in which the model was trained before it was found, at least."""
+        self.forwards: Counter[Kind] = Counter()
+        """Calls of the model, by what they were for."""
         self.inherited = False
         """Whether this is a forked child, whose parent it is that watches."""
 
@@ -98,7 +101,8 @@ class Watch(StepJudge):
 
     @contextmanager
     def around_forward(self, forward: Forward) -> Iterator[None]:
-        """Look at the operators of a training forward, on a deep step."""
+        """Count a forward; look at the operators of a training forward, on a deep step."""
+        self.forwards[forward.kind] += 1
         with self._deep_tap("capture") if forward.kind is Kind.TRAINING else nullcontext():
             yield
 

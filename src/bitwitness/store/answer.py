@@ -13,6 +13,8 @@ from bitwitness.files.shown import shown
 from bitwitness.finding import Finding
 from bitwitness.store.alerted import answer_watched, ended_early, place_of, rule_of
 from bitwitness.store.beside import runs_beside
+from bitwitness.store.covered import expected_json, not_protected, tables_of
+from bitwitness.store.covered import lines_of as lines_of_tables
 from bitwitness.store.folder import Run
 from bitwitness.store.health import Health, health_of, worst_of
 from bitwitness.store.life import Life, life_of
@@ -193,7 +195,7 @@ class Answer:
         lines += [f"… and {len(alerts) - _TOLD} more alerts, in rank*/events.jsonl"] if len(alerts) > _TOLD else []
         lines += health.details
         for table in self.tables[:1]:  # of the first rank: what it costs and what it cannot check are alike
-            lines += told_of(table)
+            lines += [*lines_of_tables(tables_of(table)), *told_of(table)]
         lines += [f"not covered: {gap}" for gap in health.gaps]
         return lines + tell_verdicts([verdict.to_event() for verdict in self.verdicts])
 
@@ -211,6 +213,10 @@ class Answer:
             "not_covered": health.gaps,
             "verdicts": [verdict.to_event() for verdict in self.verdicts],
             "coverage": self.tables,
+            "not_protected": not_protected(guarded[0])
+            if (guarded := [t for t in self.tables if "parameters" in t])
+            else None,
+            "expected_steps": expected_json(guarded[0]) if guarded else None,
             "watched": None if self.watched is None else self.watched.to_dict(),
         }
 
