@@ -1,4 +1,4 @@
-"""A training that somebody watches from outside: rank 2 computes wrongly from step 6 on; it goes on until it is told to end."""
+"""A training that somebody watches from outside: rank 2 computes steps 6 and 7 wrongly; it goes on until it is told to end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bitwitness.testing import FaultyDevice, contained, from_mapping
 FAULT = {
     "site": "layers.1.mlp.up/addmm:forward",
     "rank": 2,
-    "from_step": 6,
+    "steps": [6, 7],
     "element": 5,
     "pattern": "column",
     "kind": "multiply",
