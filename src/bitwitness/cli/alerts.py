@@ -12,6 +12,7 @@ from bitwitness.cli.options import add_json, add_quiet, answer
 from bitwitness.errors import UsageError
 
 if TYPE_CHECKING:
+    from bitwitness.store.folder import Run
     from bitwitness.store.warned import Clearance, Warned
 
 RULES = Path(__file__).parents[1] / "respond" / "alerts" / "bitwitness.rules.yml"
@@ -57,22 +58,22 @@ def clear_devices(args: argparse.Namespace) -> int:
 
     run = Run(args.run)
     path = Path(run.path).resolve()
+    from bitwitness.files.shown import shown
+
     cleared, problems = read_clearances(path)
     known = warned_of(run.verdicts(), cleared)
     if args.device is not None:
         known = _named(known, args.device, args.run)
     on = [one for one in known if one.on]
     done = clear(path, on, args.reason) if on else []
-    untold = _tell(run, path, on, done) if on else []
-    from bitwitness.files.shown import shown
-
+    told = _tell(run, path, on, done, whole=args.device is None)
     lines = [
         f"device {shown(str(one.device))} (rank {one.rank}): cleared at {how.time}"
         for one, how in zip(on, done, strict=True)
     ]
     lines += ["no device reads Warning; nothing was changed"] if not on else []
-    lines += [f"not told: {why}" for why in untold] + [f"not read: {shown(one)}" for one in (*run.problems, *problems)]
-    found = {"cleared": [one.to_dict() for one in on], "not_told": untold, "run": str(path)}
+    lines += [*told, *(f"not read: {shown(one)}" for one in (*run.problems, *problems))]
+    found = {"cleared": [one.to_dict() for one in on], "told": told, "run": str(path)}
     answer(args, lambda: found, lambda: print("\n".join(lines)))
     return 0
 
@@ -94,10 +95,10 @@ def _named(known: list[Warned], device: str, run: str) -> list[Warned]:
     return found
 
 
-def _tell(run: Any, path: Path, on: list[Warned], done: list[Clearance]) -> list[str]:
-    """Tell whoever the run told of its verdicts, and take text files away that a run left; return who was not reached."""
+def _tell(run: Run, path: Path, on: list[Warned], done: list[Clearance], *, whole: bool) -> list[str]:
+    """Tell whoever the run told of its verdicts, and take text files away that it left; return what was done."""
     from bitwitness.config import AlertsConfig
-    from bitwitness.respond.alerts.clearing import tell_of
+    from bitwitness.respond.alerts.clearing import remove_files, tell_of
     from bitwitness.store.life import life_of
 
     section: dict[str, Any] = {}
@@ -106,8 +107,9 @@ def _tell(run: Any, path: Path, on: list[Warned], done: list[Clearance]) -> list
     try:
         config = AlertsConfig(**section)
     except (TypeError, UsageError) as error:
-        return [f"the run's [alerts] are not understood: {error}"]
+        return [f"not told: the run's [alerts] are not understood: {error}"]
     lives = False
     with suppress(UsageError):
         lives = life_of(run.description).state == "running"
-    return tell_of(config, path, list(zip(on, done, strict=True)), lives=lives)
+    told = tell_of(config, path, list(zip(on, done, strict=True)))
+    return told if lives else told + remove_files(config, path, None if whole else [one.rank for one in on])

@@ -78,7 +78,7 @@ class Alerting:
             suspicions=investigation.suspicions,
             dismissed=investigation.dismissed,
             verdicts=dict(self._told),
-            warning=self._warnings > self._clearances.of(self._ranks.in_job),
+            warning=self._warns,
             cost=watch.own_seconds / taken if taken > 0 else None,
             covered=self._covered(),
             step_ended=watch.last_ended,
@@ -106,7 +106,11 @@ class Alerting:
             self._outlet.flush(self._watch.reporter.aside)
 
     def close(self) -> None:
-        """Tell no more; the text file stays where a Warning is in it."""
+        """Tell no more; the text file stays where it has a Warning or a lost rank in it, until that is cleared."""
         if not self._watch.inherited:
             self._watch.reporter.also = None
-            self._leave(self._warnings > self._clearances.of(self._ranks.in_job))
+            self._leave(self._warns or self._lost > 0)
+
+    @property
+    def _warns(self) -> bool:
+        return self._warnings > self._clearances.of(self._ranks.in_job)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from zlib import crc32
 
-from bitwitness.errors import UsageError
 from bitwitness.files.shown import shown
 from bitwitness.files.writing import write_text
 from bitwitness.respond.alerts.metrics import CONTENT_TYPE, Source, text_of
@@ -23,6 +22,11 @@ from bitwitness.respond.alerts.serving import PageServer
 _EVERY_S = 10.0  # between two text files; node_exporter itself is scraped every 15 or 60 s
 _FORK_WAITS_S = 0.5
 _MODE = 0o644  # node_exporter runs as another user
+
+
+def prefix_of(run: str) -> str:
+    """Return how the names of a run's text files begin."""
+    return f"bitwitness-{crc32(run.encode(errors='surrogateescape')):08x}-rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,7 @@ class Key:
     @property
     def file(self) -> str:
         """The name of its text file; node_exporter reads what ends in ``.prom``."""
-        return f"bitwitness-{crc32(self.run.encode(errors='surrogateescape')):08x}-rank{self.rank:05d}.prom"
+        return f"{prefix_of(self.run)}{self.rank:05d}.prom"
 
 
 class Exposure:
@@ -63,7 +67,6 @@ class Exposure:
         self._stop = threading.Event()
         if address is not None:
             self._serve(*address)
-        self.after_fork_here()
 
     def _serve(self, host: str, port: int) -> None:
         try:
@@ -75,13 +78,17 @@ class Exposure:
     def join(self, key: Key, source: Source) -> None:
         """Show a source's numbers from now on."""
         self._sources[key] = source
+        self.after_fork_here()
 
     def leave(self, key: Key, *, keep: bool) -> bool:
         """Show a source no more; ``keep`` leaves its text file, as it is now. Return whether others are left."""
         source = self._sources.get(key)
         if source is not None and self._folder is not None and os.getpid() == self._owner:
-            with suppress(OSError):
-                self._write(key, source) if keep else (self._folder / key.file).unlink(missing_ok=True)
+            if keep:
+                self._write(key, source)
+            else:
+                with suppress(OSError):
+                    (self._folder / key.file).unlink(missing_ok=True)
         self._sources.pop(key, None)
         return bool(self._sources)
 
@@ -118,7 +125,8 @@ class Exposure:
 
     def after_fork_here(self) -> None:
         """Go on, in the process that forked."""
-        if os.getpid() != self._owner or (self._server is None and self._folder is None):
+        idle = not self._sources or (self._server is None and self._folder is None)
+        if os.getpid() != self._owner or idle:
             return
         if self._thread is not None and self._thread.is_alive():
             self._stop.clear()
@@ -128,6 +136,14 @@ class Exposure:
         self._thread.start()
 
     def _run(self, stop: threading.Event) -> None:
+        try:
+            self._show(stop)
+        except Exception as error:
+            self._tell(
+                f"metrics are shown no more ({type(error).__name__}: {shown(error)}); the training goes on without"
+            )
+
+    def _show(self, stop: threading.Event) -> None:
         due = time.monotonic()
         while not stop.is_set():
             server = self._server
@@ -149,7 +165,7 @@ class Exposure:
             return
         try:
             write_text(folder / key.file, text_of([source]).decode(), _MODE)
-        except (UsageError, OSError) as error:
+        except Exception as error:
             self._tell(
                 f"no metrics are written into {shown(folder)}: {shown(error)}; the training goes on without them"
             )
