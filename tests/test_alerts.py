@@ -222,10 +222,11 @@ def test_rude_clients_hold_up_nobody() -> None:
             one.close()
 
 
-def test_a_file_of_a_convicted_device_stays_until_it_is_cleared(tmp_path) -> None:
+def test_a_file_of_a_convicted_device_stays_until_it_is_cleared(tmp_path, capsys) -> None:
     prom, run = tmp_path / "prom", tmp_path / "run"
     prom.mkdir()
     train(alerts={"prometheus_textfile": str(prom)}, out=run, verdicts=(convicted(),))
+    assert "no metrics" not in capsys.readouterr().err
     (file,) = prom.iterdir()
     assert file.suffix == ".prom"
     assert file.stat().st_mode & 0o044 == 0o044, "node_exporter is another user"

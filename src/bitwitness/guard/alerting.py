@@ -11,10 +11,10 @@ from bitwitness.config import AlertsConfig
 from bitwitness.device import this_device
 from bitwitness.finding import Event, Note, Verdict
 from bitwitness.guard.guardwatch import GuardWatch
-from bitwitness.respond.alerts import outlet
 from bitwitness.respond.alerts.events import verdict_event
 from bitwitness.respond.alerts.exposure import Key
-from bitwitness.respond.alerts.metrics import Labels, Numbers
+from bitwitness.respond.alerts.metrics import Labels, Numbers, Row
+from bitwitness.respond.alerts.outlet import Outlet, join
 from bitwitness.store.warned import Clearances
 
 
@@ -47,7 +47,7 @@ class Alerting:
         key = Key(self._run or f"{os.getpid()}.{id(self)}", self._ranks.in_job)
         local = os.environ.get("LOCAL_RANK", "")
         local_rank = int(local) if local.isdecimal() and len(local) < 6 else 0
-        self._outlet, self._leave = outlet.join(config, local_rank, key, self.numbers, reporter.aside)
+        self._outlet, self._leave = join(config, local_rank, key, self.numbers, reporter.aside)
         reporter.also = self.heard
 
     def heard(self, event: Event) -> None:
@@ -66,8 +66,8 @@ class Alerting:
         event = verdict_event(verdict, self._ranks.in_job, self._device if accused else None, self._run)
         self._outlet.put(event)
 
-    def numbers(self) -> tuple[Labels, Numbers]:
-        """Return this rank's numbers; in whatever thread asks."""
+    def numbers(self, told: Outlet) -> Row:
+        """Return this rank's numbers; in whatever thread asks, which may be before this object is whole."""
         watch, device = self._watch, self._device
         investigation = watch.investigation
         taken = self._now() - self._began
@@ -84,7 +84,7 @@ class Alerting:
             step_ended=watch.last_ended,
             step_seconds=watch.last_took,
             lost=self._lost,
-            undelivered=self._outlet.undelivered,
+            undelivered=told.undelivered,
         )
 
     def _covered(self) -> dict[str, float]:

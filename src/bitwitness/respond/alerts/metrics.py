@@ -69,7 +69,8 @@ class Numbers:
     undelivered: int = 0
 
 
-Source = Callable[[], tuple[Labels, Numbers]]
+Row = tuple[Labels, Numbers]
+Source = Callable[[], Row]
 _Value = Callable[[Numbers], float | None]
 _COUNTERS: tuple[tuple[str, str, _Value], ...] = (
     ("steps", "steps whose gradients were judged", lambda n: n.steps),
@@ -116,7 +117,7 @@ def text_of(sources: Iterable[Source]) -> bytes:
 class _Collected:
     """Shows rows as `prometheus_client` wants them."""
 
-    def __init__(self, rows: list[tuple[Labels, Numbers]]) -> None:
+    def __init__(self, rows: list[Row]) -> None:
         self._rows = rows
 
     def collect(self) -> Iterator[Any]:

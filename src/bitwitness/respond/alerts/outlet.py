@@ -13,7 +13,7 @@ from bitwitness.config import AlertsConfig
 from bitwitness.config.addresses import host_and_port
 from bitwitness.respond.alerts.delivery import Delivery
 from bitwitness.respond.alerts.exposure import Exposure, Key
-from bitwitness.respond.alerts.metrics import Source
+from bitwitness.respond.alerts.metrics import Row, Source
 from bitwitness.respond.alerts.targets import HttpAddress, Stderr, Syslog, Target, UnixSocket
 from bitwitness.session.forked import inert_in_children, still_while_forking
 
@@ -90,13 +90,13 @@ _LOCK = threading.Lock()
 
 
 def join(
-    config: AlertsConfig, local_rank: int, key: Key, source: Source, say: Callable[[str], None]
+    config: AlertsConfig, local_rank: int, key: Key, numbers: Callable[[Outlet], Row], say: Callable[[str], None]
 ) -> tuple[Outlet, Callable[[bool], None]]:
-    """Return this process's outlet, which shows ``source`` from now on, and what leaves it (``keep`` its text file)."""
+    """Return this process's outlet, which shows ``numbers`` from now on, and what leaves it (``keep`` its text file)."""
     place = os.getpid(), config, local_rank
     with _LOCK:
         outlet = _OPEN.get(place) or _OPEN.setdefault(place, Outlet(config, local_rank, say))
-        outlet.join(key, source)
+        outlet.join(key, partial(numbers, outlet))
     return outlet, partial(_leave, place, outlet, key, say)
 
 
