@@ -31,8 +31,10 @@ from bitwitness.respond.alerts.targets import HttpAddress, Syslog, UnixSocket
 from bitwitness.store.warned import read_clearances
 
 
-def convicted(step: int = 2, cause: Cause = Cause.PERSISTENT_HARDWARE) -> Verdict:
-    return Verdict(cause, step, (0,), (this_device("cpu"),), Action.REPORTED, "wrong every time", fault_code="80818C00")
+def convicted(step: int = 2, cause: str = "persistent_hardware", code: str | None = "80818C00") -> Verdict:
+    return Verdict(
+        Cause(cause), step, (0,), (this_device("cpu"),), Action.REPORTED, "wrong every time", fault_code=code
+    )
 
 
 def train(steps: int = 3, verdicts: tuple[Verdict, ...] = (), **settings) -> tuple[list[torch.Tensor], Guard, float]:
@@ -233,6 +235,25 @@ def test_a_file_of_a_convicted_device_stays_until_it_is_cleared(tmp_path, capsys
     assert values(file.read_text())["bitwitness_device_status"] == 1.0
     assert main(["alerts", "clear", str(run), "-q"]) == 0
     assert list(prom.iterdir()) == []
+
+
+def test_a_terminated_training_delivers_its_events_and_takes_its_file_away(tmp_path) -> None:
+    (tmp_path / "prom").mkdir()
+    (tmp_path / "job.py").write_text(
+        f"import os, signal, sys, time; sys.path.append({str(Path(__file__).parent)!r})\n"
+        "from small_training import Training; from test_alerts import convicted; from bitwitness import Guard\n"
+        "t, alerts = Training(), {'prometheus_textfile': 'prom', 'health_socket': 'h'}\n"
+        "with Guard(t.net, t.optimizer, alerts=alerts, self_test=False) as guard:\n"
+        "    t.step(); time.sleep(0.5); print(os.listdir('prom'), flush=True)\n"
+        "    guard.reporter.verdict(convicted(cause='data', code=None), speak=False)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)\n"
+    )
+    with at_socket(tmp_path / "h", takes) as to:
+        done = script([str(tmp_path / "job.py")], tmp_path)
+        assert [event["event_type"] for event in to.wait(1)] == ["notice"]
+    assert done.returncode == -15, done.stderr
+    assert ".prom" in done.stdout
+    assert list((tmp_path / "prom").iterdir()) == []
 
 
 def test_a_folder_for_files_that_is_not_there_is_said_once(tmp_path, capsys) -> None:

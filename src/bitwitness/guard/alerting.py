@@ -100,13 +100,11 @@ class Alerting:
                 shares["flops"] = float(seen["share_checked"])
         return shares
 
-    def flush(self) -> None:
-        """Wait for who takes events, where the process is about to be ended."""
-        if not self._watch.inherited:
-            self._outlet.flush(self._watch.reporter.aside)
-
     def close(self) -> None:
-        """Tell no more; the text file stays where it has a Warning or a lost rank in it, until that is cleared."""
+        """Tell no more, once what is under way was taken or took too long.
+
+        The text file stays where it has a Warning or a lost rank in it, until that is cleared.
+        """
         if not self._watch.inherited:
             self._watch.reporter.also = None
             self._leave(self._warns or self._lost > 0)

@@ -109,7 +109,7 @@ class Guard(Face):
     def _last_words(self) -> None:
         super()._last_words()
         if self._alerting is not None:
-            self._alerting.flush()
+            self._alerting.close()
 
     def _finish(self, *, broken_off: bool) -> None:
         if self.watch is not None:

@@ -59,7 +59,7 @@ class Exposure:
     def __init__(self, address: tuple[str, int] | None, folder: str | None, say: Callable[[str], None]) -> None:
         self._say = say
         self._sources: dict[Key, Source] = {}
-        self._folder = None if folder is None else Path(folder)
+        self._folder = None if folder is None else Path(os.path.abspath(folder))  # a script may change its directory
         self._said: set[str] = set()
         self._owner = os.getpid()
         self._server: PageServer | None = None
