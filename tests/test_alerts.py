@@ -18,12 +18,11 @@ from ranks import script
 from receivers import answers, at_port, at_socket, closes, hangs, takes
 from small_training import Training
 
-from bitwitness import Guard
+from bitwitness import Cause, ConfigError, Guard, Run, UsageError, Verdict
 from bitwitness.cli import main
 from bitwitness.config import AlertsConfig, load_config
 from bitwitness.device import this_device
-from bitwitness.errors import ConfigError, UsageError
-from bitwitness.finding import Action, Cause, Device, Verdict
+from bitwitness.finding import Action, Device
 from bitwitness.respond.alerts.delivery import Delivery
 from bitwitness.respond.alerts.events import npu_name, verdict_event
 from bitwitness.respond.alerts.serving import PageServer
@@ -450,7 +449,6 @@ def test_clearances_at_the_same_time_are_all_kept_in_order(tmp_path) -> None:
     train(out=run, verdicts=(convicted(),))
     verdicts = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     assert verdicts
-    from bitwitness.store.folder import Run
     from bitwitness.store.warned import clear, warned_of
 
     known = warned_of(Run(run).verdicts(), [])
