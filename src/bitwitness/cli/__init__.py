@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bitwitness.cli import (
+    alerts,
     ascend,
     compare,
     completion,
@@ -74,6 +75,7 @@ def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     for verb in (
         run,
         status,
+        alerts,
         report,
         trace,
         record,

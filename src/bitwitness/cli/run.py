@@ -63,10 +63,12 @@ def main(args: argparse.Namespace) -> int:
 def watch(args: argparse.Namespace, overrides: dict[str, Any], *, traces: bool) -> int:
     """Check what was asked for before torch is imported, then run the script; return the exit code."""
     from bitwitness.config import load_config
+    from bitwitness.respond.alerts.metrics import check as check_alerts
 
     script = Script.of(args)
     overrides = {**overrides, "out": args.out, "quiet": args.quiet or None}
     loaded = load_config(args.config, {key: value for key, value in overrides.items() if value is not None})
+    check_alerts(loaded.config.alerts)
     check_ending(args, loaded.config.out)
     check_out(loaded.config.out, args)
     try:

@@ -7,6 +7,7 @@ from bitwitness.config.dumpconfig import DumpConfig, NPURunConfig
 from bitwitness.config.load import Loaded, load_config
 from bitwitness.config.schema import (
     TRACER_SETTINGS,
+    AlertsConfig,
     ChecksumConfig,
     Config,
     FeatureConfig,
@@ -21,6 +22,7 @@ from bitwitness.config.schema import (
 
 __all__ = [
     "TRACER_SETTINGS",
+    "AlertsConfig",
     "ChecksumConfig",
     "Config",
     "DumpConfig",

@@ -8,6 +8,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, Literal, get_type_hints
 
+from bitwitness.config.addresses import wrong_address
 from bitwitness.config.values import SettingType
 from bitwitness.errors import ConfigError
 from bitwitness.files.shown import quoted
@@ -15,6 +16,7 @@ from bitwitness.files.shown import quoted
 Act = Literal["observe", "protect", "stop"]
 OverflowMode = Literal["compute", "accumulate", "all", "aicore_overflow", "atomic_overflow"]
 Scheme = Literal["v1", "v2", "v3", "combined"]
+LogTarget = Literal["stderr", "syslog"]
 
 
 def _number(default: Any, *, minimum: float, above: bool = False) -> Any:
@@ -177,6 +179,29 @@ class StrikesConfig(_Validated):
 
 
 @dataclass(frozen=True)
+class AlertsConfig(_Validated):
+    """Who is told besides the run folder; nobody by default.
+
+    ``prometheus``: ``HOST:PORT`` of the metrics, the local rank added to the port; ``prometheus_textfile``: the folder that
+    node_exporter's collector reads. ``health_socket``, ``health_url``: a Unix socket, an HTTP address that are told of each
+    verdict; ``log``: where a line of JSON for each goes.
+    """
+
+    prometheus: str | None = None
+    prometheus_textfile: str | None = None
+    health_socket: str | None = None
+    health_url: str | None = None
+    log: tuple[LogTarget, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("prometheus", "prometheus_textfile", "health_socket", "health_url"):
+            value = getattr(self, name)
+            if value is not None and (expected := wrong_address(name, value)):
+                raise ConfigError(f"alerts.{name} = {quoted(value)}: expected {expected}")
+
+
+@dataclass(frozen=True)
 class Config(_Validated):
     """Everything that can be set.
 
@@ -212,6 +237,7 @@ class Config(_Validated):
     checksum: ChecksumConfig = field(default_factory=ChecksumConfig)
     feature: FeatureConfig = field(default_factory=FeatureConfig)
     strikes: StrikesConfig = field(default_factory=StrikesConfig)
+    alerts: AlertsConfig = field(default_factory=AlertsConfig)
 
 
 def kinds_of(schema: type[Any]) -> dict[str, SettingType]:

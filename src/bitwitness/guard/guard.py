@@ -17,6 +17,7 @@ from torch.optim.optimizer import Optimizer
 from bitwitness.config import Config
 from bitwitness.errors import UsageError
 from bitwitness.finding import Event, Finding, Verdict
+from bitwitness.guard.alerting import Alerting
 from bitwitness.guard.coverage import coverage_table
 from bitwitness.guard.face import Face
 from bitwitness.guard.guardwatch import GuardWatch
@@ -24,6 +25,8 @@ from bitwitness.guard.memory import learned, relearn
 from bitwitness.guard.roots import watched_roots
 from bitwitness.guard.selftest import failed, prove
 from bitwitness.ranks import Ranks
+from bitwitness.respond.alerts.metrics import check
+from bitwitness.respond.alerts.outlet import on
 from bitwitness.session.reporter import Reporter
 from bitwitness.session.session import Session
 from bitwitness.tap.modules import unwrap
@@ -72,8 +75,10 @@ class Guard(Face):
         **overrides: Any,
     ) -> None:
         super().__init__(model, optimizer, out=out, config=config, on_event=on_event, overrides=overrides)
+        check(self.config.alerts)
         self._clock = clock
         self.watch: GuardWatch | None = None
+        self._alerting: Alerting | None = None
 
     def _refuse(self) -> None:
         super()._refuse()
@@ -90,6 +95,23 @@ class Guard(Face):
         for name, reason in failed(watch.self_tests).items():
             reporter.failure(f"self-test of {name}", RuntimeError(reason), 0)
         return watch
+
+    def _begin(self, session: Session) -> None:
+        super()._begin(session)
+        if not on(self.config.alerts) or self.reporter is None:
+            return
+        try:
+            self._alerting = alerting = Alerting(
+                self.config.alerts, self._on(), None if self._writer is None else self._writer.path
+            )
+            self._stack.callback(alerting.close)
+        except Exception as error:
+            self.reporter.failure("alerts", error, session.step)
+
+    def _last_words(self) -> None:
+        super()._last_words()
+        if self._alerting is not None:
+            self._alerting.close()
 
     def _finish(self, *, broken_off: bool) -> None:
         if self.watch is not None:

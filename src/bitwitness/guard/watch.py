@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -63,6 +64,10 @@ class Watch(StepJudge):
         self.judged_times = 0
         self.steps_judged = 0
         self._last_judged: int | None = None
+        self.last_ended: float | None = None
+        """Unix time at which the last step was judged."""
+        self.last_took: float | None = None
+        """Seconds from the one before to it."""
         self.description = Description(reporter)
         self.reader = StepReader.of(self, session, ranks, optimizers)
         self._own_before = 0.0
@@ -231,6 +236,8 @@ class Watch(StepJudge):
         if self._last_judged != self.session.step:
             self._last_judged = self.session.step
             self.steps_judged += 1
+            now = time.time()
+            self.last_took, self.last_ended = None if self.last_ended is None else now - self.last_ended, now
 
     def failed(self, moment: str, error: Exception) -> None:
         """Say an error of our own once."""

@@ -21,6 +21,7 @@ from bitwitness.store.life import Life, life_of
 from bitwitness.store.reader import absent_ranks, ranks_there
 from bitwitness.store.told import told_of
 from bitwitness.store.verdicts import tell_verdicts
+from bitwitness.store.warned import read_clearances, warned_of
 from bitwitness.store.watched import Watched, watched_in
 from bitwitness.version import __version__
 
@@ -92,6 +93,8 @@ def lines_of(one: Answer, run: str, *, whole: bool, named: bool) -> list[str]:
     """Return what is printed of one run; where a process has several models, each has a folder, and is named by it."""
     with understood(one.path):
         lines = one.story() if whole else one.health.lines(f"bitwitness status -v {run}")
+        lines += [device.line() for device in one.warned[:_TOLD]]
+        lines += [f"… and {len(one.warned) - _TOLD} more devices"] if len(one.warned) > _TOLD else []
     return [f"{shown(one.path.name)}: {lines[0]}", *lines[1:]] if named else lines
 
 
@@ -106,6 +109,8 @@ class Answer:
         Whether it lives or how it ended; healthy or not.
     verdicts, tables
         What was concluded; what each instrument on each rank covered.
+    warned
+        The devices that were convicted, and whether they read Warning still.
     recorded
         What was recorded, in words; empty where nothing was.
     watched
@@ -119,6 +124,8 @@ class Answer:
         self._notes = [note for note in notes if note.message == "coverage"]
         self.verdicts = run.verdicts()
         self.path = Path(run.path)
+        cleared, damaged = read_clearances(self.path)
+        self.warned = warned_of(self.verdicts, cleared)
         self.description = description = _description(run)
         findings = run.findings()
         self.watched: Watched | None
@@ -131,6 +138,7 @@ class Answer:
         problems = [
             *run.problems,
             *unread,
+            *damaged,
             *absent_ranks(description, ranks_there(run.path)),
             *missing,
             *_not_written(run, description),
@@ -212,6 +220,7 @@ class Answer:
             "compared": None,
             "not_covered": health.gaps,
             "verdicts": [verdict.to_event() for verdict in self.verdicts],
+            "devices": [device.to_dict() for device in self.warned],
             "coverage": self.tables,
             "not_protected": not_protected(guarded[0])
             if (guarded := [t for t in self.tables if "parameters" in t])
