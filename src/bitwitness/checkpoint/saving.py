@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import threading
-import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.stateful import Stateful
 
 from bitwitness.checkpoint.contents import Contents, contents_of, hashes_in, named
 from bitwitness.checkpoint.group import Together, together
@@ -26,6 +29,7 @@ from bitwitness.files.reading import listed
 from bitwitness.files.shown import quoted, shown
 from bitwitness.files.writing import sync_folder
 from bitwitness.store.dcp import METADATA
+from bitwitness.tap.compat import save_alone
 
 
 class Saving:
@@ -145,22 +149,28 @@ class _Save:
         self._part.mkdir()
 
     def write(self, state_dict: dict[str, Any]) -> None:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save(state_dict, **self._arguments())
+        """Write this rank's part."""
+        if self._ranks.group is None:
+            self._write_alone(unfolded(state_dict))
+        else:
+            dcp.save(state_dict, **self._arguments(), process_group=self._ranks.group)
 
     def write_later(self, state_dict: dict[str, Any]) -> Callable[[], object]:
         """Copy the state, begin to write; return what waits for that to end."""
         try:
-            answer = dcp.async_save(state_dict, **self._arguments())
+            if self._ranks.group is None:
+                copied = on_host(unfolded(state_dict))
+                return partial(self._write_alone, copied)
+            answer = dcp.async_save(state_dict, **self._arguments(), process_group=self._ranks.group)
         except Exception as error:  # told where all ranks come together
-            return _raising(error)
+            return partial(_again, error)
         return getattr(answer, "upload_completion", answer).result  # type: ignore[no-any-return]
 
+    def _write_alone(self, state_dict: dict[str, Any]) -> None:
+        save_alone(state_dict, **self._arguments())
+
     def _arguments(self) -> dict[str, Any]:
-        writer = dcp.FileSystemWriter(self._part, sync_files=True)
-        group = self._ranks.group
-        return {"storage_writer": writer, "planner": self._planner, "process_group": group, "no_dist": group is None}
+        return {"storage_writer": dcp.FileSystemWriter(self._part, sync_files=True), "planner": self._planner}
 
     def finish(self, written: Callable[[], object]) -> Path:
         """Wait until it is written; seal it, and give it its name. Collective."""
@@ -242,8 +252,21 @@ def _nothing() -> None:
     return None
 
 
-def _raising(error: BaseException) -> Callable[[], object]:
-    def again() -> object:
-        raise error
+def _again(error: BaseException) -> None:
+    raise error
 
-    return again
+
+def unfolded(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a state with what objects say of themselves in their place, as torch DCP does."""
+    return {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state_dict.items()}
+
+
+def on_host(value: Any) -> Any:
+    """Return a copy of tensors and of the containers that they are in, on the host; of plain values themselves."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: on_host(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [on_host(one) for one in value]
+    return tuple(map(on_host, value)) if type(value) is tuple else copy.deepcopy(value)

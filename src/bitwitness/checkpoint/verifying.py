@@ -11,7 +11,7 @@ from typing import Any
 
 from bitwitness.checkpoint.contents import Contents, TensorHashes, contents_of, hashes_in, named
 from bitwitness.checkpoint.filehash import hash_file
-from bitwitness.checkpoint.manifest import Manifest, SealedFile, read_manifest
+from bitwitness.checkpoint.manifest import Manifest, SealedFile, read_manifest, seal_of
 from bitwitness.errors import UnreadError, UsageError
 from bitwitness.files.shown import shown
 
@@ -107,14 +107,19 @@ def verify(path: str | os.PathLike[str], *, share: tuple[int, int] = (0, 1)) -> 
     Raises
     ------
     UsageError
-        If there is no such checkpoint, or no seal.
+        If there is no such checkpoint.
     UnreadError
-        If the seal is damaged: nothing can be said of the checkpoint.
+        If it has no seal, or a damaged one: nothing can be said of the checkpoint.
 
     """
     place = Path(path)
     if not os.path.lexists(place):
         contents_of(path)  # raises, and says what is expected
+    if not os.path.lexists(seal_of(place)):
+        raise UnreadError(
+            f"{shown(place)} has no seal (expected {shown(seal_of(place))}): whether it is what was written cannot be told. "
+            "If you trust it, seal it: bitwitness checkpoint seal PATH"
+        )
     manifest = read_manifest(place)
     folder = place if place.is_dir() else place.parent
     rank, ranks = share
