@@ -121,7 +121,13 @@ _Reads = Iterator[tuple[str, tuple[int, ...] | None, str, Callable[[], Tensor]]]
 
 
 def _read(
-    found: TensorHashes, contents: Contents, wanted: set[str], file: str, opened: Callable[..., _Reads], *, damaged: bool
+    found: TensorHashes,
+    contents: Contents,
+    wanted: set[str],
+    file: str,
+    opened: Callable[..., _Reads],
+    *,
+    damaged: bool,
 ) -> None:
     try:
         for name, offsets, where, read in opened(damaged=damaged):

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from bitwitness.checkpoint.group import Together, together
 from bitwitness.checkpoint.manifest import read_manifest, seal_of
+from bitwitness.checkpoint.own import ours
 from bitwitness.checkpoint.planners import PlainLoadPlanner
 from bitwitness.checkpoint.steps import bound, name_of, say, steps_in, why_not
 from bitwitness.errors import UnreadError, UsageError
@@ -92,11 +94,11 @@ def _load(state_dict: dict[str, Any], checkpoint: Path, ranks: Together) -> int:
     for name in DcpChunks(checkpoint).files:  # its metadata name nothing that could run
         inside(checkpoint, name)
     try:
-        with warnings.catch_warnings():
+        with ours(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(
+            state_dict_loader.load(
                 state_dict,
-                storage_reader=dcp.FileSystemReader(checkpoint),
+                storage_reader=FileSystemReader(checkpoint),
                 planner=PlainLoadPlanner(),
                 process_group=ranks.group,
                 no_dist=ranks.group is None,

@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 
 from bitwitness.checkpoint.manifest import SealedTensor

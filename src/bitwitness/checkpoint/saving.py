@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.stateful import Stateful
 
 from bitwitness.checkpoint.contents import Contents, contents_of, hashes_in, named
 from bitwitness.checkpoint.group import Together, together
 from bitwitness.checkpoint.manifest import Manifest, part_of, seal_of, write_manifest
+from bitwitness.checkpoint.own import ours
 from bitwitness.checkpoint.planners import HashingSavePlanner
 from bitwitness.checkpoint.sealing import save_of, sealed_files
 from bitwitness.checkpoint.steps import clear, keep_newest, name_of, old_name, part_name, say
@@ -153,7 +155,7 @@ class _Save:
         if self._ranks.group is None:
             self._write_alone(unfolded(state_dict))
         else:
-            dcp.save(state_dict, **self._arguments(), process_group=self._ranks.group)
+            state_dict_saver.save(state_dict, **self._arguments(), process_group=self._ranks.group)
 
     def write_later(self, state_dict: dict[str, Any]) -> Callable[[], object]:
         """Copy the state, begin to write; return what waits for that to end."""
@@ -161,23 +163,25 @@ class _Save:
             if self._ranks.group is None:
                 copied = on_host(unfolded(state_dict))
                 return partial(self._write_alone, copied)
-            answer = dcp.async_save(state_dict, **self._arguments(), process_group=self._ranks.group)
+            answer: Any = state_dict_saver.async_save(state_dict, **self._arguments(), process_group=self._ranks.group)
         except Exception as error:  # told where all ranks come together
             return partial(_again, error)
-        return getattr(answer, "upload_completion", answer).result  # type: ignore[no-any-return]
+        wait: Callable[[], object] = getattr(answer, "upload_completion", answer).result
+        return wait
 
     def _write_alone(self, state_dict: dict[str, Any]) -> None:
         save_alone(state_dict, **self._arguments())
 
     def _arguments(self) -> dict[str, Any]:
-        return {"storage_writer": dcp.FileSystemWriter(self._part, sync_files=True), "planner": self._planner}
+        return {"storage_writer": FileSystemWriter(self._part, sync_files=True), "planner": self._planner}
 
     def finish(self, written: Callable[[], object]) -> Path:
         """Wait until it is written; seal it, and give it its name. Collective."""
         try:
-            self._all(written)
-            self._all(self._seal_own)
-            self._all(self._publish if self._ranks.rank == 0 else _nothing)
+            with ours():
+                self._all(written)
+                self._all(self._seal_own)
+                self._all(self._publish if self._ranks.rank == 0 else _nothing)
         except BaseException:
             if self._ranks.rank == 0:
                 shutil.rmtree(self._part, ignore_errors=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from bitwitness.checkpoint.contents import Contents, contents_of, hashes_in
 from bitwitness.checkpoint.filehash import hash_file
 from bitwitness.checkpoint.manifest import Manifest, SealedFile, seal_of, write_manifest
+from bitwitness.checkpoint.own import ours
 from bitwitness.errors import UnreadError
 from bitwitness.files.reading import read_bytes
 from bitwitness.files.shown import shown
@@ -46,7 +47,8 @@ def seal(path: str | os.PathLike[str], *, step: int | None = None) -> Manifest:
     """
     place, contents = Path(path), contents_of(path)
     files = sealed_files(contents)
-    found = hashes_in(contents)
+    with ours():
+        found = hashes_in(contents)
     whole = [why for (name, _, _), why in found.unread.items() if name]
     if whole:
         raise UnreadError(f"{shown(place)} is damaged already, and was not sealed: {whole[0]}")

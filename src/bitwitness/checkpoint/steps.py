@@ -151,3 +151,8 @@ def keep_newest(folder: Path, keep: int, just_now: int) -> None:
         with suppress(OSError):
             seal_of(path).unlink()
         shutil.rmtree(path, ignore_errors=True)
+
+
+def is_part(path: Path) -> bool:
+    """Tell whether a folder is one that `save` is writing."""
+    return _PART.fullmatch(path.name) is not None

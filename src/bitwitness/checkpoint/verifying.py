@@ -7,14 +7,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from bitwitness.checkpoint.contents import Contents, TensorHashes, contents_of, hashes_in, named
 from bitwitness.checkpoint.filehash import hash_file
 from bitwitness.checkpoint.manifest import Manifest, SealedFile, read_manifest, seal_of
+from bitwitness.checkpoint.own import ours
 from bitwitness.errors import UnreadError, UsageError
 from bitwitness.files.shown import shown
 
+Identity = Literal["same", "copy", "other"]
 _SHOWN = 4  # damaged tensors in one sentence
 
 
@@ -22,21 +24,21 @@ _SHOWN = 4  # damaged tensors in one sentence
 class Damage:
     """What is wrong with a file; ``tensor``: which of its tensors is not what was written, as far as one can be named.
 
-    ``same_file``: whether it is the very file that was sealed, by its inode and time of writing to the nanosecond: nobody has
-    written to it since.
+    ``identity``: ``same`` is the very file that was sealed, by its inode and time of writing to the nanosecond, to which nobody
+    has written since; ``copy`` has that time and length, and is another file; ``other`` was written later, or is not there.
     """
 
     file: str
     tensor: str | None
     what: str
-    same_file: bool = False
+    identity: Identity = "other"
 
     def __str__(self) -> str:
         return f"{shown(self.file)}: {self.what}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the same for JSON."""
-        return {"file": self.file, "tensor": self.tensor, "what": self.what, "same_file": self.same_file}
+        return {"file": self.file, "tensor": self.tensor, "what": self.what, "identity": self.identity}
 
 
 @dataclass(slots=True)
@@ -120,6 +122,11 @@ def verify(path: str | os.PathLike[str], *, share: tuple[int, int] = (0, 1)) -> 
             f"{shown(place)} has no seal (expected {shown(seal_of(place))}): whether it is what was written cannot be told. "
             "If you trust it, seal it: bitwitness checkpoint seal PATH"
         )
+    with ours():
+        return _verified(place, share)
+
+
+def _verified(place: Path, share: tuple[int, int]) -> Checked:
     manifest = read_manifest(place)
     folder = place if place.is_dir() else place.parent
     rank, ranks = share
@@ -143,7 +150,7 @@ def _file_damage(folder: Path, name: str, known: SealedFile) -> Damage | None:
     path = folder / name
     try:
         found = path.stat()
-        same = (found.st_mtime_ns, found.st_ino) == (known.mtime_ns, known.inode)
+        same = _identity(found, known)
         if found.st_size != known.length:
             return Damage(name, None, f"it has {found.st_size:,} bytes, and was sealed with {known.length:,}", same)
         hashed = hash_file(path, settle=False)
@@ -157,10 +164,18 @@ def _file_damage(folder: Path, name: str, known: SealedFile) -> Damage | None:
     if hashed.sha256 == known.sha256:
         return None
     what = "its bytes are not those that were sealed (SHA-256 differs)"
-    if not same:
+    if same == "other":
         written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.st_mtime_ns / 1e9))
-        what += f"; it was written at {written}, which is not the file that was sealed"
+        what += f"; it was written at {written}, after it was sealed"
     return Damage(name, None, what, same)
+
+
+def _identity(found: os.stat_result, known: SealedFile) -> Identity:
+    if found.st_mtime_ns != known.mtime_ns:
+        return "other"
+    if found.st_ino == known.inode:
+        return "same"
+    return "copy" if found.st_size == known.length else "other"
 
 
 def _by_tensor(contents: Contents, manifest: Manifest, bad: dict[str, Damage]) -> Iterator[Damage]:
@@ -175,14 +190,16 @@ def _by_tensor(contents: Contents, manifest: Manifest, bad: dict[str, Damage]) -
 def _differing(manifest: Manifest, found: TensorHashes, file: str, known: Damage | None = None) -> Iterator[Damage]:
     """Yield the tensors that are not what was sealed; ``file``: of this one alone."""
     actual = {one.key: one.hash for one in found.sealed}
-    same = known is not None and known.same_file
+    same: Identity = "other" if known is None else known.identity
     cause = "" if known is None else f"; {known.what}"
     for one in manifest.tensors:
         home = one.file or found.home.get(one.key, "")
         if not home or (file and home != file):
             continue
         if one.key in found.unread:
-            yield Damage(home, one.name, f"{named(one.name, one.offsets)} cannot be read: {found.unread[one.key]}{cause}", same)
+            yield Damage(
+                home, one.name, f"{named(one.name, one.offsets)} cannot be read: {found.unread[one.key]}{cause}", same
+            )
         elif one.key in actual and actual[one.key] != one.hash:
             yield Damage(
                 home, one.name, f"{named(one.name, one.offsets)} is not what was written (its bits differ){cause}", same

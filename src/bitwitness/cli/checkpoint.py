@@ -1,4 +1,4 @@
-"""``bitwitness checkpoint seal|verify|list PATH``: is this checkpoint what was written? Which file, which tensor is not?"""
+"""``bitwitness checkpoint seal|verify|list PATH``: are they what was written; if not, which file, which tensor."""
 
 from __future__ import annotations
 
