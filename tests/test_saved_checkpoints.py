@@ -52,7 +52,9 @@ def test_what_was_saved_is_loaded_in_place(folder: Path) -> None:
     weight = mine["weight"]
     mine["n"] = 0
     assert bw.checkpoint.load(mine, folder) == 30
-    assert weight.eq(30).all() and mine["n"] == 5 and mine["lr"] == 0.1
+    assert weight.eq(30).all()
+    assert mine["n"] == 5
+    assert mine["lr"] == 0.1
 
 
 def test_the_damaged_one_is_refused_by_name_and_the_one_before_taken(
@@ -61,9 +63,11 @@ def test_the_damaged_one_is_refused_by_name_and_the_one_before_taken(
     flip(folder / "step-00000030" / "__0_0.distcp", 4000)
     said: list[str] = []
     assert bw.checkpoint.latest(folder, refused=said.append) == folder / "step-00000020"
-    assert len(said) == 1 and "step-00000030 is damaged: __0_0.distcp: 'weight'" in said[0]
+    assert len(said) == 1
+    assert "step-00000030 is damaged: __0_0.distcp: 'weight'" in said[0]
     mine = state(0)
-    assert bw.checkpoint.load(mine, folder) == 20 and mine["weight"].eq(20).all()
+    assert bw.checkpoint.load(mine, folder) == 20
+    assert mine["weight"].eq(20).all()
     assert "step-00000030 is damaged" in capsys.readouterr().err
     with pytest.raises(UnreadError, match=r"'weight'.*nothing was loaded"):
         bw.checkpoint.load(mine, folder / "step-00000030")
@@ -103,8 +107,10 @@ def test_a_save_in_the_background_has_the_values_of_its_call(tmp_path: Path) -> 
     mine = state(3)
     later = bw.checkpoint.save(mine, tmp_path, 1, asynchronous=True)
     mine["weight"].zero_()
-    assert later.result(60) == tmp_path / "step-00000001" and later.done()
-    assert bw.checkpoint.load(mine, tmp_path) == 1 and mine["weight"].eq(3).all()
+    assert later.result(60) == tmp_path / "step-00000001"
+    assert later.done()
+    assert bw.checkpoint.load(mine, tmp_path) == 1
+    assert mine["weight"].eq(3).all()
 
 
 def test_what_is_damaged_on_its_way_to_the_disk_is_never_a_checkpoint(
@@ -148,10 +154,11 @@ def test_a_kill_at_any_moment_loses_nothing(tmp_path: Path) -> None:
         said = job.stdout.split()
         assert len(said) >= 3, job.stderr
         whole = [bw.checkpoint.verify(folder / steps.name_of(step)) for step in steps.steps_in(folder)]
-        assert whole and all(one.intact for one in whole), "what has a name and a seal is whole"
+        assert [one.intact for one in whole] == [True] * max(1, len(whole)), "what has a name and a seal is whole"
         newest = whole[0].step
         # Each line is printed when its save returned: one in the background is at most one behind.
-        assert newest is not None and newest >= int(said[-1]) - 1 > reached - 1
+        assert newest is not None
+        assert newest >= int(said[-1]) - 1 > reached - 1
         reached = newest
     mine = {"weights": torch.zeros(200_000), "more": {str(i): torch.zeros(1000) for i in range(8)}, "n": 0}
     assert bw.checkpoint.load(mine, folder) == reached == mine["n"]
@@ -165,8 +172,10 @@ def test_ranks_save_and_load_together_and_fewer_load_what_they_saved(tmp_path: P
     assert done.code == 0, said
     assert "step-00000020 is damaged: __1_0.distcp: 'sharded' (the chunk at [10, 0])" in said
     mine = {"net": {"weight": torch.zeros(4, 8), "bias": torch.zeros(4)}, "sharded": torch.zeros(20, 5), "n": 0}
-    assert bw.checkpoint.load(mine, folder) == 10 and mine["n"] == 3
-    assert torch.equal(mine["sharded"], torch.arange(100.0).view(20, 5)) and mine["net"]["weight"].abs().sum() > 0
+    assert bw.checkpoint.load(mine, folder) == 10
+    assert mine["n"] == 3
+    assert torch.equal(mine["sharded"], torch.arange(100.0).view(20, 5))
+    assert mine["net"]["weight"].abs().sum() > 0
     (folder / "step-00000010" / "bitwitness.seal-00001.json").unlink()
     with pytest.raises(UnreadError, match="seal-00001.json is missing"):
         bw.checkpoint.load(mine, folder / "step-00000010")

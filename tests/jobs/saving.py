@@ -1,8 +1,9 @@
-"""Saves checkpoints: ``saving.py loop FOLDER`` until it is killed, ``saving.py ranks FOLDER`` on ranks, a sharded tensor among them."""
+"""Saves checkpoints: ``saving.py loop FOLDER`` until it is killed; ``saving.py ranks FOLDER`` a sharded tensor, too."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -53,7 +54,7 @@ def ranks(folder: str) -> None:
 
 
 def damage(path: str) -> None:
-    with open(path, "r+b") as file:
+    with Path(path).open("r+b") as file:
         file.seek(1500)
         byte = file.read(1)[0]
         file.seek(1500)

@@ -10,7 +10,7 @@ from bitwitness.checkpoint.contents import Contents, contents_of, hashes_in
 from bitwitness.checkpoint.filehash import hash_file
 from bitwitness.checkpoint.manifest import Manifest, SealedFile, seal_of, write_manifest
 from bitwitness.checkpoint.own import ours
-from bitwitness.errors import UnreadError
+from bitwitness.errors import UnreadError, UsageError
 from bitwitness.files.reading import read_bytes
 from bitwitness.files.shown import shown
 from bitwitness.store.dcp import METADATA
@@ -64,7 +64,14 @@ def sealed_files(contents: Contents, names: tuple[str, ...] | None = None) -> di
     """Hash a checkpoint's files, or those named; raises `UnreadError` where one changes meanwhile or cannot be read."""
     files = {}
     for name in contents.files if names is None else names:
-        one = hash_file(contents.folder / name)
+        try:
+            one = hash_file(contents.folder / name)
+        except UnreadError:
+            raise
+        except UsageError as error:  # there is none
+            raise UnreadError(
+                f"{shown(contents.folder)} is incomplete, and was not sealed: {shown(name)} is missing"
+            ) from error
         if one is None:
             raise UnreadError(
                 f"{shown(contents.folder / name)} changed while it was read; wait until it is whole, and seal it then"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from bitwitness.tap.imports import when_imported
 from bitwitness.tap.patching import replaced
 
 _DCP = "torch.distributed.checkpoint"
+_JUST_NOW_S = 60.0  # a file that was verified so short a time ago, and not written since, is not read once more
 _FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".tar", ".pkl")
 
 
@@ -73,7 +75,7 @@ class WatchedCheckpoints:
         self._stack = ExitStack()
         self._sealer = Sealer(self._differs, self._failed)
         self._pid = -1
-        self._checked: set[tuple[Any, ...]] = set()
+        self._checked: dict[tuple[Any, ...], float] = {}
         self.verified = 0
 
     @property
@@ -236,9 +238,11 @@ class WatchedCheckpoints:
                 return
             found = path.stat()
             known = (os.path.abspath(path), found.st_ino, found.st_mtime_ns, seal.stat().st_mtime_ns)
-            if known in self._checked:  # as Hugging Face opens a file once for each of its parts
+            now = time.monotonic()
+            # Hugging Face opens a file once for each of its parts. What is in a folder its own time does not tell.
+            if not path.is_dir() and now - self._checked.get(known, -_JUST_NOW_S) < _JUST_NOW_S:
                 return
-            self._checked.add(known)
+            self._checked[known] = now
             checked = verify(path, share=share)
             self.verified += 1
             if not checked.intact:
