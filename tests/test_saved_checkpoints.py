@@ -131,6 +131,19 @@ def test_what_is_damaged_on_its_way_to_the_disk_is_never_a_checkpoint(
     assert sorted(one.name for one in folder.iterdir()) == ["step-00000010", "step-00000020", "step-00000030"]
 
 
+def test_what_cannot_be_loaded_is_said_in_a_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UnreadError, match=r"is intact, and could not be loaded into this state: .*other"):
+        bw.checkpoint.load({"other": torch.zeros(3)}, folder)
+    later = bw.checkpoint.save(state(), folder, 50, asynchronous=True)
+    shutil.rmtree(folder / ".step-00000050.part", ignore_errors=True)
+    with pytest.raises(UnwrittenError, match="the checkpoint of step 50 was not saved to"):
+        later.result(60)
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    bw.checkpoint.save({"object": os.getcwd, "weight": torch.ones(3)}, folder, 60)
+    with pytest.raises(UnreadError, match="could run code"):
+        bw.checkpoint.load({"object": 0, "weight": torch.zeros(3)}, folder)
+
+
 def test_arguments_that_cannot_be_are_refused(tmp_path: Path) -> None:
     for step, keep in ((-1, None), ("3", None), (1, 0)):
         with pytest.raises(UsageError, match="expected"):

@@ -54,11 +54,9 @@ def ranks(folder: str) -> None:
 
 
 def damage(path: str) -> None:
-    with Path(path).open("r+b") as file:
-        file.seek(1500)
-        byte = file.read(1)[0]
-        file.seek(1500)
-        file.write(bytes([byte ^ 4]))
+    data = bytearray(Path(path).read_bytes())
+    data[data.index(torch.arange(50.0, 100.0).numpy().tobytes()) + 5] ^= 4
+    Path(path).write_bytes(data)
 
 
 if __name__ == "__main__":

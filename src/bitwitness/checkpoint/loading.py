@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
-import pickle
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from bitwitness.checkpoint.group import Together, together
 from bitwitness.checkpoint.manifest import read_manifest, seal_of
 from bitwitness.checkpoint.own import ours
 from bitwitness.checkpoint.planners import PlainLoadPlanner
+from bitwitness.checkpoint.saving import reason_of
 from bitwitness.checkpoint.steps import bound, name_of, say, steps_in, why_not
 from bitwitness.errors import UnreadError, UsageError
 from bitwitness.files.shown import shown
@@ -103,8 +104,9 @@ def _load(state_dict: dict[str, Any], checkpoint: Path, ranks: Together) -> int:
                 process_group=ranks.group,
                 no_dist=ranks.group is None,
             )
-    except pickle.UnpicklingError as error:
+    except CheckpointException as error:
         raise UnreadError(
-            f"{shown(checkpoint)} holds a value that is no tensor and not plain; unpickling it could run code: {shown(error)}"
+            f"{shown(checkpoint)} is intact, and could not be loaded into this state: {shown(reason_of(error))}; what is "
+            "neither a tensor nor a plain value is not read, for unpickling it could run code. The state may be loaded in part"
         ) from error
     return manifest.step or 0

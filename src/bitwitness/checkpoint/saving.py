@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.stateful import Stateful
 
@@ -164,7 +165,7 @@ class _Save:
                 copied = on_host(unfolded(state_dict))
                 return partial(self._write_alone, copied)
             answer: Any = state_dict_saver.async_save(state_dict, **self._arguments(), process_group=self._ranks.group)
-        except Exception as error:  # told where all ranks come together
+        except (Exception, CheckpointException) as error:  # told where all ranks come together
             return partial(_again, error)
         wait: Callable[[], object] = getattr(answer, "upload_completion", answer).result
         return wait
@@ -196,9 +197,8 @@ class _Save:
         cause: BaseException | None = None
         try:
             action()
-        except Exception as error:
-            first = (str(error).splitlines() or [""])[0]
-            problem, cause = first if isinstance(error, BitwitnessError) else f"{type(error).__name__}: {first}", error
+        except (Exception, CheckpointException) as error:
+            problem, cause = reason_of(error), error
         if (worst := self._ranks.worst(problem)) is not None:
             raise UnwrittenError(
                 f"the checkpoint of step {self.step} was not saved to {shown(self._folder)}, of which the earlier ones are "
@@ -250,6 +250,16 @@ class _Save:
         sync_folder(self._folder)
         with suppress(OSError):
             shutil.rmtree(aside)
+
+
+def reason_of(error: BaseException) -> str:
+    """Return in a line what went wrong; torch DCP tells all ranks' errors, each with its traceback, in a `BaseException`."""
+    where = ""
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (error, _) = next(iter(error.failures.items()))
+        where = f"rank {rank}: "
+    first = (str(error).splitlines() or [""])[0]
+    return where + (first if isinstance(error, BitwitnessError) else f"{type(error).__name__}: {first}")
 
 
 def _nothing() -> None:
