@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -131,12 +132,20 @@ def test_what_is_damaged_on_its_way_to_the_disk_is_never_a_checkpoint(
     assert sorted(one.name for one in folder.iterdir()) == ["step-00000010", "step-00000020", "step-00000030"]
 
 
-def test_what_cannot_be_loaded_is_said_in_a_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def full_disk(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_what_cannot_be_loaded_or_written_is_said_in_a_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(UnreadError, match=r"is intact, and could not be loaded into this state: .*other"):
         bw.checkpoint.load({"other": torch.zeros(3)}, folder)
-    later = bw.checkpoint.save(state(), folder, 50, asynchronous=True)
-    shutil.rmtree(folder / ".step-00000050.part", ignore_errors=True)
-    with pytest.raises(UnwrittenError, match="the checkpoint of step 50 was not saved to"):
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.distributed.checkpoint.filesystem.FileSystemWriter.finish", full_disk)
+        later = bw.checkpoint.save(state(), folder, 50, asynchronous=True)
+        later._future.exception(60)
+    with pytest.raises(UnwrittenError, match="step 50 was not saved to .* rank 0: OSError: .*No space left"):
         later.result(60)
     assert len(capsys.readouterr().err.splitlines()) == 1
     bw.checkpoint.save({"object": os.getcwd, "weight": torch.ones(3)}, folder, 60)
