@@ -118,6 +118,13 @@ class ChecksumConfig(_Validated):
 
 
 @dataclass(frozen=True)
+class SealConfig(_Validated):
+    """``checkpoints``: seal those that the script writes (a file ``….seal.json`` beside each), verify those that it reads."""
+
+    checkpoints: bool = True
+
+
+@dataclass(frozen=True)
 class FeatureConfig(_Validated):
     """The reference systems' feature-value detection.
 
@@ -235,6 +242,7 @@ class Config(_Validated):
     peers: PeersConfig = field(default_factory=PeersConfig)
     nonfinite: NonfiniteConfig = field(default_factory=NonfiniteConfig)
     checksum: ChecksumConfig = field(default_factory=ChecksumConfig)
+    seal: SealConfig = field(default_factory=SealConfig)
     feature: FeatureConfig = field(default_factory=FeatureConfig)
     strikes: StrikesConfig = field(default_factory=StrikesConfig)
     alerts: AlertsConfig = field(default_factory=AlertsConfig)

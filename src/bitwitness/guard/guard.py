@@ -18,6 +18,7 @@ from bitwitness.config import Config
 from bitwitness.errors import UsageError
 from bitwitness.finding import Event, Finding, Verdict
 from bitwitness.guard.alerting import Alerting
+from bitwitness.guard.checkpoints import GuardedCheckpoints
 from bitwitness.guard.coverage import coverage_table
 from bitwitness.guard.face import Face
 from bitwitness.guard.guardwatch import GuardWatch
@@ -86,6 +87,19 @@ class Guard(Face):
         if any(root is other for other in watched_roots(GuardWatch)):
             raise UsageError(
                 f"this {type(root).__name__} is guarded already; one guard watches one model: close() the earlier one first"
+            )
+
+    def _begin(self, session: Session) -> None:
+        super()._begin(session)
+        if self.reporter is not None and self.watch is not None:
+            self._stack.enter_context(
+                GuardedCheckpoints(
+                    self.config,
+                    self.reporter,
+                    self.watch.ranks.in_job,
+                    step=lambda: session.step,
+                    ended=session.run.ended_by,
+                )
             )
 
     def _make_watch(self, session: Session, ranks: Ranks, reporter: Reporter) -> GuardWatch:
