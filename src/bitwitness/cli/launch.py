@@ -119,7 +119,7 @@ def _options(args: argparse.Namespace) -> list[str]:
 
 def _folder(args: argparse.Namespace, out: str | None, *, alone: bool) -> Path:
     """Return the launcher's folder, absolute: fresh, numbered or cleared, as it was asked for."""
-    from bitwitness.store.launched import clear_launch, free_folder, launches_in
+    from bitwitness.store.launched import clear_launch, free_folder, launch_lives, launches_in
 
     if not out:
         raise UsageError("verdicts are read from the run folder; name one with --out DIR")
@@ -128,9 +128,10 @@ def _folder(args: argparse.Namespace, out: str | None, *, alone: bool) -> Path:
         raise UsageError(
             f"--out {shown(folder)}: there is a file of that name; expected a folder, or a name that is free"
         )
-    if args.number and not alone:
-        raise UsageError("--number: the launchers of several nodes share one folder; name a fresh one")
-    taken = (folder / "run.json").exists() or (bool(launches_in(folder)) and alone)
+    if not alone and (args.number or args.overwrite):
+        raise UsageError("--number and --overwrite: the launchers of several nodes share one folder; name a fresh one")
+    # those of other nodes have begun already, or will
+    taken = (folder / "run.json").exists() or any(alone or not launch_lives(one) for one in launches_in(folder))
     if not taken:
         return folder
     if args.number:

@@ -52,12 +52,15 @@ class Policy:
     ----------
     resume_before
         The first step of which no state is to be trusted; None: all is.
+    relaunches, left_out
+        How often the job was relaunched; the devices that were convicted since it began.
 
     """
 
     limits: Limits
     resume_before: int | None = None
     relaunches: int = 0
+    left_out: list[str] = field(default_factory=list)
     _restarts: int = 0
     _replays: int = 0
     _last_step: int | None = None
@@ -74,6 +77,8 @@ class Policy:
                 return self._relaunch(ended, ())
             case End.FAILED:
                 return self._after_error(ended)
+            case End.APART:
+                return Next(again=False, code=ended.code, why=f"{ended.message}; this node begins no further attempt")
             case End.NO_SLOTS:
                 return Next(again=False, code=ended.code, why=f"{ended.message}: this node takes no part")
             case End.UNPROVEN:
@@ -83,14 +88,16 @@ class Policy:
 
     def _finished(self) -> str:
         count = self.relaunches
-        return "the training finished" + (f" after {count} relaunch{'es' * (count > 1)}" if count else "")
+        without = f", without {', '.join(self.left_out)}" if self.left_out else ""
+        return "the training finished" + (f" after {count} relaunch{'es' * (count > 1)}{without}" if count else "")
 
     def _after_verdict(self, ended: Ended) -> Next:
         self._struck.update(key_of(device) for device in ended.devices)
         bad = tuple(d for d in ended.devices if ended.end is End.CONVICTED or self._struck[key_of(d)] > 1)
+        self.left_out += [key_of(device) for device in bad if key_of(device) not in self.left_out]
         if ended.trace is not None:
             self.resume_before = ended.trace if self.resume_before is None else min(self.resume_before, ended.trace)
-        if not ended.devices:
+        if not ended.devices and ended.end is End.CONVICTED:
             why = (
                 f"{ended.message}; no device is named, so none can be left out: look at 'bitwitness status' of the run"
             )
@@ -100,7 +107,7 @@ class Policy:
         self._last_step = ended.step
         if self._replays >= _REPLAYS:
             why = (
-                f"replay loop: {self._replays + 1} attempts in a row were stopped, the last at step {ended.step}, and none came "
+                f"replay loop: {self._replays + 1} attempts in a row were stopped, the last at step {ended.step}; none came "
                 "further than the one before; what they have in common is not a device: look at that step's operator and data "
                 f"({ended.message})"
             )

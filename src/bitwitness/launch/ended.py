@@ -17,7 +17,7 @@ from bitwitness.store.folder import Run
 
 
 class End(StrEnum):
-    """What ended an attempt."""
+    """What ended an attempt; ``apart``: the nodes did not meet at all, or the others have ended."""
 
     FINISHED = "finished"
     CONVICTED = "convicted"
@@ -27,6 +27,7 @@ class End(StrEnum):
     FAILED = "failed"
     USAGE = "usage"
     NO_SLOTS = "no_slots"
+    APART = "apart"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,8 @@ class Ended:
         One line.
     devices
         Those that a verdict names.
+    certain
+        Whether this node saw it, and did not only miss others.
     step, trace
         The step of the verdict, and the first one in which one of its devices was suspected; see `first_trace`.
 
@@ -52,6 +55,7 @@ class Ended:
     devices: tuple[Device, ...] = ()
     step: int | None = None
     trace: int | None = None
+    certain: bool = True
 
 
 def ended_of(report: Report | None, agent_code: int, runs: Sequence[Run]) -> Ended:
@@ -80,7 +84,8 @@ def ended_of(report: Report | None, agent_code: int, runs: Sequence[Run]) -> End
     if report is None:
         return Ended(End.LOST, EXIT_RANK_LOST, f"the agent {said(agent_code)}")
     if report.ended == "rendezvous":
-        return Ended(End.LOST, EXIT_RANK_LOST, f"the nodes did not meet, or lost one another: {report.message}")
+        end, what = (End.LOST, "lost one another") if report.ranks else (End.APART, "did not meet")
+        return Ended(end, EXIT_RANK_LOST, f"the nodes {what}: {report.message}", certain=False)
     return _of_codes(report)
 
 
@@ -97,18 +102,18 @@ def _of_codes(report: Report) -> Ended:
     for rank, code in codes.items():
         if code < 0 and code != -signal.SIGTERM:
             return Ended(End.LOST, EXIT_RANK_LOST, f"rank {rank} {said(code)}")
-    for stop, end, what in (
-        (EXIT_CONVICTED, End.CORRUPT, "stopped by bitwitness, and no run folder tells why"),
-        (EXIT_ELSEWHERE, End.UNPROVEN, "stopped at an anomaly, unproven"),
+    for stop, what in (
+        (EXIT_CONVICTED, "stopped by bitwitness, and no run folder tells why"),
+        (EXIT_ELSEWHERE, "stopped at an anomaly, unproven"),
     ):
         for rank in [rank for rank, code in codes.items() if code == stop][:1]:
-            return Ended(end, stop, f"rank {rank} was {what}")
+            return Ended(End.UNPROVEN, stop, f"rank {rank} was {what}")
     for rank, code in codes.items():
         if code not in (EXIT_RANK_LOST, -signal.SIGTERM):
             end = End.USAGE if code == EXIT_USAGE else End.FAILED
             return Ended(end, code, f"rank {rank} {said(code)}, as its script or its command line had it")
     told = "".join(f", as rank {rank} tells" for rank in list(codes)[:1])
-    return Ended(End.LOST, EXIT_RANK_LOST, f"a rank was lost{told}")
+    return Ended(End.LOST, EXIT_RANK_LOST, f"a rank was lost{told}", certain=False)
 
 
 def _no_slots(report: Report) -> str:

@@ -36,6 +36,11 @@ class History:
     alone
         Whether this is the only node.
 
+    Attributes
+    ----------
+    path
+        The file.
+
     """
 
     folder: Path
@@ -47,7 +52,7 @@ class History:
         except OSError as error:
             raise UsageError(f"--out {self.folder}: {error.strerror}; name another folder") from error
         name = LAUNCH if self.alone else f"launch-{socket.gethostname()}-{os.getpid()}.json"
-        self._path = self.folder / name
+        self.path = self.folder / name
         self._told: dict[str, Any] = {
             "schema": _SCHEMA,
             "node": socket.gethostname(),
@@ -67,23 +72,29 @@ class History:
         self._told["sentence"] = f"attempt {number} runs"
         self._write()
 
-    def ended(self, ended: Ended, report: Report | None, follows: Next) -> None:
-        """Note how the attempt ended, and what follows."""
+    def follows(self, follows: Next) -> None:
+        """Note what follows from the attempt's end."""
+        attempt = self._told["attempts"][-1]
+        attempt |= {"quarantined": [key_of(device) for device in follows.quarantine], "again": follows.again}
+        self._told["sentence"] = follows.why
+        self._write()
+
+    def ended(self, ended: Ended, report: Report | None) -> None:
+        """Note how the attempt ended on this node."""
         attempt = self._told["attempts"][-1]
         attempt |= {
             "ended": now(),
             "end": str(ended.end),
             "message": ended.message,
+            "certain": ended.certain,
             "step": ended.step,
             "first_trace": ended.trace,
             "devices": [key_of(device) for device in ended.devices],
-            "quarantined": [key_of(device) for device in follows.quarantine],
-            "again": follows.again,
         }
         if report is not None:
             attempt |= {"slots": report.slots, "left_out": report.left_out, "world_size": report.world_size}
             attempt |= {"ranks": report.ranks, "failures": {str(rank): code for rank, code in report.failures.items()}}
-        self._told["sentence"] = follows.why
+        self._told["sentence"] = ended.message
         self._write()
 
     def closes(self, state: str, sentence: str, code: int) -> None:
@@ -102,4 +113,4 @@ class History:
         return found
 
     def _write(self) -> None:
-        write_text(self._path, json.dumps(self._told, indent=1) + "\n", mode=0o600)
+        write_text(self.path, json.dumps(self._told, indent=1) + "\n", mode=0o600)

@@ -9,16 +9,18 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
-from bitwitness.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, UsageError
+from bitwitness.errors import EXIT_CONVICTED, EXIT_INTERRUPTED, EXIT_TERMINATED, UsageError
 from bitwitness.files.shown import shown
 from bitwitness.finding import Device
 from bitwitness.launch.child import run_bounded
 from bitwitness.launch.decide import Limits, Next, Policy
 from bitwitness.launch.ended import Ended, ended_of, runs_of_attempt
 from bitwitness.launch.history import History
+from bitwitness.launch.nodes import await_others, together
 from bitwitness.launch.order import Order, Report, read_report, write_order
 from bitwitness.launch.quarantine import EXPIRES, Quarantine, key_of
 
+_OTHERS_S = 20.0  # beyond the time that other nodes' ranks have to end
 RESUME_BEFORE = "BITWITNESS_RESUME_BEFORE"
 """Tells the ranks of a relaunch which checkpoints are to be trusted: those of before this step."""
 
@@ -100,10 +102,9 @@ class Launcher:
             run = self._job.out / f"attempt-{number}"
             self.history.begins(number, run, self._policy.resume_before)
             report, code = self._attempt(number, run)
-            ended = ended_of(report, code, runs_of_attempt(run))
-            follows = self._policy.after(ended)
-            self._put_away(follows, ended, run, report)
-            self.history.ended(ended, report, follows)
+            ended = self._ended(number, run, report, code)
+            follows = self._put_away(self._policy.after(ended), ended, run, report)
+            self.history.follows(follows)
             if not follows.again:
                 return follows
             self._say(self._about(ended, number + 1), loud=True)
@@ -132,7 +133,17 @@ class Launcher:
             code = run_bounded(command, dict(os.environ), job.shutdown_s, report_file.exists)
             return read_report(report_file), code
 
-    def _put_away(self, follows: Next, ended: Ended, run: Path, report: Report | None) -> None:
+    def _ended(self, number: int, run: Path, report: Report | None, code: int) -> Ended:
+        """Return why an attempt ended, here and, where there are more nodes, as all of them see it."""
+        ended = ended_of(report, code, runs_of_attempt(run))
+        self.history.ended(ended, report)
+        if self._job.alone:
+            return ended
+        patience = self._job.shutdown_s + _OTHERS_S
+        others = await_others(self._job.out, self.history.path, number, patience)
+        return together(ended_of(report, code, runs_of_attempt(run)), others)
+
+    def _put_away(self, follows: Next, ended: Ended, run: Path, report: Report | None) -> Next:
         """Put into quarantine what is convicted, as far as it is this node's: each launcher keeps its own list."""
         here = {str(row["device"]) for row in report.slots} if report is not None else set()
         for device in follows.quarantine:
@@ -141,6 +152,11 @@ class Launcher:
                     device, ended.message, run=os.path.abspath(run), step=ended.step, expires=self._job.expires
                 )
                 self._say(f"{_short(device)} is in quarantine: {ended.message}", loud=True)
+            elif self._job.alone:
+                why = f"{_short(device)} is none of the devices that ranks are put on here ({', '.join(here)})"
+                why = f"{ended.message}; {why}, so it cannot be left out"
+                return Next(again=False, code=EXIT_CONVICTED, why=why)
+        return follows
 
     def _about(self, ended: Ended, number: int) -> str:
         resume = self._policy.resume_before

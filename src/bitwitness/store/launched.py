@@ -26,6 +26,14 @@ def read_launch(path: Path) -> dict[str, Any]:
     return read_object(path, _EXPECTED)
 
 
+def launch_lives(path: Path) -> bool:
+    """Return whether the launcher whose history this is goes on; one that cannot be read does, for all that is known."""
+    try:
+        return life_of(read_launch(path)).state == "running"
+    except UsageError:
+        return True
+
+
 def attempt_of(path: str | os.PathLike[str]) -> tuple[Path, list[str]] | None:
     """Return the last attempt's run folder in a launcher's folder, and a line for each launcher; None where nobody launched.
 
