@@ -86,6 +86,7 @@ class History:
             "ended": now(),
             "end": str(ended.end),
             "message": ended.message,
+            "code": ended.code,
             "certain": ended.certain,
             "step": ended.step,
             "first_trace": ended.trace,

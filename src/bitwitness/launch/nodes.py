@@ -30,6 +30,7 @@ class Elsewhere:
     end: End | None
     message: str
     certain: bool
+    code: int
 
 
 def await_others(folder: Path, own: Path, attempt: int, patience_s: float) -> list[Elsewhere]:
@@ -75,7 +76,7 @@ def together(mine: Ended, others: Sequence[Elsewhere]) -> Ended:
     if mine.end is End.FAILED:
         return mine
     failed = [one for one in others if one.end in (End.FAILED, End.USAGE)]
-    return Ended(End.FAILED, mine.code, f"{failed[0].node}: {failed[0].message}") if failed else mine
+    return Ended(End.FAILED, failed[0].code, f"{failed[0].node}: {failed[0].message}") if failed else mine
 
 
 def _told(file: Path, attempt: int) -> Elsewhere | None:
@@ -89,8 +90,8 @@ def _told(file: Path, attempt: int) -> Elsewhere | None:
             return None
         end = rows[0].get("end")
         if end is not None:
-            return Elsewhere(node, End(end), str(rows[0]["message"]), bool(rows[0]["certain"]))
+            return Elsewhere(node, End(end), str(rows[0]["message"]), bool(rows[0]["certain"]), int(rows[0]["code"]))
         gone = state in ("killed", "lost", "terminated", "interrupted", "failed")
         said = f"its launcher was {state}" if gone else "its launcher does not tell how its ranks ended"
-        return Elsewhere(node, End.LOST if gone else None, said, gone)
+        return Elsewhere(node, End.LOST if gone else None, said, gone, EXIT_RANK_LOST)
     return None
