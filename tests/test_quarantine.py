@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import multiprocessing
 import socket
+import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 
 from bitwitness.cli import main
 from bitwitness.errors import UnreadError, UnwrittenError, UsageError
-from bitwitness.finding import Device
+from bitwitness.finding import Action, Cause, Device, Verdict
 from bitwitness.launch import quarantine as module
+from bitwitness.launch.adapters import health, response, serve
 from bitwitness.launch.quarantine import Quarantine, default_file, device_named, key_of
+from bitwitness.store import RunWriter
 
 GPU = Device("node7", 3, "12ab-34cd", "cuda")
 HERE = Device(socket.gethostname(), 1, "a-machine", "cpu")
@@ -85,6 +89,80 @@ def test_where_the_list_is(tmp_path: Path) -> None:
     assert default_file({"BITWITNESS_QUARANTINE": "/q.json", "XDG_STATE_HOME": "/state"}) == Path("/q.json")
     assert default_file({"XDG_STATE_HOME": "/state"}) == Path("/state/bitwitness/quarantine.json")
     assert default_file({"XDG_STATE_HOME": "relative"}) == Path.home() / ".local/state/bitwitness/quarantine.json"
+
+
+def convicted(folder: Path, step: int = 7) -> None:
+    writer = RunWriter(str(folder), 0, 1)
+    writer.shared_event(
+        Verdict(Cause.PERSISTENT_HARDWARE, step, (0, 1), (HERE, GPU), Action.STOPPED, "computes wrongly")
+    )
+    writer.ended("stopped", "bitwitness", step)
+
+
+def test_other_launchers_are_told_to_exclude_the_node_of_a_convicted_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    convicted(tmp_path / "job" / "attempt-3")
+    check = ["quarantine", "check", "--quarantine", str(tmp_path / "q.json"), "--run", str(tmp_path / "job")]
+    assert main(check[:4]) == 0
+    assert json.loads(capsys.readouterr().out)["healthy"] is True
+    for _ in range(2):
+        assert main(check) == 1
+        told = json.loads(capsys.readouterr().out)
+        assert (told["healthy"], told["fail_count"], told["action"]) == (
+            False,
+            1,
+            "exclude_node",
+        )  # not the other host's
+        assert told["failed_checks"] == [f"bitwitness: cpu:{HERE.host}:1: computes wrongly"]
+    assert main(["quarantine", "clear", "--quarantine", str(tmp_path / "q.json")]) == 0
+    capsys.readouterr()
+    assert main(check) == 0  # the same verdict does not put it back
+    convicted(tmp_path / "job" / "attempt-4", step=3)
+    assert main(check) == 1
+
+
+def test_the_health_line_is_answered_on_a_socket(tmp_path: Path) -> None:
+    path, ended = str(tmp_path / "s"), Event()
+    listed = Quarantine(tmp_path / "q.json")
+    listed.add(HERE, "computes wrongly")
+    thread = Thread(target=serve, args=(path, lambda: health(listed), ended))
+    thread.start()
+    try:
+        while not Path(path).exists():
+            time.sleep(0.01)
+        for healthy in (False, True):
+            with socket.socket(socket.AF_UNIX) as asking:
+                asking.settimeout(20)
+                asking.connect(path)
+                assert json.loads(asking.makefile().readline())["healthy"] is healthy
+            listed.clear()
+    finally:
+        ended.set()
+        thread.join(20)
+    assert not Path(path).exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="is no socket; name another path"):
+        serve(str(tmp_path / "file"), dict, ended)
+
+
+def test_the_answer_to_nvidias_launcher_is_a_protocol_buffer_of_its_schema() -> None:
+    def fields(data: bytes) -> dict[int, int | bytes]:
+        found: dict[int, int | bytes] = {}
+        while data:
+            (number, kind), data = divmod(data[0], 8), data[1:]
+            size = shift = 0
+            while True:
+                byte, data = data[0], data[1:]
+                size, shift = size | (byte & 0x7F) << shift, shift + 7
+                if byte < 0x80:
+                    break
+            found[number], data = (data[:size], data[size:]) if kind == 2 else (size, data)
+        return found
+
+    good, bad = {"healthy": True, "failed_checks": []}, {"healthy": False, "failed_checks": ["x" * 300]}
+    assert fields(response(good)) == {1: 1, 3: json.dumps(good).encode()}
+    assert fields(response(bad)) == {2: 1, 3: json.dumps(bad).encode()}
 
 
 def test_the_verb_lists_adds_and_clears(

@@ -64,7 +64,7 @@ def ended_of(report: Report | None, agent_code: int, runs: Sequence[Run]) -> End
     Parameters
     ----------
     report
-        The agent's; None where it ended without one.
+        The agent's, as far as it got; None where it ended without one.
     agent_code
         The agent's exit code.
     runs
@@ -81,7 +81,7 @@ def ended_of(report: Report | None, agent_code: int, runs: Sequence[Run]) -> End
         return Ended(End.USAGE, EXIT_USAGE, report.message)
     if stopped:  # the verdict is why, whatever else the ranks made of their end
         return _of_verdict(stopped[0], events, alone=report is not None and report.world_size == 1)
-    if report is None:
+    if report is None or not report.ended:
         return Ended(End.LOST, EXIT_RANK_LOST, f"the agent {said(agent_code)}")
     if report.ended == "rendezvous":
         end, what = (End.LOST, "lost one another") if report.ranks else (End.APART, "did not meet")

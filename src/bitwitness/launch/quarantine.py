@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, TextIO
@@ -27,6 +27,7 @@ from bitwitness.store.claim import make_folder, open_private
 
 ENVIRONMENT = "BITWITNESS_QUARANTINE"
 EXPIRES = timedelta(days=7)
+_REMEMBERED = timedelta(days=90)  # what has expired or was cleared: the verdict behind it is not to put it back
 _SCHEMA = 1
 _LOCK_S = 10.0  # a writer holds the lock for milliseconds; a file system that hangs is told of
 _EXPECTED = "a quarantine list of bitwitness"
@@ -174,18 +175,24 @@ class Quarantine:
         now = datetime.now(UTC)
         entry = Entry(device, reason, run, step, now, now + expires)
         with self._locked():
-            others = [one for one in self.entries() if key_of(one.device) != key_of(device)]
+            others = [one for one in self._read() if one.expires <= now or key_of(one.device) != key_of(device)]
             self._write([*others, entry])
         return entry
 
     def clear(self, device: str | None = None) -> list[Entry]:
-        """Take one device out (by its name or its number), or all; return what was taken out. Raises as `add`."""
+        """Take one device out (by its name or number), or all; return what was taken out. Raises as `add`."""
         with self._locked():
-            here = self.entries()
-            gone = here if device is None else [entry for entry in here if device in _names_of(entry.device)]
+            here = self._read()
+            now = datetime.now(UTC)
+            gone = [one for one in here if one.expires > now and (device is None or device in _names_of(one.device))]
             if gone:
-                self._write([entry for entry in here if entry not in gone])
+                self._write([replace(one, expires=now) if one in gone else one for one in here])
         return gone
+
+    def knows(self, device: Device, run: str, step: int) -> bool:
+        """Return whether a verdict has put a device here already, cleared since or not; raises as `entries`."""
+        told = (key_of(device), run, step)
+        return any((key_of(one.device), one.run, one.step) == told for one in self._read())
 
     def _read(self) -> list[Entry]:
         if not os.path.lexists(self.path):
@@ -206,7 +213,8 @@ class Quarantine:
         )
 
     def _write(self, entries: list[Entry]) -> None:
-        told = {"schema": _SCHEMA, "devices": [entry.to_dict() for entry in entries]}
+        old = datetime.now(UTC) - _REMEMBERED
+        told = {"schema": _SCHEMA, "devices": [entry.to_dict() for entry in entries if entry.expires > old]}
         write_text(os.path.realpath(self.path), json.dumps(told, indent=1) + "\n", mode=0o600)
 
     @contextmanager
