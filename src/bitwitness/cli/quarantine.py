@@ -75,12 +75,13 @@ def _tell_health(args: argparse.Namespace, quarantine: Quarantine) -> int:
     from pathlib import Path
     from threading import Event
 
-    from bitwitness.launch.adapters import health, serve, serve_nvidia, take_in
+    from bitwitness.launch.adapters import health, resume_before, serve, serve_nvidia, take_in
 
     def told() -> dict[str, Any]:
-        if args.run is not None:
-            take_in(quarantine, Path(args.run), expires=duration(args.expires))
-        return health(quarantine)
+        if args.run is None:
+            return health(quarantine)
+        take_in(quarantine, Path(args.run), expires=duration(args.expires))
+        return health(quarantine) | {"resume_before": resume_before(Path(args.run))}
 
     def answered() -> dict[str, Any]:
         try:

@@ -22,7 +22,7 @@ from typing import Any
 from bitwitness.errors import UsageError
 from bitwitness.files.shown import shown
 from bitwitness.finding import Action, Cause, Verdict
-from bitwitness.launch.ended import events_of
+from bitwitness.launch.ended import events_of, first_trace
 from bitwitness.launch.quarantine import EXPIRES, Quarantine, key_of
 from bitwitness.store.folder import Run
 
@@ -59,6 +59,17 @@ def take_in(
                     quarantine.add(device, event.message, run=where, step=event.step, expires=expires)
                     found.append(key_of(device))
     return found
+
+
+def resume_before(folder: Path) -> int | None:
+    """Return the first step of which no state of a job is to be trusted, by its verdicts; None where nothing stopped it."""
+    found = []
+    for run in _runs(folder):
+        events = list(events_of(run))
+        alone = run.description.get("world_size") == 1
+        stops = [event for event in events if isinstance(event, Verdict) and event.action is Action.STOPPED]
+        found += [first_trace(verdict, events, alone=alone) for verdict in stops]
+    return min(found, default=None)
 
 
 def health(quarantine: Quarantine) -> dict[str, Any]:
