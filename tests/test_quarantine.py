@@ -114,6 +114,7 @@ def test_other_launchers_are_told_to_exclude_the_node_of_a_convicted_device(
             1,
             "exclude_node",
         )  # not the other host's
+        assert told["resume_before"] == 7
         assert told["failed_checks"] == [f"bitwitness: cpu:{HERE.host}:1: computes wrongly"]
     assert main(["quarantine", "clear", "--quarantine", str(tmp_path / "q.json")]) == 0
     capsys.readouterr()
