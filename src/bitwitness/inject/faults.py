@@ -72,10 +72,8 @@ class Fault:
         are ``NAME/weight:param`` and optimizer state ``NAME/exp_avg:optim`` (``NAME``: the parameter's full
         name), struck after an optimizer's step; collectives have the phase ``comm``, a rank's contribution
         being slot ``in0`` and what it received ``out0``.
-    rank
-        The rank whose device is faulty.
-    slot
-        Instead of ``rank``: the number of the faulty device on its node, whichever rank computes on it.
+    rank, slot
+        The rank whose device is faulty, or the number of that device on its node, whichever rank computes on it.
     steps, from_step, cycle, start
         When; at most one of the first three, none for every step. ``cycle`` strikes ``cycle``, ``2 cycle``, …
         steps after ``start``, as GenerateEodMaskV2 does.
@@ -298,8 +296,5 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "value": (lambda value: _is_int(value) and value in {0, 1}, "0 or 1"),
     "factor": (_is_number, "a number"),
-    "ulps": (
-        lambda value: _is_int(value) and value != 0 and abs(value) < 2**62,
-        "a whole number other than 0",
-    ),
+    "ulps": (lambda value: _is_int(value) and value != 0 and abs(value) < 2**62, "a whole number other than 0"),
 }

@@ -19,6 +19,7 @@ from bitwitness.errors import UsageError
 from bitwitness.launch.order import Order, Report, read_order, write_report
 from bitwitness.launch.quarantine import Quarantine
 from bitwitness.launch.slots import environment_for, healthy, slots_here
+from bitwitness.store.launched import launch_lives, launches_in
 
 _PAUSE_S = 1.0  # between two tries to meet the other nodes
 
@@ -31,7 +32,10 @@ def main(order_file: str, report_file: str) -> int:
         write_report(Path(report_file), report)
 
     try:
-        _follow(order, report, tell)
+        if order.keep_for:
+            _keep(order)
+        else:
+            _follow(order, report, tell)
     except UsageError as error:
         report.ended, report.message = "usage", str(error)
     finally:
@@ -85,6 +89,24 @@ def _tried(order: Order, ranks: int, report: Report, tell: Callable[[], None]) -
         report.ended = "rendezvous" if report.ranks else ""
         return False
     return True
+
+
+def _keep(order: Order) -> None:
+    """Keep the store in which the nodes meet, if this is its host, as long as another launcher of the job lives."""
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+
+    args = _arguments(order, 1)
+    if args.rdzv_backend != "c10d":
+        return
+    where = {"backend": "c10d", "endpoint": args.rdzv_endpoint, "run_id": f"{args.rdzv_id}-kept"}
+    try:
+        kept = create_backend(RendezvousParameters(**where, min_nodes=1, max_nodes=1))
+    except Exception:  # it is elsewhere, and has ended
+        return
+    while any(launch_lives(file) for file in launches_in(order.keep_for)):
+        time.sleep(_PAUSE_S)
+    del kept
 
 
 def _arguments(order: Order, ranks: int) -> Namespace:

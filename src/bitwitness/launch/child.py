@@ -19,7 +19,7 @@ _IDLE_S = 420.0  # an agent without ranks: it waits 300 s for other nodes' to en
 _SUBREAPER, _DEATH_SIGNAL = 36, 1  # PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG (Linux)
 
 
-def run_bounded(command: list[str], environment: dict[str, str], shutdown_s: float, started: Callable[[], bool]) -> int:
+def run_bounded(command: list[str], environment: dict[str, str], shutdown_s: float, watched: Callable[[], bool]) -> int:
     """Run an agent to its end; return its exit code, negative where a signal ended it. Nothing that it started outlives it.
 
     What ends this process (Ctrl-C, SIGTERM, as exceptions) ends the agent, and is raised again.
@@ -30,15 +30,15 @@ def run_bounded(command: list[str], environment: dict[str, str], shutdown_s: flo
         The agent's.
     shutdown_s
         Seconds that the agent gives its ranks to end before it kills them.
-    started
-        Tells whether the ranks were started.
+    watched
+        Called every few seconds; tells whether the ranks were started.
 
     """
     adopts = _prctl(_SUBREAPER, 1)
     before = set(children_of(os.getpid()))
     agent = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=_end_with_parent)  # noqa: S603, PLW1509
     try:
-        return _await(agent, shutdown_s, started)
+        return _await(agent, shutdown_s, watched)
     except BaseException:
         _end(agent, shutdown_s + _MARGIN_S)
         raise
@@ -58,7 +58,7 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
-def _await(agent: subprocess.Popen[bytes], shutdown_s: float, started: Callable[[], bool]) -> int:
+def _await(agent: subprocess.Popen[bytes], shutdown_s: float, watched: Callable[[], bool]) -> int:
     """Wait for the agent; one whose ranks have all been gone for longer than it may wait for others is ended."""
     idle_since: float | None = None
     looked = time.monotonic()
@@ -69,7 +69,7 @@ def _await(agent: subprocess.Popen[bytes], shutdown_s: float, started: Callable[
         if now - looked < 5.0:
             continue
         looked = now
-        if not started() or children_of(agent.pid):
+        if not watched() or children_of(agent.pid):
             idle_since = None
         elif idle_since is None:
             idle_since = now

@@ -6,12 +6,13 @@ import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bitwitness.errors import UsageError
+from bitwitness.errors import UnwrittenError, UsageError
 from bitwitness.files.writing import write_text
 from bitwitness.launch.decide import Next
 from bitwitness.launch.ended import Ended
@@ -19,7 +20,7 @@ from bitwitness.launch.order import Report
 from bitwitness.launch.quarantine import key_of
 from bitwitness.store.claim import make_folder
 from bitwitness.store.launched import LAUNCH
-from bitwitness.store.life import beginning, now
+from bitwitness.store.life import BEAT_S, beginning, now
 from bitwitness.store.redact import redacted
 
 _SCHEMA = 1
@@ -53,6 +54,8 @@ class History:
             raise UsageError(f"--out {self.folder}: {error.strerror}; name another folder") from error
         name = LAUNCH if self.alone else f"launch-{socket.gethostname()}-{os.getpid()}.json"
         self.path = self.folder / name
+        self._beaten = 0.0
+        self._torn = False
         self._told: dict[str, Any] = {
             "schema": _SCHEMA,
             "node": socket.gethostname(),
@@ -70,14 +73,20 @@ class History:
             {"number": number, "run": run.name, "started": now(), "resume_before": resume_before, "end": None}
         )
         self._told["sentence"] = f"attempt {number} runs"
-        self._write()
+        self._rewrite()
 
     def follows(self, follows: Next) -> None:
         """Note what follows from the attempt's end."""
         attempt = self._told["attempts"][-1]
         attempt |= {"quarantined": [key_of(device) for device in follows.quarantine], "again": follows.again}
         self._told["sentence"] = follows.why
-        self._write()
+        self._rewrite()
+
+    def beat(self) -> None:
+        """Leave a sign of life, now and then: on another host nobody sees whether this process lives."""
+        if time.monotonic() - self._beaten >= BEAT_S:
+            self._told["seen"] = now()
+            self._rewrite()
 
     def ended(self, ended: Ended, report: Report | None) -> None:
         """Note how the attempt ended on this node."""
@@ -96,12 +105,12 @@ class History:
             attempt |= {"slots": report.slots, "left_out": report.left_out, "world_size": report.world_size}
             attempt |= {"ranks": report.ranks, "failures": {str(rank): code for rank, code in report.failures.items()}}
         self._told["sentence"] = ended.message
-        self._write()
+        self._rewrite()
 
     def closes(self, state: str, sentence: str, code: int) -> None:
         """Note how it all ended; ``state``: a word of `bitwitness.store.life`."""
         self._told |= {"state": state, "ended": now(), "ended_by": sentence, "sentence": sentence, "exit_code": code}
-        self._write()
+        self._rewrite()
 
     def to_dict(self) -> dict[str, Any]:
         """Return it ready for JSON."""
@@ -114,4 +123,15 @@ class History:
         return found
 
     def _write(self) -> None:
+        self._beaten = time.monotonic()
         write_text(self.path, json.dumps(self._told, indent=1) + "\n", mode=0o600)
+
+    def _rewrite(self) -> None:
+        """Write what has changed; a disk that is full by now ends no training."""
+        try:
+            self._write()
+            self._torn = False
+        except UnwrittenError as error:
+            if not self._torn:
+                sys.stderr.write(f"bitwitness launch: {error}; the job goes on, and its history is not written\n")
+            self._torn = True

@@ -14,7 +14,7 @@ from bitwitness.files.shown import shown
 from bitwitness.finding import Device
 from bitwitness.launch.child import run_bounded
 from bitwitness.launch.decide import Limits, Next, Policy
-from bitwitness.launch.ended import Ended, ended_of, runs_of_attempt
+from bitwitness.launch.ended import End, Ended, ended_of, runs_of_attempt
 from bitwitness.launch.history import History
 from bitwitness.launch.nodes import await_others, together
 from bitwitness.launch.order import Order, Report, read_report, write_order
@@ -93,6 +93,8 @@ class Launcher:
             raise
         self.history.closes("finished" if follows.code == 0 else "stopped", follows.why, follows.code)
         self._say(follows.why, loud=follows.code != 0)
+        if not self._job.alone and self.history.attempts[-1]["end"] == End.NO_SLOTS:
+            self._run_agent(self._order(0, self._job.out, keep_for=str(self._job.out)))
         return follows.code
 
     def _attempts(self) -> Next:
@@ -101,7 +103,7 @@ class Launcher:
             number += 1
             run = self._job.out / f"attempt-{number}"
             self.history.begins(number, run, self._policy.resume_before)
-            report, code = self._attempt(number, run)
+            report, code = self._run_agent(self._order(number, run))
             ended = self._ended(number, run, report, code)
             follows = self._put_away(self._policy.after(ended), ended, run, report)
             self.history.follows(follows)
@@ -109,28 +111,38 @@ class Launcher:
                 return follows
             self._say(self._about(ended, number + 1), loud=True)
 
-    def _attempt(self, number: int, run: Path) -> tuple[Report | None, int]:
+    def _order(self, number: int, run: Path, keep_for: str = "") -> Order:
         job = self._job
         resume = self._policy.resume_before
         environment = {} if resume is None else {RESUME_BEFORE: str(resume)}
+        return Order(
+            attempt=number,
+            ranks=job.ranks,
+            spares=job.spares,
+            least=job.least,
+            quarantine=os.path.abspath(self._quarantine.path),
+            options=job.options,
+            command=[part.replace("{run}", str(run)) for part in job.command],
+            python=job.python,
+            module=job.module,
+            environment={**{k: v.replace("{run}", str(run)) for k, v in job.environment.items()}, **environment},
+            join_s=job.join_s,
+            keep_for=keep_for,
+        )
+
+    def _run_agent(self, order: Order) -> tuple[Report | None, int]:
+        """Have an agent follow an order; return its report and its exit code."""
         with tempfile.TemporaryDirectory(prefix="bitwitness-launch-") as scratch:
             order_file, report_file = Path(scratch) / "order.json", Path(scratch) / "report.json"
-            order = Order(
-                attempt=number,
-                ranks=job.ranks,
-                spares=job.spares,
-                least=job.least,
-                quarantine=os.path.abspath(self._quarantine.path),
-                options=job.options,
-                command=[part.replace("{run}", str(run)) for part in job.command],
-                python=job.python,
-                module=job.module,
-                environment={**{k: v.replace("{run}", str(run)) for k, v in job.environment.items()}, **environment},
-                join_s=job.join_s,
-            )
             write_order(order_file, order)
             command = [sys.executable, "-m", "bitwitness.launch.agent", str(order_file), str(report_file)]
-            code = run_bounded(command, dict(os.environ), job.shutdown_s, report_file.exists)
+
+            def watched() -> bool:
+                if not order.keep_for:
+                    self.history.beat()
+                return report_file.exists()
+
+            code = run_bounded(command, dict(os.environ), self._job.shutdown_s, watched)
             return read_report(report_file), code
 
     def _ended(self, number: int, run: Path, report: Report | None, code: int) -> Ended:

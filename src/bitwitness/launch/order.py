@@ -34,6 +34,8 @@ class Order:
         Variables of the ranks.
     join_s
         Seconds that this node waits for the others.
+    keep_for
+        Nothing is to be run, but the meeting place kept, if it is on this host, while a launcher lives whose history is here.
 
     """
 
@@ -48,6 +50,7 @@ class Order:
     module: bool
     environment: dict[str, str]
     join_s: float
+    keep_for: str = ""
 
 
 @dataclass(slots=True)
