@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -20,13 +21,15 @@ import pytest
 from bitwitness.cli import main
 from bitwitness.cli.torchrun import FLAGS, OURS, REFUSED, VALUED
 from bitwitness.device import this_device
+from bitwitness.errors import UsageError
 from bitwitness.finding import Action, Cause, Device, Finding, Note, Severity, Verdict
 from bitwitness.launch.child import children_of
 from bitwitness.launch.decide import Limits, Policy
 from bitwitness.launch.ended import End, Ended, ended_of, first_trace
 from bitwitness.launch.nodes import Elsewhere, together
 from bitwitness.launch.order import Report
-from bitwitness.launch.quarantine import Quarantine
+from bitwitness.launch.quarantine import Entry, Quarantine
+from bitwitness.launch.slots import Slot, environment_for, healthy, slots_here
 from bitwitness.site import Site
 from bitwitness.store import RunWriter
 
@@ -255,6 +258,21 @@ def test_nodes_come_to_the_same_conclusion() -> None:
     assert together(missed, [elsewhere(broken)]).code == 1
     assert together(broken, [Elsewhere("node b", None, "it does not tell", certain=False, code=18)]).end is End.LOST
     assert together(broken, [elsewhere(Ended(End.FINISHED, 0, ""))]).end is End.APART
+
+
+def test_slots_are_the_visible_devices_without_those_in_quarantine() -> None:
+    slots = [Slot(number, Device(HOST, number, f"uuid-{number}", "cuda"), f"{number}") for number in (4, 5, 6, 7)]
+    now = datetime.now(UTC)
+    held = [Entry(bad, "", "", None, now, now) for bad in (Device("elsewhere", 0, "UUID-5", "cuda"), device(6))]
+    fit = healthy(slots, held)
+    assert [slot.number for slot in fit] == [4, 7]
+    assert environment_for(fit) == {"BITWITNESS_SLOTS": "4,7", "CUDA_VISIBLE_DEVICES": "4,7"}
+    assert environment_for([Slot(1, Device(HOST, 1, "Ascend910B#1", "npu"), "1")])["ASCEND_RT_VISIBLE_DEVICES"] == "1"
+    labels = slots_here(2, {"BITWITNESS_SLOTS": "3,5,8"})
+    if labels[0].device.kind == "cpu":
+        assert [slot.number for slot in labels] == [3, 5]
+        with pytest.raises(UsageError, match="names 3 slots; expected 4"):
+            slots_here(4, {"BITWITNESS_SLOTS": "3,5,8"})
 
 
 # -- the command line --------------------------------------------------------------------------------------------------

@@ -157,7 +157,7 @@ class Launcher:
 
     def _put_away(self, follows: Next, ended: Ended, run: Path, report: Report | None) -> Next:
         """Put into quarantine what is convicted, as far as it is this node's: each launcher keeps its own list."""
-        here = {str(row["device"]) for row in report.slots} if report is not None else set()
+        here = {str(name) for row in report.slots for name in row["names"]} if report is not None else set()
         for device in follows.quarantine:
             if key_of(device) in here:
                 self._quarantine.add(
@@ -165,7 +165,7 @@ class Launcher:
                 )
                 self._say(f"{_short(device)} is in quarantine: {ended.message}", loud=True)
             elif self._job.alone:
-                why = f"{_short(device)} is none of the devices that ranks are put on here ({', '.join(here)})"
+                why = f"{_short(device)} is none of the devices that ranks are put on here ({', '.join(sorted(here))})"
                 why = f"{ended.message}; {why}, so it cannot be left out"
                 return Next(again=False, code=EXIT_CONVICTED, why=why)
         return follows

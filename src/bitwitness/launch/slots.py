@@ -42,7 +42,12 @@ class Slot:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it ready for JSON."""
-        return {"slot": self.number, "device": key_of(self.device), **asdict(self.device)}
+        return {"slot": self.number, "device": key_of(self.device), "names": sorted(self.names), **asdict(self.device)}
+
+    @property
+    def names(self) -> set[str]:
+        """By what a verdict may name it: also as a CPU's label, where ranks with accelerators train on the CPU all the same."""
+        return {key_of(self.device), key_of(Device(self.device.host, self.number, "", "cpu"))}
 
 
 def slots_here(wanted: int, environ: Mapping[str, str]) -> list[Slot]:
@@ -70,7 +75,7 @@ def slots_here(wanted: int, environ: Mapping[str, str]) -> list[Slot]:
 def healthy(slots: Sequence[Slot], quarantined: Sequence[Entry]) -> list[Slot]:
     """Return the slots whose devices are not in quarantine."""
     held = {key_of(entry.device) for entry in quarantined}
-    return [slot for slot in slots if key_of(slot.device) not in held]
+    return [slot for slot in slots if not slot.names & held]
 
 
 def environment_for(slots: Sequence[Slot]) -> dict[str, str]:
