@@ -14,7 +14,7 @@ from ranks import forked
 from torch import nn
 
 import bitwitness as bw
-from bitwitness.errors import ConfigError
+from bitwitness import ConfigError
 from bitwitness.inject.schedule import triggers_of
 from bitwitness.session.clock import StepClock
 from bitwitness.tap.ownwork import own_work

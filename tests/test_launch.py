@@ -18,11 +18,11 @@ from pathlib import Path
 
 import pytest
 
+from bitwitness import Cause, Finding, Note, Site, UsageError, Verdict
 from bitwitness.cli import main
 from bitwitness.cli.torchrun import FLAGS, OURS, REFUSED, VALUED
 from bitwitness.device import this_device
-from bitwitness.errors import UsageError
-from bitwitness.finding import Action, Cause, Device, Finding, Note, Severity, Verdict
+from bitwitness.finding import Action, Device, Severity
 from bitwitness.launch.child import children_of
 from bitwitness.launch.decide import Limits, Policy
 from bitwitness.launch.ended import End, Ended, ended_of, first_trace
@@ -30,7 +30,6 @@ from bitwitness.launch.nodes import Elsewhere, together
 from bitwitness.launch.order import Report
 from bitwitness.launch.quarantine import Entry, Quarantine
 from bitwitness.launch.slots import Slot, environment_for, healthy, slots_here
-from bitwitness.site import Site
 from bitwitness.store import RunWriter
 
 HOST = socket.gethostname()

@@ -12,9 +12,10 @@ from threading import Event, Thread
 
 import pytest
 
+from bitwitness import Cause, UsageError, Verdict
 from bitwitness.cli import main
-from bitwitness.errors import UnreadError, UnwrittenError, UsageError
-from bitwitness.finding import Action, Cause, Device, Verdict
+from bitwitness.errors import UnreadError, UnwrittenError
+from bitwitness.finding import Action, Device
 from bitwitness.launch import quarantine as module
 from bitwitness.launch.adapters import health, response, serve
 from bitwitness.launch.quarantine import Quarantine, default_file, device_named, key_of
