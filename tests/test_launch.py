@@ -250,13 +250,21 @@ def test_nodes_come_to_the_same_conclusion() -> None:
     missed = Ended(End.LOST, 18, "a rank was lost", certain=False)
 
     def elsewhere(ended: Ended) -> Elsewhere:
-        return Elsewhere("node b", ended.end, ended.message, ended.certain, ended.code)
+        return Elsewhere("node b", ended.end, ended.message, ended.certain, ended.code, ended.trace)
 
     assert together(broken, [elsewhere(lost)]).end is together(lost, [elsewhere(broken)]).end is End.LOST
     assert together(missed, [elsewhere(broken)]).end is together(broken, [elsewhere(missed)]).end is End.FAILED
     assert together(missed, [elsewhere(broken)]).code == 1
     assert together(broken, [Elsewhere("node b", None, "it does not tell", certain=False, code=18)]).end is End.LOST
     assert together(broken, [elsewhere(Ended(End.FINISHED, 0, ""))]).end is End.APART
+    assert together(convicted(9, trace=7), [elsewhere(convicted(9, trace=5))]).trace == 5
+    assert (
+        together(missed, [elsewhere(convicted(9, trace=5))]).trace == 5
+    )  # whatever this node read: all go back as far
+    assert (
+        together(broken, [elsewhere(Ended(End.NO_SLOTS, 17, "")), elsewhere(Ended(End.FINISHED, 0, ""))]).end
+        is End.APART
+    )
 
 
 def test_slots_are_the_visible_devices_without_those_in_quarantine() -> None:

@@ -68,6 +68,8 @@ class Policy:
 
     def after(self, ended: Ended) -> Next:
         """Return what follows from an attempt's end."""
+        if ended.trace is not None:
+            self.resume_before = ended.trace if self.resume_before is None else min(self.resume_before, ended.trace)
         match ended.end:
             case End.FINISHED:
                 return Next(again=False, code=0, why=self._finished())
@@ -95,8 +97,6 @@ class Policy:
         self._struck.update(key_of(device) for device in ended.devices)
         bad = tuple(d for d in ended.devices if ended.end is End.CONVICTED or self._struck[key_of(d)] > 1)
         self.left_out += [key_of(device) for device in bad if key_of(device) not in self.left_out]
-        if ended.trace is not None:
-            self.resume_before = ended.trace if self.resume_before is None else min(self.resume_before, ended.trace)
         if not ended.devices and ended.end is End.CONVICTED:
             why = (
                 f"{ended.message}; no device is named, so none can be left out: look at 'bitwitness status' of the run"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ class Elsewhere:
     message: str
     certain: bool
     code: int
+    trace: int | None = None
 
 
 def await_others(folder: Path, own: Path, attempt: int, patience_s: float) -> list[Elsewhere]:
@@ -61,13 +62,17 @@ def together(mine: Ended, others: Sequence[Elsewhere]) -> Ended:
     A verdict and a good end stand. A rank that is known to be gone explains errors elsewhere, and an error of the script's
     explains that its ranks are missed.
     """
-    if mine.end in (*_STOPPED, End.FINISHED, End.USAGE, End.NO_SLOTS, End.APART) or not others:
+    others = [one for one in others if one.end is not End.NO_SLOTS]
+    traces = [trace for trace in (mine.trace, *(one.trace for one in others)) if trace is not None]
+    if mine.end in _STOPPED:  # all go back behind the same step, also where one node has not seen all that was written
+        return replace(mine, trace=min(traces, default=None))
+    if mine.end in (End.FINISHED, End.USAGE, End.NO_SLOTS, End.APART) or not others:
         return mine
     if all(one.end is End.FINISHED for one in others):
         return Ended(End.APART, mine.code, f"{mine.message}; the other nodes have finished, and do not begin again")
     for one in others:
         if one.end in _STOPPED:
-            return Ended(End.LOST, EXIT_RANK_LOST, f"{one.node}: {one.message}")
+            return Ended(End.LOST, EXIT_RANK_LOST, f"{one.node}: {one.message}", trace=min(traces, default=None))
     if mine.end is End.LOST and mine.certain:
         return mine
     for one in others:
@@ -90,7 +95,9 @@ def _told(file: Path, attempt: int) -> Elsewhere | None:
             return None
         end = rows[0].get("end")
         if end is not None:
-            return Elsewhere(node, End(end), str(rows[0]["message"]), bool(rows[0]["certain"]), int(rows[0]["code"]))
+            row = rows[0]
+            said, certain, trace = str(row["message"]), bool(row["certain"]), row["first_trace"]
+            return Elsewhere(node, End(end), said, certain, int(row["code"]), None if trace is None else int(trace))
         gone = state in ("killed", "lost", "terminated", "interrupted", "failed")
         said = f"its launcher was {state}" if gone else "its launcher does not tell how its ranks ended"
         return Elsewhere(node, End.LOST if gone else None, said, gone, EXIT_RANK_LOST)
