@@ -91,6 +91,10 @@ class Guard(Face):
 
     def _begin(self, session: Session) -> None:
         super()._begin(session)
+        self._seal_checkpoints(session)
+        self._begin_alerting(session)
+
+    def _seal_checkpoints(self, session: Session) -> None:
         if self.reporter is not None and self.watch is not None:
             self._stack.enter_context(
                 GuardedCheckpoints(
@@ -110,8 +114,7 @@ class Guard(Face):
             reporter.failure(f"self-test of {name}", RuntimeError(reason), 0)
         return watch
 
-    def _begin(self, session: Session) -> None:
-        super()._begin(session)
+    def _begin_alerting(self, session: Session) -> None:
         if not on(self.config.alerts) or self.reporter is None:
             return
         try:
