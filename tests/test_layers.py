@@ -21,7 +21,7 @@ LAYERS = {
     "vocabulary": ("version", "errors", "files", "site", "finding", "config"),
     "numbers": ("numerics", "stats"),
     "torch": ("tap", "capture", "replay", "ranks", "liveness", "device"),
-    "storage": ("store",),
+    "storage": ("store", "checkpoint"),
     "session": ("session",),
     "reference": ("oracle", "trial"),
     "instruments": ("sense", "nonfinite", "record", "monitor", "comparison", "inject", "precheck"),

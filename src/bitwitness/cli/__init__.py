@@ -9,6 +9,7 @@ from pathlib import Path
 
 from bitwitness.cli import (
     ascend,
+    checkpoint,
     compare,
     completion,
     demo,
@@ -29,7 +30,7 @@ from bitwitness.cli.script import torch_lacks, unusable
 from bitwitness.errors import UsageError
 from bitwitness.version import __version__
 
-_RUNS = {"compare": 2}
+_RUNS = {"compare": 2, "checkpoint": 2}
 """How many runs a verb wants, where that is not one."""
 _SCRIPTS = frozenset({"run", "trace", "record", "monitor"})
 """Verbs in whose process a script runs: its signals, streams and errors are its own."""
@@ -83,6 +84,7 @@ def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         verify_op,
         view,
         diff_env,
+        checkpoint,
         ascend,
         demo,
         doctor,

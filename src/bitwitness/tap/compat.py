@@ -252,3 +252,14 @@ def on_cpu(func: OpOverload) -> Callable[..., Any] | None:
     keys = torch._C.DispatchKey.CPU, torch._C.DispatchKey.CompositeExplicitAutograd
     found = next((key for key in keys if func.has_kernel_for_dispatch_key(key)), None)
     return None if found is None else lambda *args, **kwargs: func._op_dk(found, *args, **kwargs)
+
+
+def save_alone(state_dict: dict[str, Any], **how: Any) -> None:
+    """Write a checkpoint of torch DCP of one process.
+
+    ``dcp.save`` is the same after a warning that torch.distributed is off, which under ``-W error`` fails, and which a thread
+    cannot turn off for itself.
+    """
+    from torch.distributed.checkpoint import state_dict_saver
+
+    state_dict_saver._save_state_dict(state_dict, no_dist=True, **how)
