@@ -26,7 +26,7 @@ LAYERS = {
     "reference": ("oracle", "trial"),
     "instruments": ("sense", "nonfinite", "record", "monitor", "comparison", "inject", "precheck"),
     "decision": ("judge", "respond"),
-    "face": ("guard", "ascend", "testing", "demo", "report", "view", "cli"),
+    "face": ("guard", "ascend", "testing", "demo", "report", "view", "launch", "cli"),
 }
 FLOOR = {part: number for number, parts in enumerate(LAYERS.values()) for part in parts}
 

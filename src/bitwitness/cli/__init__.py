@@ -15,8 +15,10 @@ from bitwitness.cli import (
     demo,
     diff_env,
     doctor,
+    launch,
     monitor,
     precheck,
+    quarantine,
     record,
     report,
     run,
@@ -48,7 +50,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _json_alone(argv: Sequence[str]) -> list[str]:
     """Return the arguments with ``--json RUN`` read as it is meant: a folder is no file that JSON could be written into."""
     found = list(argv)
-    if found[:1] and found[0] in _SCRIPTS:  # what follows may be the script's own
+    if found[:1] and found[0] in {*_SCRIPTS, "launch"}:  # what follows may be the script's own
         return found
     named = [one for one in found[1:] if not one.startswith("-")]
     wanted = _RUNS.get(found[0], 1) if found else 1
@@ -74,6 +76,8 @@ def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     verbs = top.add_subparsers(dest="verb", metavar="VERB", required=True)
     for verb in (
         run,
+        launch,
+        quarantine,
         status,
         report,
         trace,

@@ -25,7 +25,7 @@ _MOST_BYTES = 1 << 20
 _MOST_DOTS = 100  # of a key in TOML, whose reader takes a time that is the square of their number
 
 PREFIX = "BITWITNESS_"
-NOT_SETTINGS = frozenset({"BITWITNESS_INJECT"})
+NOT_SETTINGS = frozenset({"BITWITNESS_INJECT", "BITWITNESS_QUARANTINE", "BITWITNESS_RESUME_BEFORE", "BITWITNESS_SLOTS"})
 """Variables of that prefix which mean something else."""
 
 
