@@ -309,6 +309,7 @@ def test_torchruns_options_are_those_that_torch_has() -> None:
         (["--out", "o", "--expires", "never"], "--expires never: expected a number with s, m, h or d"),
         (["--out", "o", "--nnodes", "2", "--number"], "share one folder"),
         (["--out", "taken"], "holds a run already"),
+        (["--out", "o"], "BITWITNESS_RESUME_BEFORE = later in the environment; expected a step"),
         (["--out", "o", "--quarantine", "damaged.json"], "damaged.json is damaged"),
     ],
 )
@@ -319,6 +320,7 @@ def test_what_is_wrong_is_said_before_anything_is_started(
     stopped_run(tmp_path / "taken", verdict(3))
     (tmp_path / "damaged.json").write_text("{")
     (tmp_path / "train.py").write_text("")
+    monkeypatch.setenv("BITWITNESS_RESUME_BEFORE", "later" if options == ["--out", "o"] else "")
     try:
         code = main(["launch", *options, "train.py"])
     except SystemExit as error:  # argparse's own

@@ -132,7 +132,7 @@ def test_what_is_damaged_on_its_way_to_the_disk_is_never_a_checkpoint(
     assert sorted(one.name for one in folder.iterdir()) == ["step-00000010", "step-00000020", "step-00000030"]
 
 
-def full_disk(*_: object) -> None:
+def full_disk(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

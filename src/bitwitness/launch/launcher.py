@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -78,7 +79,7 @@ class Launcher:
     def __init__(self, job: Job, limits: Limits, quarantine: Quarantine, *, quiet: bool = False) -> None:
         quarantine.entries()  # one that is damaged is said now, and not when it matters
         self._job = job
-        self._policy = Policy(limits)
+        self._policy = Policy(limits, resume_before=_told(os.environ))
         self._quarantine = quarantine
         self._quiet = quiet
         self.history = History(job.out, job.alone)
@@ -180,6 +181,21 @@ class Launcher:
         if loud or not self._quiet:
             sys.stderr.write(f"bitwitness launch: {shown(text, None)}\n")
             sys.stderr.flush()
+
+
+def _told(environ: Mapping[str, str]) -> int | None:
+    """Return the step that whoever launches here says already: of an earlier job in the same folder of checkpoints.
+
+    Raises
+    ------
+    UsageError
+        If it is no step.
+
+    """
+    text = environ.get(RESUME_BEFORE, "")
+    if text and not (text.isascii() and text.isdecimal() and len(text) < 19):
+        raise UsageError(f"{RESUME_BEFORE} = {shown(text)} in the environment; expected a step, 0 or more")
+    return int(text) if text else None
 
 
 def _interruption(error: BaseException) -> tuple[str, int]:
