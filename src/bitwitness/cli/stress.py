@@ -33,7 +33,8 @@ def add_parser(verbs: Any) -> None:
         help="the device's own test: which of them computes wrongly?",
         description="Has every device of this machine do the same work (matrix products, attention, reductions, functions, "
         "memory patterns, collectives, in every dtype) again and again, and compares all bits: with its own, with the other "
-        "devices', with what is right. Exit code 0: all healthy; 1: a device is faulty, and is named; 3: not everything could be tested.",
+        "devices', with what is right. Exit code 0: all healthy; 1: a device is faulty, and is named; 3: not everything "
+        "could be tested.",
     )
     parser.add_argument(
         "--device", metavar="KIND", help="cpu, cuda, npu (default: the accelerator that is here, or cpu)"

@@ -11,7 +11,7 @@ from bitwitness.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_UNREAD
 from bitwitness.stress.ascend_dmi import TOOL, Diagnosis
 from bitwitness.stress.course import Outcome
 from bitwitness.stress.process import DeviceProcess
-from bitwitness.stress.verdict import SPREAD, WRONG, Fault
+from bitwitness.stress.verdict import HOW, SPREAD, WRONG, Fault
 
 FAULTY, SUSPECT, LOST, UNDECIDED, HEALTHY = "faulty", "suspect", "lost", "undecided", "healthy"
 """Verdicts on a device: proven; wrong, its hardware or its kernels; died or hung; something is open; none of these."""
@@ -155,7 +155,7 @@ def _replace(one: DeviceProcess, faults: Sequence[Fault], *, certain: bool) -> s
     more = f"; and {len(by_workload) - 1} other workloads" if len(by_workload) > 1 else ""
     what = (
         f"it computed {first.workload.key} wrongly {wrong} of {runs} times, first in run {first.first.run} at "
-        f"{first.first.time}{how}, known by {first.proof}{more}"
+        f"{first.first.time}{how}: {HOW[first.proof]}{more}"
     )
     if certain:
         return f"replace device {one.slot}, {one.label}: {what}"

@@ -22,7 +22,7 @@ _PRODUCTS: dict[bool, tuple[tuple[int, int, int], ...]] = {
     False: ((96, 64, 80), (67, 129, 95)),
     True: ((4096, 4096, 4096), (1031, 2049, 4099)),
 }
-_ATTENDED: dict[bool, Shapes] = {False: ((2, 2, 32, 16), (1, 3, 37, 24)), True: ((4, 16, 2048, 128), (2, 3, 1031, 72))}
+_ATTENDED: dict[bool, Shapes] = {False: ((2, 2, 32, 16), (1, 3, 37, 24)), True: ((2, 8, 1024, 128), (1, 3, 1031, 72))}
 _ROWS: dict[bool, Shapes] = {False: ((64, 256), (33, 191)), True: ((8192, 4096), (1031, 4099))}
 """Rows, columns and depth; batch, heads, length and width; rows and columns: of a CPU's core, and of an accelerator. The
 second of each is odd: what is left over at the ends of tiles is computed by other code."""

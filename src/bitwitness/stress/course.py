@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from bitwitness.stress.catalogue import Outside, Plan, workloads_of
 from bitwitness.stress.conclude import concluded
@@ -199,9 +199,7 @@ class _Test:
     def _differs(self, seen: Seen) -> bool:
         workload = self._workloads[seen.workload]
         if workload.exact:
-            return any(
-                one != self._truths.due_fingerprint(seen, slot) for slot, count in seen.counts.items() for one in count
-            )
+            return any(one != self._truths.due(seen, slot)[0] for slot, count in seen.counts.items() for one in count)
         return len(seen.fingerprints | self._golden_of(seen)) > 1
 
     def _golden_of(self, seen: Seen) -> set[str]:
@@ -240,9 +238,12 @@ class _Test:
         self._out.faults, self._out.remarks = concluded(
             self._out.seen, self._workloads, models, self._truths.due, self._golden
         )
-        if len({tuple(sorted(model.items())) for model in models.values()}) > 1:
-            text = "the devices are of several models, or have other software: rounded results were compared among equal ones"
-            self._out.remarks.append(Remark(UNDECIDED, tuple(models), "all", text))
+        for slot, model in models.items():
+            if len(models) > 1 and list(models.values()).count(model) == 1:
+                text = (
+                    f"device {slot} is the only one of its model here: its rounded results had none to be compared with"
+                )
+                self._out.remarks.append(Remark(UNDECIDED, (slot,), "all", text))
 
     def _tell(self, text: str, done: int = 0) -> None:
         if self._heard is not None:

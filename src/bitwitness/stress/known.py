@@ -12,8 +12,8 @@ from bitwitness.stress.tally import Seen, Slots
 from bitwitness.stress.verdict import EXACT, SOFTWARE, WRONG, Fault, Found, Remark, fault_of
 from bitwitness.stress.workload import Workload
 
-Due = Callable[[Seen, int], tuple[str, Slots]]
-"""What a device is due: a fingerprint, and the values behind it."""
+Due = Callable[[Seen, int], tuple[str, Callable[[], Slots]]]
+"""What a device is due: a fingerprint, and what makes the values behind it."""
 _MANY = 3
 
 
@@ -102,5 +102,6 @@ def _listed(slots: Sequence[int]) -> str:
     return ", ".join(map(str, slots))
 
 
-def _first(seen: Seen, values: Slots, wrong: list[str]) -> Difference | None:
+def _first(seen: Seen, due: Callable[[], Slots], wrong: list[str]) -> Difference | None:
+    values = due()
     return next((difference(values, seen.values[one]) for one in wrong if one in seen.values), None)

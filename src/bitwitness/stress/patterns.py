@@ -16,7 +16,7 @@ from bitwitness.stress.workload import Workload, dtype_name
 from bitwitness.trial.call import Call
 
 _INTEGER = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16}
-_WORDS: dict[bool, tuple[int, ...]] = {False: (1 << 15, 9973), True: (1 << 26, 99991)}
+_WORDS: dict[bool, tuple[int, ...]] = {False: (1 << 15, 9973), True: (1 << 24, 99991)}
 
 
 def memory_workloads(dtype: torch.dtype, *, large: bool) -> Iterator[Workload]:

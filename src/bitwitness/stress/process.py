@@ -64,7 +64,9 @@ class DeviceProcesses:
 
     def _start(self, context: ForkServerContext, slot: int, outside: Outside, port: int) -> DeviceProcess:
         mine, its = context.Pipe()
-        process = context.Process(target=serve, args=(its, self._plan, slot, outside, port), daemon=True)
+        process = context.Process(
+            target=serve, args=(its, self._plan, slot, outside, port), name=f"device-{slot}", daemon=True
+        )
         process.start()
         its.close()
         threading.Thread(target=self._read, args=(slot, mine), daemon=True).start()

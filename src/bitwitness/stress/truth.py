@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -26,22 +27,21 @@ class Truths:
         self._due: dict[tuple[int, int, int], str] = {}
         self._oracles: dict[tuple[int, int], Oracle] = {}
 
-    def due(self, seen: Seen, slot: int) -> tuple[str, Slots]:
-        """Return the fingerprint and the values that are due to a device, of a workload that is exact."""
+    def due(self, seen: Seen, slot: int) -> tuple[str, Callable[[], Slots]]:
+        """Return the fingerprint that is due to a device of a workload that is exact, and what makes its values."""
+        key = seen.workload, seen.variant, slot if self._workloads[seen.workload].collective else 0
+        if key not in self._due:
+            self._due[key] = fingerprint_of(self._values(seen, slot))
+        return self._due[key], partial(self._values, seen, slot)
+
+    def _values(self, seen: Seen, slot: int) -> Slots:
         workload = self._workloads[seen.workload]
         with own_work(REFERENCE):
             if workload.expected is None:
                 values = workload.call(seen.variant, slot).run().slots()
             else:
                 values = {f"out{i}": t for i, t in enumerate(workload.expected(seen.variant, slot, self._ranks))}
-        return fingerprint_of(values), values
-
-    def due_fingerprint(self, seen: Seen, slot: int) -> str:
-        """Return the same fingerprint; it is computed once."""
-        key = seen.workload, seen.variant, slot if self._workloads[seen.workload].collective else 0
-        if key not in self._due:
-            self._due[key] = self.due(seen, slot)[0]
-        return self._due[key]
+        return values
 
     def within(self, seen: Seen, values: Slots) -> bool | None:
         """Return whether float64 finds a result within what its dtype allows; None where float64 cannot say."""

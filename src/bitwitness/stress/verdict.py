@@ -12,6 +12,14 @@ from bitwitness.stress.workload import Workload
 EXACT, MAJORITY, OWN_RUNS, FLOAT64, GOLDEN = "exact", "majority", "own runs", "float64", "golden"
 """How a fault is known: the right bits are known; other devices of its model agree on other bits; it contradicts itself where
 no other device does; its result lies outside of what the dtype allows; a device known to be good had other bits."""
+HOW = {
+    EXACT: "the right bits are known",
+    MAJORITY: "the other devices agree",
+    OWN_RUNS: "its own runs, and the other devices, contradict it",
+    FLOAT64: "float64 finds it outside of what the dtype allows",
+    GOLDEN: "the golden device had other bits",
+}
+"""The same in words."""
 WRONG, UNDECIDED, SOFTWARE, SPREAD = "wrong", "undecided", "software", "spread"
 """Kinds of remarks: something is wrong and no device can be named; nothing is proven; all devices do it alike; an operator that
 does not repeat its bits, by design."""

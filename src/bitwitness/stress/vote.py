@@ -1,9 +1,9 @@
 """Who is wrong where only votes and float64 can tell: results that are rounded.
 
 Devices of one model and one software run the same kernels on the same numbers, so that their bits are equal. One that differs
-is convicted where float64 finds it outside of what its dtype allows, where it contradicts itself and no other does, or where the
-others agree and it differs in a few rows or columns only: another algorithm would round otherwise everywhere. An operator that
-most devices do not repeat is one whose bits vary by design; of it only float64 convicts.
+is convicted where float64 finds it outside of what its dtype allows, where it contradicts itself and no other does, or where
+the others agree and it differs in a few rows or columns only: another algorithm would round otherwise everywhere. An operator
+that most devices do not repeat is one whose bits vary by design; of it only float64 convicts.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class _Vote:
                 proof = FLOAT64
             elif self._unsteady == [slot]:
                 proof = OWN_RUNS
-            elif not self._unsteady and len(self._slots) >= _MANY and differs is not None and differs.confined:
+            elif slot not in self._unsteady and len(self._slots) >= _MANY and differs is not None and differs.confined:
                 proof = MAJORITY
             else:
                 remarks.append(self._undecided(slot, differs))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -14,19 +16,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from bitwitness.device import this_device
 from bitwitness.stats.digest import bit_hashes, in_hex, joined
 from bitwitness.stress.catalogue import Outside, Plan, SetPass, workloads_of
 from bitwitness.stress.model import model_of
 from bitwitness.stress.workload import Workload
+from bitwitness.tap.compat import tree_map
 from bitwitness.tap.ownwork import REFERENCE, own_work
 from bitwitness.trial.call import Copied, Results, as_laid_out, output_gradients
 
 _MOST_KEPT = 4
 """Different results of one batch whose values are kept for whoever asks; a device that errs each time errs in as many ways."""
 _BACKENDS = {"cuda": "nccl", "npu": "hccl", "xpu": "xccl"}
+
+_LACKING = re.compile(
+    r"not implemented|not support|unsupported|must be|[Ee]xpected .*(type|Half|Float|Double)", re.DOTALL
+)
+"""What a backend says of a dtype that it has no kernel for."""
 
 Answer = dict[str, Any]
 
@@ -75,6 +83,9 @@ class _Device:
         self._kept: dict[str, dict[str, Tensor]] = {}
         if plan.kind != "cpu":
             torch.get_device_module(plan.kind).set_device(self._where)
+        os.environ.setdefault(
+            "TORCH_NCCL_BLOCKING_WAIT", "1"
+        )  # a peer that hangs raises here, and does not end this process
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, cuBLAS promises no equal bits
         torch.use_deterministic_algorithms(mode=True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -99,11 +110,9 @@ class _Device:
             with warnings.catch_warnings(record=True) as heard:
                 warnings.simplefilter("always")
                 found = self._do[asked["do"]](asked)
-        except NotImplementedError as error:
-            return {"unsupported": _first_line(error)}
         except Exception as error:
-            kind = "unsupported" if "not implemented for" in str(error) else "raised"
-            return {kind: f"{type(error).__name__}: {_first_line(error)}"}
+            lacking = isinstance(error, NotImplementedError) or _LACKING.search(str(error))
+            return {"unsupported" if lacking else "raised": f"{type(error).__name__}: {_first_line(error)}"}
         unsteady = next((str(one.message) for one in heard if "deterministic" in str(one.message)), "")
         return found | {"nondeterministic": _first_line(unsteady)} if unsteady else found
 
@@ -125,11 +134,20 @@ class _Device:
         """Return the work with its inputs on the device, and its output gradients: drawn once, by the host."""
         with own_work(REFERENCE):  # what the host draws is no emulated device's to spoil
             call = workload.call(variant, rank)
-            copied = call.on(lambda tensor: as_laid_out(tensor).to(self._where))
+            copied = self._moved(call.on(lambda tensor: as_laid_out(tensor).to(self._where)))
             if not any(copy.requires_grad for copy in copied.copies):
                 return copied, []
             shaped = Results(tuple(copied.run(call.fn, [None]).outputs))
             return copied, output_gradients(shaped.outputs, call.seed)
+
+    def _moved(self, copied: Copied) -> Copied:
+        """Return a call that names this device where it named the one that it was made for."""
+
+        def there(value: Any) -> Any:
+            return self._where if isinstance(value, torch.device) else value
+
+        args, kwargs = tree_map(there, (copied.args, dict(copied.kwargs)))
+        return replace(copied, args=args, kwargs=kwargs)
 
     def _tensors(self, asked: Mapping[str, Any]) -> Answer:
         """Return the values behind a fingerprint, if the last batch had it."""
