@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from bitwitness.trial.call import Call
 
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+_EMULATION = ("bitwitness.inject.device", "torch._dynamo")  # the latter by torch, when a dispatch mode is first entered
 _MOST_CORES = 8  # of a CPU that are tested where nobody says how many: each takes a process
 _DIAGNOSIS = 3600.0  # seconds for ascend-dmi, whose guide says up to 24 minutes
 
@@ -167,7 +168,7 @@ def _outside() -> tuple[Outside, str]:
         return Outside(recorded=recorded_call), ""
     faults = load_faults(path)
     words = f"{len(faults)} declared" + "".join(f", {fault.kind} at {fault.site}" for fault in faults[:3])
-    return Outside(partial(emulated, faults), recorded_call), words
+    return Outside(partial(emulated, faults), recorded_call, _EMULATION), words
 
 
 @contextmanager

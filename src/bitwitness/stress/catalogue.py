@@ -43,11 +43,14 @@ class Outside:
         emulated device that computes wrongly.
     recorded
         Makes a recorded call, its tensors on the CPU, from what was told of it.
+    imported
+        Modules that these need: imported once, and not by each device process.
 
     """
 
     around: Callable[[int], AbstractContextManager[SetPass]] = healthy
     recorded: Callable[[Mapping[str, Any]], Call] = none_recorded
+    imported: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

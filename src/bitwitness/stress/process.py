@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -19,6 +19,8 @@ from bitwitness.stress.catalogue import Outside, Plan
 from bitwitness.stress.worker import Answer, serve
 
 _GRACE = 5.0  # seconds that a process has to end by itself, once it is told to
+_IMPORTED = ["bitwitness.stress.worker", "torch.fx.experimental.symbolic_shapes"]
+"""What is imported once for all: the second is what `torch.autograd.grad` imports when it is first called."""
 _START = 240.0  # seconds for imports, drivers and contexts, on top of the deadline
 
 
@@ -59,7 +61,7 @@ class DeviceProcesses:
     def __init__(self, plan: Plan, outside: Outside, port: int) -> None:
         self._plan = plan
         self._answers: queue.Queue[tuple[int, Answer | None]] = queue.Queue()
-        context = _context()
+        context = _context(outside.imported)
         self.all = [self._start(context, slot, outside, port) for slot in range(len(plan.devices))]
 
     def _start(self, context: ForkServerContext, slot: int, outside: Outside, port: int) -> DeviceProcess:
@@ -149,8 +151,8 @@ class DeviceProcesses:
         return f"its process died ({f'signal {-code}' if code < 0 else f'exit code {code}'})"
 
 
-def _context() -> ForkServerContext:
+def _context(imported: Sequence[str]) -> ForkServerContext:
     """Return what makes processes of one that has imported torch, and never touched a device."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["bitwitness.stress.worker"])
+    context.set_forkserver_preload([*_IMPORTED, *imported])
     return context

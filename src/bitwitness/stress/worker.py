@@ -87,7 +87,9 @@ class _Device:
             "TORCH_NCCL_BLOCKING_WAIT", "1"
         )  # a peer that hangs raises here, and does not end this process
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, cuBLAS promises no equal bits
-        torch.use_deterministic_algorithms(mode=True, warn_only=True)
+        torch.set_deterministic_debug_mode(
+            "warn"
+        )  # as use_deterministic_algorithms, without its import of the compiler
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         self._do: Mapping[str, Callable[[Mapping[str, Any]], Answer]] = {
             "run": self._run,
