@@ -225,6 +225,7 @@ def test_ctrl_c_ends_it_with_what_was_found(faults: Callable[[str], None]) -> No
     found = Answer(run_test(plan, Outside(), heard=interrupted))
     assert found.exit_code == 130
     assert "interrupted" in found.told()[0]
+    assert found.told()[-1].startswith("nothing wrong was found until it was interrupted")
     assert found.as_dict()["devices"][0]["runs"] > 0
 
 

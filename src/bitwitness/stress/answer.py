@@ -15,6 +15,7 @@ from bitwitness.stress.verdict import HOW, SPREAD, WRONG, Fault
 
 FAULTY, SUSPECT, LOST, UNDECIDED, HEALTHY = "faulty", "suspect", "lost", "undecided", "healthy"
 """Verdicts on a device: proven; wrong, its hardware or its kernels; died or hung; something is open; none of these."""
+_SO_FAR = "nothing wrong was found until it was interrupted; let it run to its end to be told more"
 _SOFTWARE = (
     "all devices healthy: so suspect software (an overflow, say): look at the script and its operators "
     "(bitwitness trace SCRIPT, bitwitness precheck RUN)"
@@ -103,7 +104,7 @@ class Answer:
             lines.append(f"{TOOL}: {self.diagnosis.state}")
         faulty, still_open = list(self._faulty()), list(self._open())
         if not faulty and not still_open:
-            lines.append(_SOFTWARE if out.seen else "nothing was tested")
+            lines.append(_SO_FAR if out.interrupted else _SOFTWARE if out.seen else "nothing was tested")
         return [*lines, *still_open, *faulty]
 
     def as_dict(self) -> dict[str, Any]:
