@@ -24,7 +24,7 @@ LAYERS = {
     "storage": ("store", "checkpoint"),
     "session": ("session",),
     "reference": ("oracle", "trial"),
-    "instruments": ("sense", "nonfinite", "record", "monitor", "comparison", "inject", "precheck"),
+    "instruments": ("sense", "nonfinite", "record", "monitor", "comparison", "inject", "precheck", "stress"),
     "decision": ("judge", "respond"),
     "face": ("guard", "ascend", "testing", "demo", "report", "view", "launch", "cli"),
 }
