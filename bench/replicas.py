@@ -1,4 +1,4 @@
-"""How fast is replicated state hashed, against how fast memory can be read?
+"""The pace at which replicated state is hashed, against that at which memory can be read.
 
     python bench/replicas.py --gigabytes 1
 

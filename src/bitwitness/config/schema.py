@@ -116,6 +116,25 @@ class ChecksumConfig(_Validated):
 
 
 @dataclass(frozen=True)
+class ReplicasConfig(_Validated):
+    """Replicated parameters, buffers and optimizer state, bit by bit over the ranks.
+
+    ``every``: steps between two looks; None looks on every deep step, at the latest each hundredth.
+    """
+
+    enabled: bool = True
+    every: int | None = _number(None, minimum=1)
+
+
+@dataclass(frozen=True)
+class SealConfig(_Validated):
+    """Parameters and optimizer state between the end of a step and the next use of gradients; ``every`` as for replicas."""
+
+    enabled: bool = True
+    every: int | None = _number(None, minimum=1)
+
+
+@dataclass(frozen=True)
 class FeatureConfig(_Validated):
     """The reference systems' feature-value detection.
 
@@ -210,6 +229,8 @@ class Config(_Validated):
     peers: PeersConfig = field(default_factory=PeersConfig)
     nonfinite: NonfiniteConfig = field(default_factory=NonfiniteConfig)
     checksum: ChecksumConfig = field(default_factory=ChecksumConfig)
+    replicas: ReplicasConfig = field(default_factory=ReplicasConfig)
+    seal: SealConfig = field(default_factory=SealConfig)
     feature: FeatureConfig = field(default_factory=FeatureConfig)
     strikes: StrikesConfig = field(default_factory=StrikesConfig)
 

@@ -116,6 +116,10 @@ class HashBatch:
     def __len__(self) -> int:
         return len(self._flats)
 
+    def kept(self, index: int) -> tuple[Tensor, Fold | None]:
+        """Return what is kept of a tensor: its `flat_bits` if it is small, else a stand-in, and its sums."""
+        return self._flats[index], self._folds.get(index)
+
     @torch.no_grad()
     def add(self, values: Tensor) -> None:
         """Read a plain, strided tensor; raises `UsageError` as `bit_hash` does."""

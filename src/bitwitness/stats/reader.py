@@ -99,7 +99,7 @@ class Reader:
         return Figures._make(found[:])
 
     def fold(self, bits: Tensor, rows: Tensor, columns: Tensor) -> None:
-        """Sum the rows of words of a tensor in memory into ``rows``, and add their shifted words to ``columns``; `stats/fold.py`.
+        """Sum the rows of words of a tensor in memory into ``rows``, and their shifted words to ``columns``; `stats/fold.py`.
 
         ``rows`` int64 [R], ``columns`` int64 [1021]; ``bits`` is contiguous, and longer than R rows by half a word.
         """
