@@ -135,6 +135,14 @@ class SealConfig(_Validated):
 
 
 @dataclass(frozen=True)
+class OptimizerConfig(_Validated):
+    """An optimizer's step recomputed for a share of the parameters, by turns; ``every`` as for replicas."""
+
+    enabled: bool = True
+    every: int | None = _number(None, minimum=1)
+
+
+@dataclass(frozen=True)
 class FeatureConfig(_Validated):
     """The reference systems' feature-value detection.
 
@@ -231,6 +239,7 @@ class Config(_Validated):
     checksum: ChecksumConfig = field(default_factory=ChecksumConfig)
     replicas: ReplicasConfig = field(default_factory=ReplicasConfig)
     seal: SealConfig = field(default_factory=SealConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     feature: FeatureConfig = field(default_factory=FeatureConfig)
     strikes: StrikesConfig = field(default_factory=StrikesConfig)
 

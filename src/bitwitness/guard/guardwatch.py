@@ -142,6 +142,16 @@ class GuardWatch(Watch):
             self.state.before_step(optimizer)
         if optimizer is not None and scaler is None:
             self.investigation.skip.before_step(optimizer)
+            self._about_to_update(optimizer)
+
+    def closure_ended(self, optimizer: Optimizer) -> None:
+        """Keep what is about to be stepped."""
+        self._about_to_update(optimizer)
+
+    def _about_to_update(self, optimizer: Optimizer) -> None:
+        if self.reader.steps_for(optimizer) and not self.session.backward_depth:
+            with self.session.working(), scripts_modes_off():
+                self.state.before_update(optimizer)
 
     def closure_begins(self, optimizer: Optimizer) -> None:
         """Mind that the closure may lead to a skip."""
@@ -153,7 +163,7 @@ class GuardWatch(Watch):
         self.investigation.skip.after_step(optimizer)
         if self.reader.steps_for(optimizer) and not self.session.backward_depth:
             with self.session.working(), scripts_modes_off():
-                self.state.after_step(optimizer, self.reader.root.record.number + 1)
+                self.state.after_step(optimizer, self.reader.root.record.number + 1, self.session.step)
         super().optimizer_stepped(optimizer)
 
     # -- judging -------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from bitwitness.guard.seals import SealJudgement
 from bitwitness.judge.replicas import Desync
 from bitwitness.ranks import Ranks
 from bitwitness.sense.held import HeldState, Name, Reading, read
+from bitwitness.sense.optimizerstep import OptimizerSensor
 from bitwitness.sense.seal import Broken, Seal
 from bitwitness.session.reporter import Reporter
 from bitwitness.stats import in_hex
@@ -66,6 +67,11 @@ class StateSensors:
         self._sealed: WeakKeyDictionary[Optimizer, Seal] = WeakKeyDictionary()
         self.sealed_steps = self.sealed_bytes = self.sealed_tensors = 0
         self._charged = 0.0
+        self._reporter = reporter
+        self.optimizer = OptimizerSensor()
+        self._recompute = False
+        self._proven: list[Finding] = []
+        self._said: set[str] = set()
 
     # -- which steps ---------------------------------------------------------------------------------------------
 
@@ -83,6 +89,11 @@ class StateSensors:
         fixed = self._config.replicas.every is not None or self._deep is None
         return self._due(number, self._config.replicas.every) if fixed else deep
 
+    def _optimizer_due(self, number: int, *, deep: bool) -> bool:
+        every = self._config.optimizer.every
+        fixed = every is not None or self._deep is None
+        return self._config.optimizer.enabled and (self._due(number, every) if fixed else deep)
+
     def _seal_due(self, number: int) -> bool:
         return self._config.seal.enabled and (self.seals.watching or self._due(number, self._config.seal.every))
 
@@ -93,10 +104,12 @@ class StateSensors:
 
         ``compare`` asks the other ranks; None where they do not look. ``deep``: the step is a deep one, on all ranks.
         """
+        self._recompute = self._optimizer_due(record.number, deep=deep)
+        proven, self._proven = self._proven, []
         sealed, self._sealed = self._sealed, WeakKeyDictionary()
         due = compare is not None and self._replicas_due(record.number, deep=deep)
         if not due and not len(sealed):
-            return []
+            return proven
         reading = read(self._held.parameters() | self._held.optimizer())
         desync = compare(record, light, reading) if compare is not None and due else None
         findings = [] if desync is None else self._told(desync, light)
@@ -108,7 +121,7 @@ class StateSensors:
             compared = due and self._ranks.size > 1
             return self.seals.judge(broken, light.step, compared=compared, desync=desync is not None)
 
-        return findings + (self._switches.ask("seal", ask) if len(sealed) else [])
+        return proven + findings + (self._switches.ask("seal", ask) if len(sealed) else [])
 
     def _told(self, desync: Desync, light: LightStep) -> list[Finding]:
         if self._ranks.rank not in (desync.ranks or (0,)):
@@ -128,9 +141,32 @@ class StateSensors:
         for seal in self._sealed.values():
             seal.drop_parameters(names)
 
-    def after_step(self, optimizer: Optimizer, number: int) -> None:
-        """Seal what an optimizer has left, if the step with ``number``, which comes next, is one that is looked at."""
+    def before_update(self, optimizer: Optimizer) -> None:
+        """Keep what an optimizer is about to step, on a step that is looked at; gradients are as it will use them."""
+        if self._recompute:
+            with self.timed():
+                self._switches.ask("optimizer", partial(_quietly, partial(self.optimizer.before, optimizer)))
+
+    def _recomputed(self, optimizer: Optimizer, step: int) -> None:
+        """Hold a step against its recomputation; what is proven is said at the next look, which all ranks share."""
+        names = {id(p): name for name, p in self._held.named().items()}
+        ask = partial(self.optimizer.after, optimizer, names, step, self._ranks.rank)
+        for finding in self._switches.ask("optimizer", ask):
+            if finding.severity is Severity.ERROR:
+                self._proven.append(finding)
+            elif str(finding.site.short) not in self._said:
+                self._said.add(finding.site.short)
+                self._reporter.finding(finding)
+        for note in self.optimizer.notes:
+            self._reporter.once(note)
+        self.optimizer.notes.clear()
+
+    def after_step(self, optimizer: Optimizer, number: int, step: int) -> None:
+        """Recompute a share of an optimizer's step; seal what it left, if the step ``number``, the next, is looked at."""
         self._held.stepped(optimizer)
+        if self._recompute:
+            with self.timed():
+                self._recomputed(optimizer, step)
         if self._seal_due(number):
             with self.timed():
                 self._switches.ask("seal", partial(self._seal, optimizer))
@@ -148,5 +184,20 @@ class StateSensors:
         return spent
 
     def table(self) -> dict[str, Any]:
-        """Return what was sealed, ready for JSON."""
-        return {"steps": self.sealed_steps, "tensors": self.sealed_tensors, "bytes": self.sealed_bytes}
+        """Return what was sealed and recomputed, ready for JSON."""
+        sensor = self.optimizer
+        return {
+            "seal": {"steps": self.sealed_steps, "tensors": self.sealed_tensors, "bytes": self.sealed_bytes},
+            "optimizer": {
+                "steps": sensor.steps,
+                "elements": sensor.elements,
+                "of": sensor.of,
+                "equal": sensor.equal,
+                "within_rounding": sensor.near,
+            },
+        }
+
+
+def _quietly(action: Callable[[], None]) -> list[Finding]:
+    action()
+    return []
