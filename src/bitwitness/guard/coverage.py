@@ -10,6 +10,7 @@ from bitwitness.guard.guardwatch import GuardWatch
 from bitwitness.guard.tracerwatch import TracerWatch
 from bitwitness.guard.uncovered import UNSEEN
 from bitwitness.guard.watch import Watch
+from bitwitness.judge.replicated import NEVER_EQUAL
 from bitwitness.sense.nonfinite import UNTRACED
 from bitwitness.tap.compat import compiles_backward
 from bitwitness.tap.traffic import world_size
@@ -45,6 +46,7 @@ def coverage_table(watch: GuardWatch) -> dict[str, Any]:
             "this_step": root.entry.problem or root.record.unreplayable or "can be run again",
         },
         "price": watch.deep.report(),
+        "state": {"replicas": investigation.replicas.table(), **watch.state.table()},
         "own_seconds": round(watch.own_seconds, 3),
         "failures": dict(watch.reporter.failures),
         "not_covered": [*_late(watch.late), *_paused(watch.missed), *_gaps(watch)],
@@ -134,8 +136,10 @@ def _gaps(watch: GuardWatch) -> list[str]:
     if (refused := watch.investigation.replayer.refused) is not None:
         gaps.append(refused)
     gaps += _compiled_gaps(watch)
+    gaps += _state_gaps(watch)
     if root.sharding.fsdp2:
-        gaps.append("parameters are sharded: no replica of them is compared between ranks (their gradients are)")
+        if watch.investigation.replicas.unshared:
+            gaps.append("parameters are sharded: no replica of them is compared between ranks (their gradients are)")
     elif root.sharding.spread:
         how = ", shard by shard," if root.sharding.mesh is not None else ""
         gaps.append(f"{root.sharding.problem}; gradients are watched{how} and on deep steps the operators")
@@ -148,6 +152,19 @@ def _gaps(watch: GuardWatch) -> list[str]:
         gaps.append(f"{who}: no second device can be asked; a repeating fault needs an operator's proof")
     elif watch.sensors.peers is None:
         gaps.append("peers: needs at least three ranks")
+    return gaps
+
+
+def _state_gaps(watch: GuardWatch) -> list[str]:
+    """Say what of the state that lasts from step to step is not looked at."""
+    replicas, state = watch.investigation.replicas, watch.state
+    gaps = [f"replicas: {replicas.left_out}"] if replicas.left_out else []
+    if replicas.apart:
+        gaps.append(f"replicas: {NEVER_EQUAL}: {len(replicas.apart)} tensors, {min(replicas.apart)} among them")
+    if state.seals.by_script:
+        gaps.append(f"seal: {state.seals.reason()}")
+    for reason, count in state.optimizer.left_out.most_common(2):
+        gaps.append(f"optimizer: {count} steps are not recomputed: {reason}")
     return gaps
 
 

@@ -62,6 +62,15 @@ class Replicas:
         self._known, self.apart, self.compared = before._known, before.apart, before.compared
 
     @property
+    def unshared(self) -> bool:
+        """Whether it is not known that any two ranks hold the same shards."""
+        return self._groups is None or len(set(self._groups)) == len(self._groups)
+
+    def table(self) -> dict[str, Any]:
+        """Return what was compared, ready for JSON."""
+        return {"steps": self.compared, "tensors": self.tensors, "bytes": self.bytes if self.compared else 0}
+
+    @property
     def possible(self) -> bool:
         """Whether ranks may hold the same state at all."""
         return self._ranks.size > 1 and (not self._sharding.spread or self._sharding.fsdp2)

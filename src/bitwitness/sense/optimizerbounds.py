@@ -43,9 +43,7 @@ def out_of_bounds(
     excess = first.abs() - factor * second.sqrt()
     if bool((excess > _SMALLEST).any()):
         worst = int(excess.argmax())
-        return (
-            "exp_avg",
-            f"a mean of gradients is {float(first[worst]):.6g} where the mean of their squares is {float(second[worst]):.6g}: no "
-            "gradients lead there",
-        )
+        squares = float(second[worst])
+        what = f"a mean of gradients is {float(first[worst]):.6g} where the mean of their squares is {squares:.6g}"
+        return "exp_avg", f"{what}: no gradients lead there"
     return None

@@ -1,6 +1,6 @@
 """The sensor ``optimizer``: a step recomputed for a share of the parameters, by turns, and bounds on what optimizers keep.
 
-What two executions of one code on the same numbers give is equal, but for the last bits where the part begins or ends elsewhere.
+Two executions of one code on the same numbers are equal, but for last bits where a part begins or ends elsewhere.
 Where it is not, the step is recomputed twice more and in float64, which tell whether the training's own was wrong.
 """
 

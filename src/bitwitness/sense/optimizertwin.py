@@ -15,6 +15,7 @@ from torch import nn, optim
 from torch.optim.optimizer import Optimizer
 
 from bitwitness.stats.local import local_parts
+from bitwitness.tap.optimizerhooks import others_around
 
 ELEMENTWISE = (
     optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad, optim.Adadelta,
@@ -48,7 +49,7 @@ def unfit(optimizer: Optimizer) -> str:
         return f"{kind.__name__} is none of torch's element-wise optimizers"
     if getattr(kind.step, "__wrapped__", None) is None:
         return f"the step of {kind.__name__} is not torch's own"
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    if others_around(optimizer):
         return f"{kind.__name__} has hooks around its step"
     if getattr(optimizer, "found_inf", None) is not None:
         return f"{kind.__name__} unscales gradients in its step"
