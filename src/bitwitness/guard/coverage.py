@@ -118,7 +118,6 @@ def _paused(steps: int) -> list[str]:
 def _gaps(watch: GuardWatch) -> list[str]:
     gaps = []
     reader = watch.reader
-    root = reader.root
     for reason, count in reader.unrepeated_losses.most_common(3):
         gaps.append(
             f"in {_share(count, watch)} the loss code outside the model cannot be run again "
@@ -136,13 +135,7 @@ def _gaps(watch: GuardWatch) -> list[str]:
     if (refused := watch.investigation.replayer.refused) is not None:
         gaps.append(refused)
     gaps += _compiled_gaps(watch)
-    gaps += _state_gaps(watch)
-    if root.sharding.fsdp2:
-        if watch.investigation.replicas.unshared:
-            gaps.append("parameters are sharded: no replica of them is compared between ranks (their gradients are)")
-    elif root.sharding.spread:
-        how = ", shard by shard," if root.sharding.mesh is not None else ""
-        gaps.append(f"{root.sharding.problem}; gradients are watched{how} and on deep steps the operators")
+    gaps += [*_state_gaps(watch), *_sharding_gaps(watch)]
     for reason, count in watch.reader.limits.most_common(5):
         gaps.append(f"{_share(count, watch)} are sensed but cannot be run again: {reason}")
     gaps += _refused(watch, 5)
@@ -166,6 +159,17 @@ def _state_gaps(watch: GuardWatch) -> list[str]:
     for reason, count in state.optimizer.left_out.most_common(2):
         gaps.append(f"optimizer: {count} steps are not recomputed: {reason}")
     return gaps
+
+
+def _sharding_gaps(watch: GuardWatch) -> list[str]:
+    """Say what of parameters that are spread over the ranks is not looked at."""
+    sharding = watch.reader.root.sharding
+    if sharding.fsdp2 and watch.investigation.replicas.unshared:
+        return ["parameters are sharded: no replica of them is compared between ranks (their gradients are)"]
+    if sharding.spread and not sharding.fsdp2:
+        how = ", shard by shard," if sharding.mesh is not None else ""
+        return [f"{sharding.problem}; gradients are watched{how} and on deep steps the operators"]
+    return []
 
 
 def _refused(watch: Watch, most: int) -> list[str]:

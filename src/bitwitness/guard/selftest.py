@@ -20,8 +20,11 @@ from bitwitness.config import FeatureConfig
 from bitwitness.finding import Finding
 from bitwitness.sense.checksum import ChecksumSensor
 from bitwitness.sense.feature import FeatureSensor
+from bitwitness.sense.held import Name, read
 from bitwitness.sense.nonfinite import NonfiniteSensor
+from bitwitness.sense.optimizerbounds import out_of_bounds
 from bitwitness.sense.peers import PeersSensor
+from bitwitness.sense.seal import Seal
 from bitwitness.sense.trend import TrendSensor
 from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.moments import BackwardCall, StepListener, StepMoments
@@ -42,6 +45,8 @@ def prove(*, step: bool = False) -> dict[str, str]:
         "nonfinite": _nonfinite,
         "feature": _feature,
         "checksum": _checksum,
+        "seal": _seal,
+        "optimizer": _optimizer,
         "moments": partial(_moments, step=step),
     }
     failed = {}
@@ -113,6 +118,24 @@ def _checksum() -> str:
             torch.mm(a, b)
         found.append(sensor.drain(0, 0))
     return _seen(*found)
+
+
+def _seal() -> str:
+    values = torch.linspace(0.0, 1.0, 3000)
+    tensors = {Name("p"): values}
+    seal = Seal(tensors)
+    if seal.broken(read(tensors)):
+        return "false alarm on numbers that nobody changed"
+    values.data.view(torch.int32)[1234] ^= 1 << 20
+    told = [broken.evidence().get("element") for broken in seal.broken(read(tensors))]
+    return "" if told == [[1234]] else f"did not locate the bit that was flipped for it, but {told}"
+
+
+def _optimizer() -> str:
+    """See that moments are judged. A recomputation proves itself on the training's first steps, or accuses nobody."""
+    first, second = torch.zeros(4), torch.tensor([0.0, 1.0, 1.0, -1.0])
+    seen = out_of_bounds(first, second, {"betas": (0.9, 0.999)})
+    return "" if seen is not None else "did not see a mean of squares below zero"
 
 
 class _Listener(StepListener):

@@ -137,7 +137,7 @@ class Judge:
 
     def _apart(self, local: NDArray[np.float64]) -> bool:
         parameters = self._experiments.replayer.parameters.values()
-        return train_apart(self._ranks, [p.grad for p in parameters], local)
+        return train_apart(self._ranks, [p.grad for p in parameters], local, self._replicas.groups)
 
     # -- NaN and Inf ---------------------------------------------------------------------------------------------
 

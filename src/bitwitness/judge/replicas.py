@@ -114,7 +114,12 @@ def _differing(words: list[int], groups: Sequence[int]) -> int | None:
     return None
 
 
-def train_apart(ranks: Ranks, gradients: Sequence[torch.Tensor | None], local: NDArray[np.float64]) -> bool:
+def train_apart(
+    ranks: Ranks,
+    gradients: Sequence[torch.Tensor | None],
+    local: NDArray[np.float64],
+    groups: Sequence[int] | None = None,
+) -> bool:
     """Return whether ranks whose weights differ share no gradients, as in local SGD; collective.
 
     A device that computes wrongly, or a reduction that goes wrong on one rank, makes one rank's gradients differ. Here nearly
@@ -129,6 +134,8 @@ def train_apart(ranks: Ranks, gradients: Sequence[torch.Tensor | None], local: N
         Of this rank, as its optimizer is about to use them.
     local
         float64 [len(gradients)], the L2 norms of the same gradients before anything was reduced.
+    groups
+        As for `find_desync`.
 
     """
     there = torch.tensor([g is not None for g in gradients], dtype=torch.bool)
@@ -137,7 +144,7 @@ def train_apart(ranks: Ranks, gradients: Sequence[torch.Tensor | None], local: N
     hashes = torch.zeros(len(gradients), dtype=torch.int64)
     if mine:
         hashes[there] = bit_hashes(mine).cpu()
-    found = find_desync(ranks, [str(index) for index in range(len(gradients))], hashes)
+    found = find_desync(ranks, [str(index) for index in range(len(gradients))], hashes, groups)
     if found is None or found.majority or found.count < _NEARLY_ALL * somewhere:
         return False
     if ranks.size > 2:

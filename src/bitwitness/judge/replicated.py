@@ -44,7 +44,8 @@ class Replicas:
     def __init__(self, ranks: Ranks, root: nn.Module, held: HeldState, sharding: Sharding, *, broadcasts: bool) -> None:
         self._ranks, self._root, self._held = ranks, root, held
         self._sharding, self._broadcasts = sharding, broadcasts
-        self._groups: list[int] | None = None
+        self.groups: list[int] | None = None
+        """Every rank's group under FSDP2, once it is known: the ranks of one hold the same shards."""
         self._replicated: frozenset[Name] = frozenset()
         self._known: set[Name] = set()
         """Optimizer state that was once equal on all ranks that are to hold the same."""
@@ -58,13 +59,13 @@ class Replicas:
 
     def remember(self, before: Replicas) -> None:
         """Go on with what was learned of the same root's state."""
-        self._groups, self._replicated = before._groups, before._replicated
+        self.groups, self._replicated = before.groups, before._replicated
         self._known, self.apart, self.compared = before._known, before.apart, before.compared
 
     @property
     def unshared(self) -> bool:
         """Whether it is not known that any two ranks hold the same shards."""
-        return self._groups is None or len(set(self._groups)) == len(self._groups)
+        return self.groups is None or len(set(self.groups)) == len(self.groups)
 
     def table(self) -> dict[str, Any]:
         """Return what was compared, ready for JSON."""
@@ -90,7 +91,7 @@ class Replicas:
         buffers = self._buffers(record)
         names: list[Any] = [*parameters, *buffers]
         hashes = torch.cat([reading.of(parameters), read(buffers).hashes])
-        found = find_desync(self._ranks, names, hashes, self._groups)
+        found = find_desync(self._ranks, names, hashes, self.groups)
         if found is not None:
             return found
         if not alike[1]:
@@ -102,7 +103,7 @@ class Replicas:
         """Compare optimizer state; what differs at the first time is the ranks' own. Collective."""
         self.left_out = ""
         while names:
-            found = find_desync(self._ranks, names, reading.of(names), self._groups)
+            found = find_desync(self._ranks, names, reading.of(names), self.groups)
             if found is None:
                 break
             differing = {names[position] for position in found.positions}
@@ -135,10 +136,10 @@ class Replicas:
         """Find out which ranks hold the same shards; collective, once. Return whether any two do."""
         if not self._sharding.fsdp2:
             return True
-        if self._groups is None:
+        if self.groups is None:
             place, self._replicated = _place(self._root)
-            self._groups = self._ranks.gather(torch.tensor([place])).reshape(-1).tolist()
-        return len(set(self._groups)) < len(self._groups)
+            self.groups = self._ranks.gather(torch.tensor([place])).reshape(-1).tolist()
+        return len(set(self.groups)) < len(self.groups)
 
     def _is_shared(self, name: Name) -> bool:
         return not self._sharding.fsdp2 or Name(name.parameter) in self._replicated

@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 from bitwitness.site import Site
 from bitwitness.stats import HashBatch
+from bitwitness.stats.local import is_wrapper, local_parts
 
 
 class Name(NamedTuple):
@@ -49,7 +50,7 @@ class Reading:
     @property
     def bytes(self) -> int:
         """How much was read."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+        return sum(local_parts(tensor)[0].nbytes for tensor in self.tensors.values())
 
 
 class HeldState:
@@ -122,4 +123,7 @@ def _tensors(state: dict[Any, Any]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _readable(tensor: torch.Tensor) -> bool:
-    return not tensor.is_meta and not tensor.is_quantized and tensor.layout == torch.strided
+    if tensor.is_meta or tensor.is_quantized or tensor.layout != torch.strided or is_wrapper(tensor):
+        return False
+    values = local_parts(tensor.detach())[0]
+    return values.untyped_storage().nbytes() >= values.nbytes  # shards that are gathered elsewhere leave none

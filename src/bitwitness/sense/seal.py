@@ -71,7 +71,7 @@ class Seal:
         self._reading = read(tensors)
         self._reading.tensors = dict.fromkeys(tensors, torch.empty(0))  # what is replaced is to be freed
         self._place = {name: index for index, name in enumerate(tensors)}
-        self.bytes = sum(tensor.nbytes for tensor in tensors.values())
+        self.bytes = sum(local_parts(tensor)[0].nbytes for tensor in tensors.values())
 
     def __len__(self) -> int:
         return len(self._place)

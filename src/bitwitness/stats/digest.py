@@ -71,8 +71,8 @@ def bit_hash(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def bit_hashes(tensors: Sequence[Tensor]) -> Tensor:
-    """Hash several whole tensors at once, with fewer calls than one by one; int64 [N]."""
-    return torch.stack(list(hashes_of([flat_bits(tensor) for tensor in tensors])))
+    """Hash several dense tensors at once, or of DTensors the local shards, with fewer calls than one by one; int64 [N]."""
+    return torch.stack(list(hashes_of([flat_bits(local_parts(tensor)[0]) for tensor in tensors])))
 
 
 @torch.no_grad()

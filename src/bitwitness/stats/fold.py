@@ -48,7 +48,7 @@ def fold(flat: Tensor) -> Fold:
     """
     data = flat.view(torch.int8)
     rows = (flat.nbytes - HALF_WORD) // ROW_BYTES
-    if flat.is_cpu and (reader := built()) is not None:
+    if flat.is_cpu and flat.data_ptr() and (reader := built()) is not None:
         sums, shifted = torch.empty(rows, dtype=torch.int64), torch.zeros(ROW_WORDS, dtype=torch.int64)
         reader.fold(flat, sums, shifted)
         return Fold(rows, [sums], shifted, data[rows * ROW_BYTES :])
