@@ -135,7 +135,7 @@ class SealConfig(_Validated):
 
 
 @dataclass(frozen=True)
-class OptimizerConfig(_Validated):
+class UpdateConfig(_Validated):
     """An optimizer's step recomputed for a share of the parameters, by turns; ``every`` as for replicas."""
 
     enabled: bool = True
@@ -239,7 +239,7 @@ class Config(_Validated):
     checksum: ChecksumConfig = field(default_factory=ChecksumConfig)
     replicas: ReplicasConfig = field(default_factory=ReplicasConfig)
     seal: SealConfig = field(default_factory=SealConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    update: UpdateConfig = field(default_factory=UpdateConfig)
     feature: FeatureConfig = field(default_factory=FeatureConfig)
     strikes: StrikesConfig = field(default_factory=StrikesConfig)
 

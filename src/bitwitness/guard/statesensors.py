@@ -39,7 +39,7 @@ class StateSensors:
     Parameters
     ----------
     config
-        The sections ``replicas`` and ``seal``.
+        The sections ``replicas``, ``seal`` and ``update``.
     held
         Finds the tensors.
     ranks, reporter, switches
@@ -90,9 +90,9 @@ class StateSensors:
         return self._due(number, self._config.replicas.every) if fixed else deep
 
     def _optimizer_due(self, number: int, *, deep: bool) -> bool:
-        every = self._config.optimizer.every
+        every = self._config.update.every
         fixed = every is not None or self._deep is None
-        return self._config.optimizer.enabled and (self._due(number, every) if fixed else deep)
+        return self._config.update.enabled and (self._due(number, every) if fixed else deep)
 
     def _seal_due(self, number: int) -> bool:
         return self._config.seal.enabled and (self.seals.watching or self._due(number, self._config.seal.every))
