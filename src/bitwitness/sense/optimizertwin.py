@@ -115,7 +115,8 @@ def stepped(optimizer: Optimizer, pieces: list[Piece], *, exact: bool = False) -
             if exact:
                 options |= {key: False for key in ("foreach", "fused", "capturable") if key in options}
             twin.param_groups.append({"params": parameters, **options})
-    type(optimizer).step.__wrapped__(twin)  # type: ignore[attr-defined] - what torch's hooks are wrapped around
+    step: Any = type(optimizer).step
+    step.__wrapped__(twin)  # what torch's hooks are wrapped around
     results = {id(piece): parameter for piece, parameter in made}
     return [_result(twin, results[id(piece)]) for piece in pieces]
 
