@@ -118,10 +118,35 @@ class ChecksumConfig(_Validated):
 
 
 @dataclass(frozen=True)
-class SealConfig(_Validated):
-    """``checkpoints``: seal those that the script writes (a file ``….seal.json`` beside each), verify those that it reads."""
+class ReplicasConfig(_Validated):
+    """Replicated parameters, buffers and optimizer state, bit by bit over the ranks.
 
+    ``every``: steps between two looks; None looks on every deep step, at the latest each hundredth.
+    """
+
+    enabled: bool = True
+    every: int | None = _number(None, minimum=1)
+
+
+@dataclass(frozen=True)
+class SealConfig(_Validated):
+    """Parameters and optimizer state between the end of a step and the next use of gradients; checkpoints on disk.
+
+    ``every``: of the former, as for replicas. ``checkpoints``: seal those that the script writes (a file ``….seal.json``
+    beside each), verify those that it reads.
+    """
+
+    enabled: bool = True
+    every: int | None = _number(None, minimum=1)
     checkpoints: bool = True
+
+
+@dataclass(frozen=True)
+class UpdateConfig(_Validated):
+    """An optimizer's step recomputed for a share of the parameters, by turns; ``every`` as for replicas."""
+
+    enabled: bool = True
+    every: int | None = _number(None, minimum=1)
 
 
 @dataclass(frozen=True)
@@ -242,7 +267,9 @@ class Config(_Validated):
     peers: PeersConfig = field(default_factory=PeersConfig)
     nonfinite: NonfiniteConfig = field(default_factory=NonfiniteConfig)
     checksum: ChecksumConfig = field(default_factory=ChecksumConfig)
+    replicas: ReplicasConfig = field(default_factory=ReplicasConfig)
     seal: SealConfig = field(default_factory=SealConfig)
+    update: UpdateConfig = field(default_factory=UpdateConfig)
     feature: FeatureConfig = field(default_factory=FeatureConfig)
     strikes: StrikesConfig = field(default_factory=StrikesConfig)
     alerts: AlertsConfig = field(default_factory=AlertsConfig)

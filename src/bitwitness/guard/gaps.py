@@ -8,6 +8,7 @@ from bitwitness.guard.guardwatch import GuardWatch
 from bitwitness.guard.tracerwatch import TracerWatch
 from bitwitness.guard.uncovered import UNSEEN
 from bitwitness.guard.watch import Watch
+from bitwitness.judge.replicated import NEVER_EQUAL
 from bitwitness.tap.compat import compiles_backward
 from bitwitness.tap.traffic import world_size
 
@@ -38,7 +39,6 @@ def gaps_of(watch: GuardWatch) -> list[str]:
     """Say what the guard does not see, and why."""
     gaps = []
     reader = watch.reader
-    root = reader.root
     for reason, count in reader.unrepeated_losses.most_common(3):
         gaps.append(
             f"in {_share(count, watch)} the loss code outside the model cannot be run again "
@@ -56,11 +56,7 @@ def gaps_of(watch: GuardWatch) -> list[str]:
     if (refused := watch.investigation.replayer.refused) is not None:
         gaps.append(refused)
     gaps += _compiled_gaps(watch)
-    if root.sharding.fsdp2:
-        gaps.append("parameters are sharded: no replica of them is compared between ranks (their gradients are)")
-    elif root.sharding.spread:
-        how = ", shard by shard," if root.sharding.mesh is not None else ""
-        gaps.append(f"{root.sharding.problem}; gradients are watched{how} and on deep steps the operators")
+    gaps += [*_state_gaps(watch), *_sharding_gaps(watch)]
     for reason, count in watch.reader.limits.most_common(5):
         gaps.append(f"{_share(count, watch)} are sensed but cannot be run again: {reason}")
     gaps += _refused(watch, 5)
@@ -71,6 +67,30 @@ def gaps_of(watch: GuardWatch) -> list[str]:
     elif watch.sensors.peers is None:
         gaps.append("peers: needs at least three ranks")
     return gaps
+
+
+def _state_gaps(watch: GuardWatch) -> list[str]:
+    """Say what of the state that lasts from step to step is not looked at."""
+    replicas, state = watch.investigation.replicas, watch.state
+    gaps = [f"replicas: {replicas.left_out}"] if replicas.left_out else []
+    if replicas.apart:
+        gaps.append(f"replicas: {NEVER_EQUAL}: {len(replicas.apart)} tensors, {min(replicas.apart)} among them")
+    if state.seals.by_script:
+        gaps.append(f"seal: {state.seals.reason()}")
+    for reason, count in state.optimizer.left_out.most_common(2):
+        gaps.append(f"optimizer: {count} steps are not recomputed: {reason}")
+    return gaps
+
+
+def _sharding_gaps(watch: GuardWatch) -> list[str]:
+    """Say what of parameters that are spread over the ranks is not looked at."""
+    sharding = watch.reader.root.sharding
+    if sharding.fsdp2 and watch.investigation.replicas.unshared:
+        return ["parameters are sharded: no replica of them is compared between ranks (their gradients are)"]
+    if sharding.spread and not sharding.fsdp2:
+        how = ", shard by shard," if sharding.mesh is not None else ""
+        return [f"{sharding.problem}; gradients are watched{how} and on deep steps the operators"]
+    return []
 
 
 def _refused(watch: Watch, most: int) -> list[str]:

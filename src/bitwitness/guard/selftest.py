@@ -16,6 +16,9 @@ from torch.optim.optimizer import Optimizer
 from bitwitness.judge.replicas import find_desync
 from bitwitness.nonfinite.approach import ApproachSensor
 from bitwitness.ranks.alone import Alone
+from bitwitness.sense.held import Name, read
+from bitwitness.sense.optimizerbounds import out_of_bounds
+from bitwitness.sense.seal import Seal
 from bitwitness.sense.selftest import SELF_TESTS, self_test
 from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.moments import BackwardCall, StepListener, StepMoments
@@ -104,6 +107,26 @@ def _approach() -> str:
     if told[0]:
         return f"false alarm on small numbers: {told[0][0].message}"
     return "" if told[1] else "did not see a result of 60,000 in float16"
+
+
+@self_test("seal", "a bit of a parameter or of optimizer state that changes between steps")
+def _seal() -> str:
+    values = torch.linspace(0.0, 1.0, 3000)
+    tensors = {Name("p"): values}
+    seal = Seal(tensors)
+    if seal.broken(read(tensors)):
+        return "false alarm on numbers that nobody changed"
+    values.data.view(torch.int32)[1234] ^= 1 << 20
+    told = [broken.evidence().get("element") for broken in seal.broken(read(tensors))]
+    return "" if told == [[1234]] else f"did not locate the bit that was flipped for it, but {told}"
+
+
+@self_test("optimizer", "moments of gradients that cannot be; by turns, updates that come out otherwise")
+def _optimizer() -> str:
+    """See that moments are judged. A recomputation proves itself on the training's first steps, or accuses nobody."""
+    first, second = torch.zeros(4), torch.tensor([0.0, 1.0, 1.0, -1.0])
+    seen = out_of_bounds(first, second, {"betas": (0.9, 0.999)})
+    return "" if seen is not None else "did not see a mean of squares below zero"
 
 
 class _Listener(StepListener):

@@ -47,7 +47,7 @@ class Sensors:
         self.unjudged = 0
         """Steps for which the history of just these parameters was too short to judge by."""
         self._config, self._root, self._ranks, self._clock = config, root, ranks, clock
-        self._switches = Switches(root, reporter)
+        self.switches = Switches(root, reporter)
         self.periods: dict[str, int] = {}
         """Steps between two looks of a sensor that has a period of its own, by its name; others look on deep steps."""
         self.alone = False
@@ -57,7 +57,7 @@ class Sensors:
         self._others: ByParameters[tuple[TrendSensor | None, PeersSensor | None]] = ByParameters()
         self.operators = OperatorSensors(
             root,
-            self._switches,
+            self.switches,
             checksum=_checksum(config),
             approach=ApproachSensor(config.nonfinite.extreme) if config.nonfinite.enabled else None,
         )
@@ -89,7 +89,7 @@ class Sensors:
     @property
     def off(self) -> dict[str, str]:
         """Sensors that turned themselves off, and why."""
-        return dict(self._switches.off)
+        return dict(self.switches.off)
 
     @property
     def on(self) -> list[str]:
@@ -102,7 +102,9 @@ class Sensors:
             "feature": self._config.feature.schemes or None,
             "checksum": operators.checksum,
             "approach": operators.approach,
-            "replicas": (several and not self._root.sharding.fsdp2) or None,
+            "replicas": (several and self._config.replicas.enabled) or None,
+            "seal": self._config.seal.enabled or None,
+            "optimizer": self._config.update.enabled or None,
         }
         return [name for name, sensor in there.items() if sensor is not None and name not in self.off]
 
@@ -111,12 +113,12 @@ class Sensors:
 
         ``scale`` is the loss scale, by which ``light`` is divided already.
         """
-        findings = self._switches.ask("feature", partial(self.reference.look, light, scale))
+        findings = self.switches.ask("feature", partial(self.reference.look, light, scale))
         if self.nonfinite is not None:
-            findings += self._switches.ask("nonfinite", partial(self.nonfinite.look, light))
+            findings += self.switches.ask("nonfinite", partial(self.nonfinite.look, light))
         if self.trend is not None:
             self.unjudged += not self.trend.ripe
-            findings += self._switches.ask("trend", partial(self.trend.look, light))
+            findings += self.switches.ask("trend", partial(self.trend.look, light))
         if self.peers is not None and not self.alone:
             findings += self._compare(self.peers, light)
         failed = self.operators.failed_checksums(light) if deep else []
@@ -131,14 +133,14 @@ class Sensors:
         cautious together, so that the rate of false alarms does not grow with the number of ranks.
         """
         if self.trend is not None:
-            self._switches.ask("trend", partial(_quietly, partial(self.trend.learn, light, false_alarm=false_alarm)))
+            self.switches.ask("trend", partial(_quietly, partial(self.trend.learn, light, false_alarm=false_alarm)))
         if self.peers is not None:
-            self._switches.ask("peers", partial(_quietly, partial(self.peers.learn, false_alarm=false_alarm)))
+            self.switches.ask("peers", partial(_quietly, partial(self.peers.learn, false_alarm=false_alarm)))
 
     def _compare(self, peers: PeersSensor, light: LightStep) -> list[Finding]:
         # The exchange happens whatever this rank's own state, so that the others do not wait for it.
         total = self._ranks.sum(torch.from_numpy(peers.row(light)))
-        return self._switches.ask("peers", lambda: peers.look(light, total.numpy()))
+        return self.switches.ask("peers", lambda: peers.look(light, total.numpy()))
 
 
 def _checksum(config: Config) -> ChecksumSensor | None:

@@ -178,14 +178,19 @@ class Watch(StepJudge):
         """Seconds that this judge and the reader attribute to themselves so far, by `tap.timer.stopwatch`."""
         return self.reader.own_seconds
 
+    def spent_outside(self) -> float:
+        """Return the seconds that were spent on the next deep step before it began, since the last one."""
+        return 0.0
+
     def judged(self, step: CompleteStep) -> None:
         """Tell the budget what a step took."""
         own, self._own_before = self.own_seconds - self._own_before, self.own_seconds
+        deep = self.is_deep(step.record.number)
         self.deep.done(
             step.record.number,
-            deep=self.is_deep(step.record.number),
+            deep=deep,
             ordinary=self._ordinary,
-            began=step.record.began,
+            began=step.record.began - (self.spent_outside() if deep else 0.0),
             now=self.reader.root.now(),
             own=own,
             checking=self.operators.take_checking_seconds(),

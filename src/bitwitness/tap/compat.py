@@ -242,6 +242,14 @@ def fsdp_groups(module: nn.Module) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return the functions that torch calls around an optimizer's steps: everybody's, and those of this one alone."""
+    module: Any = importlib.import_module("torch.optim.optimizer")
+    every = module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    return [hook for hooks in (*every, *own) for hook in list(hooks.values())]
+
+
 def decompositions() -> dict[OpOverload, Callable[..., Any]]:
     """Return torch's operators written in simpler ones; the table is public only as one for an exported graph."""
     return importlib.import_module("torch._decomp").decomposition_table  # type: ignore[no-any-return]
