@@ -116,6 +116,20 @@ class ChecksumConfig(_Validated):
 
 
 @dataclass(frozen=True)
+class CollectiveConfig(_Validated):
+    """The comparison of what collectives gave with what the ranks put in, on deep steps."""
+
+    enabled: bool = True
+
+
+@dataclass(frozen=True)
+class RecomputeConfig(_Validated):
+    """The comparison of activations that checkpointing recomputes with the first ones, on deep steps."""
+
+    enabled: bool = True
+
+
+@dataclass(frozen=True)
 class FeatureConfig(_Validated):
     """The reference systems' feature-value detection.
 
@@ -210,6 +224,8 @@ class Config(_Validated):
     peers: PeersConfig = field(default_factory=PeersConfig)
     nonfinite: NonfiniteConfig = field(default_factory=NonfiniteConfig)
     checksum: ChecksumConfig = field(default_factory=ChecksumConfig)
+    collective: CollectiveConfig = field(default_factory=CollectiveConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     feature: FeatureConfig = field(default_factory=FeatureConfig)
     strikes: StrikesConfig = field(default_factory=StrikesConfig)
 

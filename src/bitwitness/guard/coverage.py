@@ -49,6 +49,7 @@ def coverage_table(watch: GuardWatch) -> dict[str, Any]:
         "failures": dict(watch.reporter.failures),
         "not_covered": [*_late(watch.late), *_paused(watch.missed), *_gaps(watch)],
         **_nonfinite(watch),
+        **sensors.exact.table(),
     }
     if sensors.operators.checksum is not None:
         table["operators"] = sensors.operators.checksum.coverage()
@@ -133,6 +134,7 @@ def _gaps(watch: GuardWatch) -> list[str]:
         )
     if (refused := watch.investigation.replayer.refused) is not None:
         gaps.append(refused)
+    gaps += sensors.exact.gaps()
     gaps += _compiled_gaps(watch)
     if root.sharding.fsdp2:
         gaps.append("parameters are sharded: no replica of them is compared between ranks (their gradients are)")

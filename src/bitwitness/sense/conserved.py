@@ -14,7 +14,9 @@ import math
 import torch
 from torch import Tensor
 
-_PIECES = 64  # a long tensor is checked in so many pieces, so that what one element may weigh does not drown in the rest
+_PIECES = (
+    64  # a long tensor is checked in so many pieces, so that what one element may weigh does not drown in the rest
+)
 _SHORTEST = 1 << 14  # elements
 _T = 8.0
 _OWN = 64.0 * 2.0**-53  # rounding of our own float64 sums, pairwise over at most 2^30 elements, with room

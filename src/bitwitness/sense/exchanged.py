@@ -88,7 +88,9 @@ class Comparison:
                     self.skipped["not waited for in Python, or changed at once"] += 1
                     continue
                 self.compared[call.op] += 1
-                parts[slot] = call.wrong(ints[i : i + call.ints], floats[f : f + call.floats], squares[f : f + call.floats])
+                parts[slot] = call.wrong(
+                    ints[i : i + call.ints], floats[f : f + call.floats], squares[f : f + call.floats]
+                )
                 flags[slot] = _CONTRADICTS * int(parts[slot] > 0) | self._unequal(call, bool(differs[slot]))
         worst = ranks.max(flags)
         if not bool(worst.any()):
@@ -153,7 +155,9 @@ class Comparison:
         word = 0 if call is None or call.word is None else int(call.word)
         rows = ranks.gather(torch.tensor([int(call is not None), flag, word, part], dtype=torch.int64)).tolist()
         members = [rank for rank, row in enumerate(rows) if row[0]]
-        text = ranks.broadcast_text(json.dumps(described(call)) if ranks.rank == members[0] and call else "", members[0])
+        text = ranks.broadcast_text(
+            json.dumps(described(call)) if ranks.rank == members[0] and call else "", members[0]
+        )
         evidence: dict[str, Any] = json.loads(text)
         odd = odd_ones({rank: (rows[rank][1], rows[rank][2]) for rank in members})
         pieces = [row[3] for row in rows if row[3]]
@@ -210,7 +214,9 @@ def _text(evidence: dict[str, Any], odd: tuple[int, ...], size: int) -> str:
     where = f"call {evidence['call']} of the step among ranks {', '.join(map(str, evidence['group']))}"
     element = ""
     if "element" in evidence:
-        element = f"; element {evidence['element']} is {evidence['value']:.6g}, the sum in float64 {evidence['expected']:.6g}"
+        element = (
+            f"; element {evidence['element']} is {evidence['value']:.6g}, the sum in float64 {evidence['expected']:.6g}"
+        )
     whose = f"rank {', '.join(map(str, odd))} received" if odd else f"{size} ranks received"
     wrong = "something else than was put in" if evidence["contradicted_on"] else "other bits than the others"
     return f"{what} ({where}): {whose} {wrong}{element}"

@@ -243,9 +243,7 @@ class ExchangeTap:
             return
         # The reducer asks for sums alone. A ``ReduceOp`` that is an operator's argument cannot be read.
         reduction, root = ("sum", -1) if op == "all_reduce" else ("", int(call.args[2]))
-        self._running.append(
-            self._note(Exchange(op, members, group.rank(), 0, tensors, tensors, reduction, root))
-        )
+        self._running.append(self._note(Exchange(op, members, group.rank(), 0, tensors, tensors, reduction, root)))
 
     def after(self, call: OpCall) -> None:
         """Note in what state the operator left its tensors."""
