@@ -165,7 +165,7 @@ class Comparison:
             evidence |= named_element(ranks, call, pieces[0] - 1)
         evidence["hashes_by_rank"] = [f"{rows[rank][2] & (1 << 64) - 1:016x}" for rank in members]
         evidence["contradicted_on"] = [rank for rank in members if rows[rank][1] & _CONTRADICTS]
-        return Mismatch(_text(evidence, odd, len(members)), odd, evidence)
+        return Mismatch(_text(evidence, odd, members), odd, evidence)
 
 
 def odd_ones(rows: dict[int, tuple[int, int]]) -> tuple[int, ...]:
@@ -209,15 +209,15 @@ def named_element(ranks: Ranks, call: Noted | None, piece: int) -> dict[str, Any
     return {"element": int(worst[3]), "value": worst[1], "expected": worst[2]}
 
 
-def _text(evidence: dict[str, Any], odd: tuple[int, ...], size: int) -> str:
+def _text(evidence: dict[str, Any], odd: tuple[int, ...], members: list[int]) -> str:
     what = f"{evidence['op']} {evidence['reduction']}".strip()
-    where = f"call {evidence['call']} of the step among ranks {', '.join(map(str, evidence['group']))}"
+    where = f"call {evidence['call']} of the step among ranks {', '.join(map(str, members))}"
     element = ""
     if "element" in evidence:
         element = (
             f"; element {evidence['element']} is {evidence['value']:.6g}, the sum in float64 {evidence['expected']:.6g}"
         )
-    whose = f"rank {', '.join(map(str, odd))} received" if odd else f"{size} ranks received"
+    whose = f"rank {', '.join(map(str, odd))} received" if odd else f"{len(members)} ranks received"
     wrong = "something else than was put in" if evidence["contradicted_on"] else "other bits than the others"
     return f"{what} ({where}): {whose} {wrong}{element}"
 

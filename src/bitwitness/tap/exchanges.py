@@ -40,6 +40,7 @@ _METHODS = {
 """Methods of a process group, and what they are."""
 _OPERATORS = {"c10d::allreduce_": "all_reduce", "c10d::broadcast_": "broadcast"}
 """Operators that torch calls from C++, and what they are."""
+_REDUCTIONS = ("SUM", "AVG", "MAX", "MIN", "PRODUCT", "BAND", "BOR", "BXOR")
 _IN_PLACE = ("all_reduce", "broadcast")
 
 
@@ -290,7 +291,8 @@ def _read(op: str, name: str, members: tuple[int, ...], rank: int, args: tuple[A
 
 
 def _reduction(op: Any) -> str:
-    return str(op).rpartition(".")[2].lower()  # ``<RedOpType.SUM: 0>`` in one release, ``RedOpType.SUM`` in another
+    known: Any = sys.modules["torch.distributed"].ReduceOp
+    return next((name.lower() for name in _REDUCTIONS if op == getattr(known, name)), "other")
 
 
 def _flat(value: Any) -> list[Tensor]:
