@@ -175,7 +175,7 @@ def accumulating(net, generator, optimizer, step):
 def scaled(net, generator, optimizer, step):
     """Overflow in the first step, as a gradient scaler does until it has found its scale."""
     x, y = batch(generator)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**130 if step < 2 else 2.0**10)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127 if step < 2 else 2.0**10)
     scaler.scale(F.cross_entropy(net(x), y)).backward()
     for parameter in net.parameters():
         parameter.grad.mul_(2)  # edited after the reduction

@@ -160,8 +160,10 @@ class ExactSensors:
         if self.exchanges is not None and self.exchanges.other:
             names = ", ".join(f"{name} ({n})" for name, n in self.exchanges.other.most_common(3))
             lines.append(f"collective: calls that are not understood: {names}")
-        for name in self.recompute.coverage()["do_not_repeat"] if self.recompute is not None else ():
-            lines.append(f"recompute: the checkpointed region {name} does not repeat its bits and is not compared")
+        off = {} if self.recompute is None else self.recompute.coverage()["do_not_repeat"]
+        if off:
+            names = ", ".join(f"{n} in {name}" for name, n in list(off.items())[:3]) + (", ..." if len(off) > 3 else "")
+            lines.append(f"recompute: {sum(off.values())} values of checkpointed regions do not repeat their bits ({names})")
         return lines
 
 

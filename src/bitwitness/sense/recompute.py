@@ -1,8 +1,9 @@
 """The `recompute` sensor: under activation checkpointing everything is computed twice, and must come out twice the same.
 
-A difference says that one of the two was wrong, not which; the guard's replay is the third execution that tells. Some regions
-differ by themselves: dropout without ``preserve_rng_state``, kernels that add in any order, counters. So a region has to have
-repeated its bits before a difference is a suspicion; one that does not repeat is left alone, and named.
+A difference says that one of the two was wrong, not which; the guard's replay is the third execution that tells. Some values
+differ by themselves: BatchNorm's running statistics, dropout without ``preserve_rng_state``, kernels that add in any order,
+counters. So each saved value of a region has to have repeated its bits before a difference is a suspicion; one that does not
+repeat is left alone, and counted.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from bitwitness.stats import HashBatch
 from bitwitness.tap.recomputing import Region
 
 REPEATS = 2
-"""Executions of a region that came out the same, before a difference is a suspicion."""
+"""Times that a value came out the same, before a difference is a suspicion."""
 _STRIKES = 2
-"""Differences after which a region is left alone: while it was not known to repeat, or explained by no fault."""
+"""Differences after which a value is left alone: while it was not known to repeat, or explained by no fault."""
 
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of a region."""
+    """What is known of a value."""
 
     same: int = 0
     strikes: int = 0
@@ -52,7 +53,7 @@ class RecomputeSensor:
     def __init__(self) -> None:
         self._batch = HashBatch()
         self._seen: dict[tuple[int, int], _Seen] = {}
-        self._regions: dict[str, _Known] = {}
+        self._values: dict[tuple[str, int], _Known] = {}
         self._alive: list[Region] = []
         self.compared = 0
         """Regions that were recomputed and compared so far, each forward's by itself."""
@@ -61,7 +62,7 @@ class RecomputeSensor:
 
     def __call__(self, region: Region, position: int, tensor: Tensor, again: bool) -> None:
         """Read a tensor of a region."""
-        if self._known(region).off or _is_parameter(tensor):
+        if self._known(region, position).off or _is_parameter(tensor):
             return
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
             self.tensors["left_out"] += 1
@@ -75,8 +76,8 @@ class RecomputeSensor:
             seen.again = len(self._batch)
             self._batch.add(tensor)
 
-    def _known(self, region: Region) -> _Known:
-        return self._regions.setdefault(region.name, _Known())
+    def _known(self, region: Region, position: int) -> _Known:
+        return self._values.setdefault((region.name, position), _Known())
 
     def drain(self, step: int, rank: int) -> list[Finding]:
         """Return what came out otherwise in this step; waits for the device once."""
@@ -90,15 +91,21 @@ class RecomputeSensor:
         found = []
         for members in by_region.values():
             self.compared += 1
-            wrong = [s for s in members if s.again is not None and hashes[s.first] != hashes[s.again]]
-            known = self._known(members[0].region)
-            if not wrong:
-                known.same += 1
-            elif known.same >= REPEATS:
+            wrong = [s for s in members if self._differs(s, hashes)]
+            if wrong:
                 found.append(_finding(members, wrong, step, rank))
-            else:
-                self._strike(known)
         return found
+
+    def _differs(self, seen: _Seen, hashes: list[int]) -> bool:
+        """Tell whether a value came out otherwise that is known to repeat; learn of others."""
+        known = self._known(seen.region, seen.position)
+        same = seen.again is not None and hashes[seen.first] == hashes[seen.again]
+        if same:
+            known.same += 1
+        elif known.same < REPEATS:
+            self._strike(known)
+            return False
+        return not same
 
     def _strike(self, known: _Known) -> None:
         known.same, known.strikes = 0, known.strikes + 1
@@ -108,15 +115,17 @@ class RecomputeSensor:
         """Mind that experiments found no fault behind some findings of this sensor."""
         for finding in findings:
             if finding.sensor == "recompute":
-                self._strike(self._regions[str(finding.evidence["region"])])
+                for position in finding.evidence["positions"]:
+                    self._strike(self._values[str(finding.evidence["region"]), position])
 
     def coverage(self) -> dict[str, Any]:
-        """Return what was compared, and which regions are left alone."""
+        """Return what was compared, and how many values of which regions are left alone."""
+        off = Counter(name for (name, _), known in self._values.items() if known.off)
         return {
-            "regions": len(self._regions),
+            "regions": len({name for name, _ in self._values}),
             "recomputations_compared": self.compared,
             "tensors": dict(self.tensors),
-            "do_not_repeat": sorted(name for name, known in self._regions.items() if known.off),
+            "do_not_repeat": dict(sorted(off.items())),
         }
 
 
@@ -124,7 +133,7 @@ def _finding(members: list[_Seen], wrong: list[_Seen], step: int, rank: int) -> 
     region, first = members[0].region.name, wrong[0]
     evidence = {
         "region": region,
-        "position": first.position,
+        "positions": [seen.position for seen in wrong],
         "shape": list(first.shape),
         "dtype": str(first.dtype).removeprefix("torch."),
         "tensors_that_differ": len(wrong),
