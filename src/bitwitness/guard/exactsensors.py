@@ -163,7 +163,9 @@ class ExactSensors:
         off = {} if self.recompute is None else self.recompute.coverage()["do_not_repeat"]
         if off:
             names = ", ".join(f"{n} in {name}" for name, n in list(off.items())[:3]) + (", ..." if len(off) > 3 else "")
-            lines.append(f"recompute: {sum(off.values())} values of checkpointed regions do not repeat their bits ({names})")
+            lines.append(
+                f"recompute: {sum(off.values())} values of checkpointed regions do not repeat their bits ({names})"
+            )
         return lines
 
 
