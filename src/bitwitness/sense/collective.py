@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bitwitness.sense.conserved import Projector, bits_of, may_overflow, piece_length, same_integers, sums, tolerance
 from bitwitness.stats import bit_hash
-from bitwitness.tap.exchanges import Exchange
+from bitwitness.tap.exchange import Exchange
 
 _SUMS = ("sum", "avg")
 _KEPT_EACH, _KEPT_ALL = 16 << 20, 64 << 20  # bytes of what went in and came out, kept to name the element that is wrong

@@ -8,18 +8,18 @@ them is. Nothing is waited for here that the training does not wait for.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from bitwitness.tap.compat import OpOverload, process_groups
+from bitwitness.tap.exchange import Exchange, members_of, plain, read_call
 from bitwitness.tap.operators import OpCall, tensors_in
 from bitwitness.tap.ownwork import in_own_work, in_replay, own_work
 from bitwitness.tap.patching import replaced
@@ -40,55 +40,6 @@ _METHODS = {
 """Methods of a process group, and what they are."""
 _OPERATORS = {"c10d::allreduce_": "all_reduce", "c10d::broadcast_": "broadcast"}
 """Operators that torch calls from C++, and what they are."""
-_REDUCTIONS = ("SUM", "AVG", "MAX", "MIN", "PRODUCT", "BAND", "BOR", "BXOR")
-_IN_PLACE = ("all_reduce", "broadcast")
-
-
-@dataclass(slots=True, eq=False)
-class Exchange:
-    """One collective of this rank.
-
-    Attributes
-    ----------
-    op
-        ``all_reduce``, ``broadcast``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``.
-    group
-        Its members, by their numbers in the job.
-    rank
-        This rank's place among them.
-    index
-        How many collectives of these members came before it in the step.
-    sent, received
-        Tensors in the order of the ranks that they are for or from; one tensor that all share is to be cut into as many
-        equal pieces, or into those of ``sizes_sent`` and ``sizes_received`` rows.
-    reduction
-        ``sum``, ``avg``, ``max``, ``min`` and so on; empty where nothing is reduced.
-    root
-        Who sends a broadcast: place in the group.
-    noted
-        What the handler keeps of it.
-
-    """
-
-    op: str
-    group: tuple[int, ...]
-    rank: int
-    index: int
-    sent: list[Tensor]
-    received: list[Tensor]
-    reduction: str = ""
-    root: int = -1
-    sizes_sent: list[int] = field(default_factory=list)
-    sizes_received: list[int] = field(default_factory=list)
-    noted: dict[str, Any] = field(default_factory=dict)
-    versions: tuple[int, ...] = ()
-    over: bool = False
-
-    @property
-    def in_place(self) -> bool:
-        """Whether what is received takes the place of what was sent."""
-        return self.op in _IN_PLACE
-
 
 Handler = Callable[[Exchange], None]
 
@@ -135,7 +86,7 @@ class ExchangeTap:
         self._stack = ExitStack()
         for name, op in _METHODS.items():
             if name in vars(distributed.ProcessGroup):
-                self._patch(distributed.ProcessGroup, name, lambda original, o=op, n=name: self._method(o, n, original))
+                self._patch(distributed.ProcessGroup, name, functools.partial(self._method, op, name))
         self._patch(distributed.Work, "wait", self._wait)
 
     def _patch(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
@@ -175,10 +126,10 @@ class ExchangeTap:
     def _begin(self, op: str, name: str, group: Any, args: tuple[Any, ...]) -> Exchange | None:
         try:
             with own_work(), torch.no_grad():
-                members = _members(group)
+                members = members_of(group)
                 if len(members) < 2:
                     return None
-                exchange = _read(op, name, members, group.rank(), args)
+                exchange = read_call(op, name, members, group.rank(), args)
                 if exchange is None:
                     self._calls[members] += 1
                     self.other[name] += 1
@@ -238,9 +189,9 @@ class ExchangeTap:
 
     def _reduced(self, call: OpCall) -> None:
         group = sys.modules["torch.distributed"].ProcessGroup.unbox(call.args[1])
-        members, op = _members(group), _OPERATORS[call.func._schema.name]
+        members, op = members_of(group), _OPERATORS[call.func._schema.name]
         tensors = list(tensors_in(call.args[0]))
-        if len(members) < 2 or len(tensors) != 1 or not _plain(tensors):
+        if len(members) < 2 or len(tensors) != 1 or not plain(tensors):
             return
         # The reducer asks for sums alone. A ``ReduceOp`` that is an operator's argument cannot be read.
         reduction, root = ("sum", -1) if op == "all_reduce" else ("", int(call.args[2]))
@@ -262,47 +213,3 @@ class ExchangeTap:
 
 def _unchanged(exchange: Exchange) -> bool:
     return exchange.versions == tuple(tensor._version for tensor in exchange.sent)
-
-
-def _members(group: Any) -> tuple[int, ...]:
-    """Return a group's ranks; none where torch does not know it."""
-    c10d: Any = sys.modules["torch.distributed.distributed_c10d"]
-    known = next((one for one in process_groups() if one is group or one.group_name == group.group_name), None)
-    return () if known is None else tuple(c10d.get_process_group_ranks(known))
-
-
-def _read(op: str, name: str, members: tuple[int, ...], rank: int, args: tuple[Any, ...]) -> Exchange | None:
-    """Return what a process group's method was called with; None in a form that is not known."""
-    reduction, root = "", -1
-    if op in _IN_PLACE:
-        sent = received = list(args[0]) if isinstance(args[0], list | tuple) else [args[0]]
-        if len(sent) != 1 or len(args) != 2:
-            return None
-        reduction = _reduction(args[1].reduceOp) if op == "all_reduce" else ""
-        root = int(args[1].rootRank) if op == "broadcast" else -1
-    else:
-        received, sent = (_flat(value) for value in args[:2])
-    if op == "reduce_scatter":
-        reduction = _reduction(args[2].reduceOp)
-    exchange = Exchange(op, members, rank, 0, sent, received, reduction, root)
-    if name in ("all_to_all_single", "alltoall_base"):
-        exchange.sizes_received, exchange.sizes_sent = list(args[2]), list(args[3])
-    return exchange if _plain(sent) and _plain(received) else None
-
-
-def _reduction(op: Any) -> str:
-    known: Any = sys.modules["torch.distributed"].ReduceOp
-    return next((name.lower() for name in _REDUCTIONS if op == getattr(known, name)), "other")
-
-
-def _flat(value: Any) -> list[Tensor]:
-    """Return the tensors of an argument: one, a list of them, or a list of one list."""
-    if isinstance(value, Tensor):
-        return [value]
-    if len(value) == 1 and isinstance(value[0], list | tuple):
-        return list(value[0])
-    return list(value)
-
-
-def _plain(tensors: list[Tensor]) -> bool:
-    return all(type(t) in (Tensor, torch.nn.Parameter) and t.layout is torch.strided for t in tensors)
