@@ -39,8 +39,9 @@ class Net(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a loss of a batch [N, width]."""
         for block in self.blocks:
-            x = x + checkpoint(block, x, use_reentrant=False)  # noqa: PLR6104 - not in place
+            x = x + checkpoint(block, x, use_reentrant=False)
         return x.square().mean()
 
 
