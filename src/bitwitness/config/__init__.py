@@ -4,6 +4,7 @@ The order: keyword > ``BITWITNESS_*`` > the reference systems' variables > TOML 
 """
 
 from bitwitness.config.dumpconfig import DumpConfig, NPURunConfig
+from bitwitness.config.exact import SealConfig
 from bitwitness.config.load import Loaded, load_config
 from bitwitness.config.schema import (
     TRACER_SETTINGS,
@@ -15,7 +16,6 @@ from bitwitness.config.schema import (
     PeersConfig,
     RanksConfig,
     ReplayConfig,
-    SealConfig,
     StrikesConfig,
     TrendConfig,
     to_dict,

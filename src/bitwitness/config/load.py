@@ -15,7 +15,8 @@ from typing import Any
 
 from bitwitness.config.dumpconfig import DumpConfig
 from bitwitness.config.reference import read_reference
-from bitwitness.config.schema import Config, all_kinds, from_flat, sections_of, to_dict
+from bitwitness.config.schema import Config, all_kinds, from_flat, to_dict
+from bitwitness.config.validated import sections_of
 from bitwitness.config.values import nearest
 from bitwitness.errors import ConfigError, UsageError
 from bitwitness.files.reading import read_text

@@ -48,7 +48,15 @@ def coverage_table(watch: GuardWatch) -> dict[str, Any]:
         **_nonfinite(watch),
     }
     checksum, census = sensors.operators.checksum, sensors.operators.census
-    table["collectives"] = {"begun": watch.traffic.total, "on_deep_steps": census.collectives(), "checked": {}}
+    exact = sensors.exact.table()
+    compared = exact.pop("collectives", {})
+    table["collectives"] = {
+        "begun": watch.traffic.total,
+        "on_deep_steps": census.collectives(),
+        "checked": compared.get("compared", {}),
+        **compared,
+    }
+    table |= exact
     if checksum is not None:
         table["operators"] = {**checksum.coverage(), "census": census.table(checksum.flops, checksum.checked_calls)}
     return table

@@ -29,7 +29,8 @@ class DeepSteps:
     """
 
     def __init__(self, config: Config, *, from_start: bool = False) -> None:
-        self.enabled = config.checksum.enabled or config.nonfinite.enabled
+        looks = config.checksum, config.nonfinite, config.collective, config.recompute
+        self.enabled = any(sensor.enabled for sensor in looks)
         self._from_start = from_start
         self._fixed = config.deep_every
         self.budget = Budget(config.budget)

@@ -55,7 +55,7 @@ def gaps_of(watch: GuardWatch) -> list[str]:
         )
     if (refused := watch.investigation.replayer.refused) is not None:
         gaps.append(refused)
-    gaps += _compiled_gaps(watch)
+    gaps += [*sensors.exact.gaps(), *_compiled_gaps(watch)]
     gaps += [*_state_gaps(watch), *_sharding_gaps(watch)]
     for reason, count in watch.reader.limits.most_common(5):
         gaps.append(f"{_share(count, watch)} are sensed but cannot be run again: {reason}")

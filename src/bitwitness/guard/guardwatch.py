@@ -15,6 +15,7 @@ from bitwitness.config import Config
 from bitwitness.finding import Finding
 from bitwitness.guard.byparameters import ByParameters
 from bitwitness.guard.deepsteps import DeepSteps
+from bitwitness.guard.exchangeverdicts import ExchangeVerdicts
 from bitwitness.guard.followup import FollowUp
 from bitwitness.guard.investigation import Investigation
 from bitwitness.guard.operatorsensors import OperatorSensors
@@ -23,6 +24,7 @@ from bitwitness.guard.statesensors import StateSensors
 from bitwitness.guard.tracing import Tracing
 from bitwitness.guard.uneven import UnevenSteps
 from bitwitness.guard.watch import Watch
+from bitwitness.judge.verdict import Outcome
 from bitwitness.ranks import Ranks
 from bitwitness.sense.held import HeldState
 from bitwitness.sense.nonfinite import failed_on, unused_losses
@@ -75,7 +77,8 @@ class GuardWatch(Watch):
         deep = self.is_deep if self.deep.enabled else None
         self.state = StateSensors(config, held, ranks, reporter, self.sensors.switches, self.reader.root.now, deep)
         self.uneven = UnevenSteps(self.reader, ranks, reporter, self.deep, self._ask_nobody)
-        self.investigation.interpret = self.uneven.interpret
+        self.investigation.interpret = self._interpret
+        self._exchanged = ExchangeVerdicts(lambda: self.sensors.exact.mismatch, lambda: self.investigation.devices)
         self._investigations: ByParameters[Investigation] = ByParameters()
         self._follow_up = FollowUp(self.reader, self.sensors, self.investigation, self.deep, ranks)
 
@@ -98,6 +101,10 @@ class GuardWatch(Watch):
         super().forked()
         self.uneven.close()
         self.sensors.close()
+
+    def _interpret(self, outcome: Outcome) -> None:
+        self._exchanged.interpret(outcome)
+        self.uneven.interpret(outcome)
 
     def _ask_nobody(self, alone: bool) -> None:
         self.sensors.alone = alone

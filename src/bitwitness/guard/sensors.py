@@ -13,8 +13,10 @@ from bitwitness.capture.root import RootTap
 from bitwitness.config import Config
 from bitwitness.finding import Finding
 from bitwitness.guard.byparameters import ByParameters
-from bitwitness.guard.operatorsensors import OperatorSensors, Switches
+from bitwitness.guard.exactsensors import ExactSensors
+from bitwitness.guard.operatorsensors import OperatorSensors
 from bitwitness.guard.reference import ReferenceSchemes
+from bitwitness.guard.switches import Switches
 from bitwitness.nonfinite.approach import ApproachSensor
 from bitwitness.ranks import Ranks
 from bitwitness.sense.checksum import ChecksumSensor
@@ -55,11 +57,13 @@ class Sensors:
         self.nonfinite = NonfiniteSensor() if config.nonfinite.enabled else None
         self.trend, self.peers = self._histories()
         self._others: ByParameters[tuple[TrendSensor | None, PeersSensor | None]] = ByParameters()
+        self.exact = ExactSensors(config, ranks, self.switches)
         self.operators = OperatorSensors(
             root,
             self.switches,
             checksum=_checksum(config),
             approach=ApproachSensor(config.nonfinite.extreme) if config.nonfinite.enabled else None,
+            exact=self.exact,
         )
         self.reference = ReferenceSchemes(config, root, ranks, clock)
 
@@ -85,6 +89,7 @@ class Sensors:
     def close(self) -> None:
         """Remove the sensors' hooks and patches."""
         self.reference.close()
+        self.exact.close()
 
     @property
     def off(self) -> dict[str, str]:
@@ -105,6 +110,8 @@ class Sensors:
             "replicas": (several and self._config.replicas.enabled) or None,
             "seal": self._config.seal.enabled or None,
             "optimizer": self._config.update.enabled or None,
+            "collective": self.exact.collective,
+            "recompute": self.exact.recompute,
         }
         return [name for name, sensor in there.items() if sensor is not None and name not in self.off]
 
@@ -124,7 +131,8 @@ class Sensors:
         failed = self.operators.failed_checksums(light) if deep else []
         if not self.alone:
             self.reference.advance(failed)
-        return findings + failed
+        exact = self.exact.look(light, alone=self.alone) if deep else []
+        return findings + failed + exact
 
     def learn(self, light: LightStep, *, false_alarm: bool = False) -> None:
         """Take a step that was not proven wrong into the sensors' histories.

@@ -17,8 +17,8 @@ from bitwitness.capture.light import LightStep
 from bitwitness.capture.step import StepRecord
 from bitwitness.config import Config
 from bitwitness.finding import Finding, Severity
-from bitwitness.guard.operatorsensors import Switches
 from bitwitness.guard.seals import SealJudgement
+from bitwitness.guard.switches import Switches
 from bitwitness.judge.replicas import Desync
 from bitwitness.ranks import Ranks
 from bitwitness.sense.held import HeldState, Name, Reading, read

@@ -187,6 +187,19 @@ def has_default_stance() -> bool:
     return frame is not None and bool(frame._stance.stance == "default")
 
 
+# -- activation checkpointing: no release shows what a region saves and what it recomputes ---------------------------------
+
+
+def first_saved() -> tuple[Any, str]:
+    """Return where torch looks the hooks up under which a region's first forward saves its tensors."""
+    return sys.modules["torch.utils.checkpoint"], "_checkpoint_hook"
+
+
+def saved_again() -> tuple[Any, str]:
+    """Return the same for its recomputation."""
+    return sys.modules["torch.utils.checkpoint"], "_recomputation_hook"
+
+
 # -- ranks ---------------------------------------------------------------------------------------------------------------
 
 
