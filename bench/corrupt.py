@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from corruption import alone, files, group
-from corruption.cells import ALONE, GROUPS, MODES, Cell
+from corruption.cells import ALONE, GROUPS, MODES
 from corruption.table import figure, page
 
 SHARES = {"alone": 0.86, "group": 0.06, "checkpoint": 0.08}
@@ -39,9 +39,10 @@ def read(folder: Path) -> list[dict[str, Any]]:
     return accounts
 
 
-def alone_part(task: tuple[Cell, str, int, int, Path]) -> str:
+def alone_part(task: tuple[int, str, int, int, Path]) -> str:
     """Run one cell and mode to its end, a line a trial; what is there already is not run again."""
-    cell, mode, seed, count, folder = task
+    index, mode, seed, count, folder = task
+    cell = ALONE[index]
     torch.set_num_threads(1)
     path = folder / f"alone-{_plain(cell.name)}-{_plain(mode)}.jsonl"
     done = len(path.read_text().splitlines()) if path.exists() else 0
@@ -57,13 +58,13 @@ def _plain(name: str) -> str:
     return "".join(c if c.isalnum() else "-" for c in name)
 
 
-def tasks(faults: int, seed: int, folder: Path, only: str) -> Iterator[tuple[Cell, str, int, int, Path]]:
-    """Yield the cells of one process with their share of the faults."""
-    cells = [cell for cell in ALONE if only in cell.name]
+def tasks(faults: int, seed: int, folder: Path, only: str) -> Iterator[tuple[int, str, int, int, Path]]:
+    """Yield the cells of one process, by their places in the list, with their share of the faults."""
+    cells = [index for index, cell in enumerate(ALONE) if only in cell.name]
     each = -(-round(faults * SHARES["alone"]) // (len(cells) * len(MODES))) if cells else 0
-    for cell in cells:
+    for index in cells:
         for mode in MODES:
-            yield cell, mode, seed, each, folder
+            yield index, mode, seed, each, folder
 
 
 def main() -> int:
@@ -78,6 +79,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     args.data.mkdir(parents=True, exist_ok=True)
+    if "checkpoint" in args.parts:
+        files.campaign(args.seed, round(args.faults * SHARES["checkpoint"]), args.data / "checkpoint.jsonl")
     if "alone" in args.parts:
         context = multiprocessing.get_context("spawn")
         with context.Pool(args.jobs, maxtasksperchild=1) as pool:
@@ -87,8 +90,6 @@ def main() -> int:
         each = -(-round(args.faults * SHARES["group"]) // len(GROUPS))
         for cell in GROUPS:
             group.campaign(cell, args.seed, each, args.data / f"group-{_plain(cell.name)}.jsonl")
-    if "checkpoint" in args.parts:
-        files.campaign(args.seed, round(args.faults * SHARES["checkpoint"]), args.data / "checkpoint.jsonl")
     accounts = read(args.data)
     told = page(accounts, "python bench/corrupt.py " + f"--faults {args.faults} --seed {args.seed}")
     print(told)

@@ -16,6 +16,7 @@ from bitwitness.checkpoint.group import Together, together
 from bitwitness.checkpoint.manifest import read_manifest, seal_of
 from bitwitness.checkpoint.own import ours
 from bitwitness.checkpoint.planners import PlainLoadPlanner
+from bitwitness.checkpoint.resumed import note_resumed
 from bitwitness.checkpoint.saving import reason_of
 from bitwitness.checkpoint.steps import bound, name_of, say, steps_in, why_not
 from bitwitness.errors import UnreadError, UsageError
@@ -109,4 +110,5 @@ def _load(state_dict: dict[str, Any], checkpoint: Path, ranks: Together) -> int:
             f"{shown(checkpoint)} is intact, and could not be loaded into this state: {shown(reason_of(error))}; what is "
             "neither a tensor nor a plain value is not read, for unpickling it could run code. The state may be loaded in part"
         ) from error
+    note_resumed(manifest.step or 0)
     return manifest.step or 0
