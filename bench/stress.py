@@ -20,12 +20,11 @@ from pathlib import Path
 import torch
 
 from bitwitness.files.writing import write_text
-from bitwitness.inject.device import FaultyDevice
-from bitwitness.inject.faults import Fault
 from bitwitness.session.clock import StepClock
 from bitwitness.stress.answer import FAULTY, HEALTHY, Answer
 from bitwitness.stress.catalogue import Outside, Plan
 from bitwitness.stress.course import run_test
+from bitwitness.testing import Fault, FaultyDevice
 
 RESULTS = Path(__file__).parent / "results" / "stress.md"
 DEVICES = (0, 1, 2)

@@ -21,7 +21,8 @@ from test_saved_checkpoints import flip
 from torch import nn
 
 import bitwitness as bw
-from bitwitness.finding import Cause, Event, Finding, Note, Verdict
+from bitwitness import Cause, Finding, Note, Verdict
+from bitwitness.finding import Event
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint"

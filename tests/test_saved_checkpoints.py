@@ -15,8 +15,9 @@ import ranks
 import torch
 
 import bitwitness as bw
+from bitwitness import ConfigError, UsageError
 from bitwitness.checkpoint import steps
-from bitwitness.errors import ConfigError, UnreadError, UnwrittenError, UsageError
+from bitwitness.errors import UnreadError, UnwrittenError
 
 JOB = str(Path(__file__).parent / "jobs" / "saving.py")
 

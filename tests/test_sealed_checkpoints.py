@@ -16,8 +16,9 @@ from safetensors.torch import save_file
 from test_saved_checkpoints import flip
 
 import bitwitness as bw
+from bitwitness import UsageError
 from bitwitness.cli import main
-from bitwitness.errors import UnreadError, UsageError
+from bitwitness.errors import UnreadError
 from bitwitness.store.seal import sealed
 
 TENSORS = {"a.weight": torch.arange(600.0).view(20, 30), "b.bias": torch.ones(50, dtype=torch.bfloat16)}

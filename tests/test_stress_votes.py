@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from bitwitness.stress import verdict
 from bitwitness.stress.collectives import collective_workloads
 from bitwitness.stress.conclude import concluded
 from bitwitness.stress.difference import difference
@@ -11,7 +12,7 @@ from bitwitness.stress.golden import Golden
 from bitwitness.stress.known import delivered, settled
 from bitwitness.stress.tally import Seen, Slots
 from bitwitness.stress.truth import Truths, fingerprint_of
-from bitwitness.stress.verdict import Fault, Remark
+from bitwitness.stress.verdict import Remark
 from bitwitness.stress.vote import voted
 from bitwitness.stress.workload import Workload
 from bitwitness.trial.call import Call
@@ -116,7 +117,7 @@ def test_a_golden_file_that_fits_nothing_convicts_nobody() -> None:
     assert (fault.workload.name, fault.proof) == ("op1", "golden")
 
 
-def received(name: str, wrong: dict[int, list[int]], ranks: int = 4) -> tuple[list[Fault], list[Remark]]:
+def received(name: str, wrong: dict[int, list[int]], ranks: int = 4) -> tuple[list[verdict.Fault], list[Remark]]:
     """Return what is said of a collective; ``wrong``: by receiver, the places (of the first dimension) that are not as due."""
     workloads = list(collective_workloads(torch.float32, large=False, ranks=ranks))
     [index] = [i for i, one in enumerate(workloads) if one.name == name and one.shape.endswith("1021")]

@@ -21,7 +21,7 @@ from detection.faults import survey
 from detection.subjects import CONTEXT, TEXT
 from torch import nn
 
-from bitwitness import Guard, TrainingStopped
+from bitwitness import Finding, Guard, Note, TrainingStopped
 from bitwitness.demo.model import batch
 from bitwitness.finding import Severity
 from bitwitness.session.forked import lent_to_children
@@ -36,6 +36,7 @@ LIMIT = 100
 """Steps within which a fault that stays is to be seen at the default budget."""
 _SETTLED = 40
 _AFTER = 3  # steps of a trial whose fault does no harm, or is over
+_MORE = 9  # steps after a first suspicion: a lone flipped bit is proven by eight quiet ones
 _STAND = 12  # trials that start from the same weights
 _DEADLINE = 120  # seconds a trial may take
 
@@ -142,27 +143,28 @@ def trial(training: Training, drawn: dict[str, Any], seed: int, expected: dict[s
     device, recomputed = FaultyDevice(faults, seed=seed, model=training.model), drawn["place"] == "recomputed"
     if drawn["place"] in STATE:
         found["struck"] = strike_state(training.model, training.optimizer, drawn, seed)
-    before = training.flat()
+    before, began = training.flat(), training.steps
     limit, step = _AFTER, 0
     try:
         with nullcontext() if recomputed else device:
             while step < limit:
-                grads, told = training.step(device if recomputed and not step else None)
                 step += 1
-                for name in told:
+                grads, loss = training.backward(device if recomputed and step == 1 else None)
+                if step == 1:  # at once: a step that is stopped at has no end
+                    found["harm"] = _error(expected["gradient"], torch.cat([g.flatten() for g in grads]).double())
+                for name in training.references.ask(training.steps, grads, loss):
                     found["references"].setdefault(name, step)
+                training.finish()
                 if step == 1:
-                    found["harm"] = _harm(drawn, grads, training.flat() - before, expected)
-                    stays = drawn["class"] != "transient" or drawn["place"] in STATE
-                    limit = LIMIT if stays and found["harm"] > HARMFUL else _AFTER
+                    limit = _limit(training, drawn, before, expected, found)
                 if findings and found["steps"] is None:
                     found["steps"] = step
-                    limit = min(limit, step + _AFTER)
+                    limit = min(limit, step + _MORE)
     except TrainingStopped:
-        found["steps"] = found["steps"] or step + 1
+        found["steps"] = found["steps"] or step
     found["struck"] |= any(firing.changed for firing in device.fired)
-    found["as_clean"] = step == _AFTER and training.digest() == expected["digest"]
-    told_of = [f"{finding.sensor}: {finding.site}: {finding.message}" for finding in findings]
+    found["as_clean"] = training.steps - began == _AFTER and training.digest() == expected["digest"]
+    told_of = [f"{said.site}: {said.message}" for said in findings]
     found["sensors"] = sorted({finding.sensor for finding in findings})
     found["verdicts"] = [
         {"cause": str(v.cause), "ranks": list(v.ranks), "action": str(v.action), "why": v.message}
@@ -170,6 +172,17 @@ def trial(training: Training, drawn: dict[str, Any], seed: int, expected: dict[s
     ]
     found["named"] = any(_where(drawn) in text for text in [*told_of, *(v["why"] for v in found["verdicts"])])
     return found
+
+
+def _limit(
+    training: Training, drawn: dict[str, Any], before: torch.Tensor, expected: dict[str, Any], found: dict[str, Any]
+) -> int:
+    """Return how many steps a trial lasts; of a struck optimizer state the harm is what it does to the first update."""
+    if drawn["place"] == "optimizer state":
+        found["harm"] = _error(expected["update"], training.flat() - before)
+    if drawn["place"] in STATE:
+        return LIMIT if found["harm"] > HARMFUL else 1 + _MORE
+    return LIMIT if drawn["class"] != "transient" and found["harm"] > HARMFUL else _AFTER
 
 
 def _where(drawn: dict[str, Any]) -> str:
@@ -181,24 +194,21 @@ def _listened(training: Training) -> tuple[list[Any], Any]:
     """Collect what the guard suspects from now on."""
     reporter, heard = training.guard.reporter, []
     assert reporter is not None
-    told = reporter.finding
+    told = reporter.event
 
-    def finding(said: Any) -> None:
-        if said.severity is not Severity.INFO:
+    def event(said: Any, **more: Any) -> None:
+        suspects = isinstance(said, Finding) and said.severity is not Severity.INFO
+        if suspects or (isinstance(said, Note) and said.message.startswith("seal: inconclusive")):
             heard.append(said)
-        told(said)
+        told(said, **more)
 
-    reporter.finding = finding  # type: ignore[method-assign]
+    reporter.event = event  # type: ignore[method-assign]
     reporter.verdicts.clear()
     return heard, reporter
 
 
-def _harm(drawn: dict[str, Any], grads: list[torch.Tensor], update: torch.Tensor, expected: dict[str, Any]) -> float:
-    """Return the relative error of the first step's gradient; of a struck optimizer state, that of its update."""
-    if drawn["place"] == "optimizer state":
-        good, bad = expected["update"], update
-    else:
-        good, bad = expected["gradient"], torch.cat([g.flatten() for g in grads]).double()
+def _error(good: torch.Tensor, bad: torch.Tensor) -> float:
+    """Return the relative L2 error; infinite where it is not a number."""
     error = float((bad - good).norm() / good.norm())
     return error if error == error else float("inf")  # noqa: PLR0124 - NaN
 

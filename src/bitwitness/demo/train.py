@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
-import bitwitness as bw
+from bitwitness import checkpoint
 from bitwitness.demo.model import ByteGPT, batch, standard_library
 
 CONTEXT = 64  # bytes; it and BATCH are small, since every rank has one core at most
@@ -50,7 +50,7 @@ def main() -> None:
         if dist.get_rank() == 0:
             tell(step, loss, model, args.out / "weights.jsonl")
         if (step + 1) % EVERY == 0:
-            bw.checkpoint.save(state_of(model.module, optimizer), args.out / "checkpoints", step + 1)
+            checkpoint.save(state_of(model.module, optimizer), args.out / "checkpoints", step + 1)
     dist.destroy_process_group()
 
 
@@ -62,10 +62,10 @@ def warm_up(model: nn.Module, text: torch.Tensor) -> None:
 
 def resume(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> int:
     """Load the newest checkpoint that is sealed and intact, if there is one; return how many steps it has behind it."""
-    if bw.checkpoint.latest(folder) is None:
+    if checkpoint.latest(folder) is None:
         return 0
     state = state_of(model, optimizer)
-    done = bw.checkpoint.load(state, folder) or 0
+    done = checkpoint.load(state, folder) or 0
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     return done
 
