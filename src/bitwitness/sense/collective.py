@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from bitwitness.sense.conserved import Projector, bits_of, may_overflow, piece_length, same_integers, sums, tolerance
+from bitwitness.sense.selftest import self_test
 from bitwitness.stats import bit_hash
 from bitwitness.tap.exchange import Exchange
 
@@ -205,3 +206,26 @@ def described(noted: Noted) -> dict[str, Any]:
         "dtype": str(noted.dtype).removeprefix("torch."),
         "elements": noted.numel,
     }
+
+
+@self_test("collective", "what a collective gave a rank that the ranks did not put in, on deep steps")
+def _proof() -> str:
+    given = [torch.linspace(-1.0, 1.0, 100), torch.linspace(2.0, 3.0, 100)]
+
+    def wrong(received: Tensor) -> int:
+        sensors = [CollectiveSensor(), CollectiveSensor()]
+        for rank, sensor in enumerate(sensors):
+            exchange = Exchange("all_reduce", (0, 1), rank, 0, [given[rank]], [received], "sum")
+            sensor.began(exchange)
+            sensor.ended(exchange)
+        mine, other = (sensor.drain()[0] for sensor in sensors)
+        assert mine.given_floats is not None and other.given_floats is not None  # noqa: S101, PT018
+        assert mine.squares is not None and other.squares is not None  # noqa: S101, PT018
+        floats, squares = mine.given_floats + other.given_floats, mine.squares + other.squares
+        return mine.wrong(torch.zeros(0, dtype=torch.int64), floats, squares)
+
+    total = given[0] + given[1]
+    if wrong(total):
+        return "false alarm on a right sum"
+    total[17] += 0.5
+    return "" if wrong(total) else "did not see a wrong sum"

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from bitwitness.finding import Finding, Severity
+from bitwitness.sense import selftest
 from bitwitness.site import Site
 from bitwitness.stats import HashBatch
 from bitwitness.tap.recomputing import Region
@@ -154,3 +155,19 @@ def _is_parameter(tensor: Tensor) -> bool:
     """Tell whether a saved tensor is a parameter, or a view of one: these are not recomputed."""
     base = tensor if tensor._base is None else tensor._base
     return base.is_leaf and base.requires_grad
+
+
+@selftest.self_test(
+    "recompute", "an activation that comes out otherwise when checkpointing recomputes it, on deep steps"
+)
+def _proof() -> str:
+    sensor, first = RecomputeSensor(), torch.linspace(-1.0, 1.0, 64)
+
+    def told(second: Tensor) -> list[Finding]:
+        region = Region("layer#0")
+        sensor(region, 0, first, again=False)
+        sensor(region, 0, second, again=True)
+        return sensor.drain(0, 0)
+
+    clean = [finding for _ in range(REPEATS) for finding in told(first.clone())]
+    return selftest.seen(clean, told(first * (1 + 2.0**-20)))
