@@ -1,7 +1,8 @@
 """What becomes of a broken seal: the script's own doing, which comes again or is done on every rank, or a proven corruption.
 
-Where other ranks hold the same tensors, they decide at once. Where none does, one flipped bit in all that was sealed is watched
-for: if nothing changes without a trace in the next steps, no script did it, for scripts do what they do again.
+Where other ranks hold the same tensors, they decide at once. Where none does, a number's highest exponent bit that flips alone
+is proof, for no script writes such. Any other one flipped bit in all that was sealed is watched for: if nothing changes without
+a trace in the next steps, no script did it, for scripts do what they do again.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ class SealJudgement:
             return self._go_on(step)
         if compared:  # all ranks did the same
             self._leave([one.name for one in broken])
+        elif len(broken) == 1 and broken[0].by_no_script:
+            return [_finding(broken[0], step, self._rank, Severity.ERROR)]
         elif self._suspected is not None or len(broken) > 1 or not broken[0].one_bit:
             self._count(broken, step)
         else:

@@ -7,6 +7,7 @@ none is told by its extent: a script writes whole tensors, memory loses a bit.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +42,20 @@ class Broken:
     def one_bit(self) -> bool:
         """Whether exactly one bit of it has changed."""
         return self.few and self.change.word is not None and self.change.word.flipped == 1
+
+    @property
+    def by_no_script(self) -> bool:
+        """Whether a number's highest exponent bit alone has flipped: its size changed by 2^64 at the least, and no other bit.
+
+        Zero and powers of two do not count: a script that writes 2 for 0, or infinity for 1, flips no other bit either.
+        """
+        word = self.change.word
+        if word is None or word.flipped != 1 or not self.tensor.is_floating_point():
+            return False
+        width = 8 * self.tensor.itemsize
+        bit = (word.before ^ word.after).bit_length() - 1
+        mantissa = (1 << int(-math.log2(torch.finfo(self.tensor.dtype).eps))) - 1
+        return bit % width == width - 2 and bool(word.before >> bit // width * width & mantissa)
 
     def evidence(self) -> dict[str, object]:
         """Return what is known of the change, ready for JSON."""
