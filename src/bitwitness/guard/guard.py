@@ -109,7 +109,8 @@ class Guard(Face):
     def _make_watch(self, session: Session, ranks: Ranks, reporter: Reporter) -> GuardWatch:
         optimizers = self.optimizers or None
         watch = GuardWatch(session, ranks, reporter, self.config, optimizers=optimizers, clock=self._clock)
-        watch.self_tests = prove(watch.sensors.on) if self.config.self_test else {}
+        with session.working():  # a backward of the self-tests is none of the training's
+            watch.self_tests = prove(watch.sensors.on) if self.config.self_test else {}
         for name, reason in failed(watch.self_tests).items():
             reporter.failure(f"self-test of {name}", RuntimeError(reason), 0)
         return watch
