@@ -100,7 +100,7 @@ def bitwitness(arguments: list[str], environment: dict[str, str]) -> Iterator[su
         errors="replace",
         preexec_fn=_end_with_parent,  # noqa: PLW1509
     )
-    with _ended_with_us(process):
+    with process, _ended_with_us(process):
         yield process
 
 
