@@ -81,6 +81,22 @@ class PeersConfig(_Validated):
 
 
 @dataclass(frozen=True)
+class ActivationsConfig(_Validated):
+    """What modules return, and its gradients, against their own history: deviations at which it speaks."""
+
+    enabled: bool = True
+    z: float = _number(9.0, minimum=0, above=True)
+
+
+@dataclass(frozen=True)
+class WeightsConfig(_Validated):
+    """How weights move from step to step, against how they usually do: deviations at which it speaks."""
+
+    enabled: bool = True
+    z: float = _number(9.0, minimum=0, above=True)
+
+
+@dataclass(frozen=True)
 class NonfiniteConfig(_Validated):
     """NaN and Inf in the loss, in gradients and buffers, followed back to the operator that made them.
 
@@ -208,6 +224,8 @@ class Config(_Validated):
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     trend: TrendConfig = field(default_factory=TrendConfig)
     peers: PeersConfig = field(default_factory=PeersConfig)
+    activations: ActivationsConfig = field(default_factory=ActivationsConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
     nonfinite: NonfiniteConfig = field(default_factory=NonfiniteConfig)
     checksum: ChecksumConfig = field(default_factory=ChecksumConfig)
     feature: FeatureConfig = field(default_factory=FeatureConfig)

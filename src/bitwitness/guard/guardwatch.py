@@ -60,6 +60,7 @@ class GuardWatch(Watch):
             taped=config.nonfinite.enabled or config.replay.enabled,
             hashed=True,
             unused=False,
+            looks=config.activations.enabled or config.weights.enabled,
         )
         super().__init__(session, ranks, reporter, config, wants=wants, deep=DeepSteps(config), optimizers=optimizers)
         self.sensors = Sensors(config, self.reader.root, ranks, reporter, clock)

@@ -17,15 +17,19 @@ from bitwitness.guard.operatorsensors import OperatorSensors, Switches
 from bitwitness.guard.reference import ReferenceSchemes
 from bitwitness.nonfinite.approach import ApproachSensor
 from bitwitness.ranks import Ranks
+from bitwitness.sense.activations import ActivationsSensor
 from bitwitness.sense.checksum import ChecksumSensor
 from bitwitness.sense.nonfinite import NonfiniteSensor
 from bitwitness.sense.peers import PeersSensor
 from bitwitness.sense.trend import TrendSensor
+from bitwitness.sense.weights import WeightsSensor
 from bitwitness.session.reporter import Reporter
 
 _PEERS_NEEDED = 3  # of two ranks that differ neither is the odd one
-STATISTICAL = ("trend", "peers")
+STATISTICAL = ("trend", "peers", "activations", "weights")
 """The sensors that judge by a history."""
+
+_Histories = tuple[TrendSensor | None, PeersSensor | None, WeightsSensor | None]
 
 
 class Sensors:
@@ -51,8 +55,9 @@ class Sensors:
         self.alone = False
         """Ask no other rank, for now."""
         self.nonfinite = NonfiniteSensor() if config.nonfinite.enabled else None
-        self.trend, self.peers = self._histories()
-        self._others: ByParameters[tuple[TrendSensor | None, PeersSensor | None]] = ByParameters()
+        self.activations: ActivationsSensor | None = None  # made when it is known how many modules are looked at
+        self.trend, self.peers, self.weights = self._histories()
+        self._others: ByParameters[_Histories] = ByParameters()
         self.operators = OperatorSensors(
             root,
             self._switches,
@@ -61,11 +66,12 @@ class Sensors:
         )
         self.reference = ReferenceSchemes(config, root, ranks, clock)
 
-    def _histories(self) -> tuple[TrendSensor | None, PeersSensor | None]:
+    def _histories(self) -> _Histories:
         config, count = self._config, len(self.names)
         trend = TrendSensor(count, warmup=config.trend.warmup, z=config.trend.z) if config.trend.enabled else None
         enough = self._ranks.size >= _PEERS_NEEDED
-        return trend, PeersSensor(count, z=config.peers.z) if config.peers.enabled and enough else None
+        peers = PeersSensor(count, z=config.peers.z) if config.peers.enabled and enough else None
+        return trend, peers, WeightsSensor(count, z=config.weights.z) if config.weights.enabled else None
 
     def follow(self) -> None:
         """Judge the root's parameters of now: by their own history, where just these were judged before.
@@ -75,8 +81,10 @@ class Sensors:
         self.turns += 1
         before, self.names = self.names, tuple(self._root.parameters)
         self.ever.update(self.names)
-        known = self._others.exchange(before, (self.trend, self.peers), self.names)
-        self.trend, self.peers = self._histories() if known is None else known
+        known = self._others.exchange(before, (self.trend, self.peers, self.weights), self.names)
+        self.trend, self.peers, self.weights = self._histories() if known is None else known
+        if self.weights is not None:
+            self.weights.forget_last()
         self.reference.close()
         self.reference = ReferenceSchemes(self._config, self._root, self._ranks, self._clock)
 
@@ -100,6 +108,8 @@ class Sensors:
         if self.trend is not None:
             self.unjudged += not self.trend.ripe
             findings += self._switches.ask("trend", partial(self.trend.look, light))
+        for sensor in self._steady(light):
+            findings += self._switches.ask(sensor.name, partial(sensor.look, light))
         if self.peers is not None and not self.alone:
             findings += self._compare(self.peers, light)
         failed = self.operators.failed_checksums(light) if deep else []
@@ -115,8 +125,16 @@ class Sensors:
         """
         if self.trend is not None:
             self._switches.ask("trend", partial(_quietly, partial(self.trend.learn, light, false_alarm=false_alarm)))
+        for sensor in self._steady(light):
+            self._switches.ask(sensor.name, partial(_quietly, partial(sensor.learn, light, false_alarm=false_alarm)))
         if self.peers is not None:
             self._switches.ask("peers", partial(_quietly, partial(self.peers.learn, false_alarm=false_alarm)))
+
+    def _steady(self, light: LightStep) -> list[ActivationsSensor | WeightsSensor]:
+        """Return the sensors of what a step computes with, and on the way."""
+        if self.activations is None and self._config.activations.enabled and light.looks is not None:
+            self.activations = ActivationsSensor(len(light.looks.modules), z=self._config.activations.z)
+        return [sensor for sensor in (self.activations, self.weights) if sensor is not None]
 
     def _compare(self, peers: PeersSensor, light: LightStep) -> list[Finding]:
         # The exchange happens whatever this rank's own state, so that the others do not wait for it.

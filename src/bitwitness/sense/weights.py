@@ -1,0 +1,89 @@
+"""How weights move from one step to the next, against how they usually do.
+
+An optimizer changes a parameter's norm and its largest value a little at each step, and much alike from step to step; a bit
+that flips in memory changes one of them by more. Two numbers of each parameter are followed: the step of ln L2, and that of the
+largest value over L2.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from bitwitness.capture.light import LightStep, Vector
+from bitwitness.finding import Finding, Severity
+from bitwitness.site import Site
+from bitwitness.stats.history import History
+
+FEATURES = ("L2 norm", "largest value")
+_FLOOR = 3e-4  # relative changes below which nothing is told from an update's chance
+_NAMED = 3  # suspicions of one step: the strongest say where to look, more say the same
+_WARMUP = 20  # steps before it speaks: at first biases grow from nothing
+
+
+class WeightsSensor:
+    """Suspects a parameter that moved from one step to the next by more than ``z`` deviations beyond its usual.
+
+    What moves all parameters (a jump of the learning rate, a checkpoint that is loaded) is taken off: scores are divided by
+    their median. Sees a corrupted weight at the next step's beginning. Does not see what leaves norm and largest value as they
+    are (a permutation, a sign of one among many), nor anything in sharded parameters.
+    """
+
+    name = "weights"
+
+    def __init__(self, parameters: int, *, z: float) -> None:
+        self.history = History(2 * parameters, warmup=_WARMUP, z=z, floor=_FLOOR)
+        self._before: Vector | None = None
+
+    def look(self, light: LightStep) -> list[Finding]:
+        """Return suspicions about the weights that this step began with, at most three; nothing is changed."""
+        moves = self._moves(light)
+        if moves is None or self.history.steps < _WARMUP:
+            return []
+        scores = self.history.scores(moves)
+        together = float(np.median(np.abs(scores[scores != 0]))) if scores.any() else 0.0
+        table = (scores / max(1.0, together)).reshape(2, -1)
+        strongest = np.abs(table).max(axis=0)
+        limit = self.history.threshold
+        return [
+            self._finding(light, int(i), table, moves) for i in np.argsort(-strongest)[:_NAMED] if strongest[i] > limit
+        ]
+
+    def learn(self, light: LightStep, *, false_alarm: bool = False) -> None:
+        """Take this step's weights, which were not proven wrong, in; ``false_alarm``: a rank suspected it."""
+        moves = self._moves(light)
+        if moves is not None:
+            self.history.learn(moves, false_alarm=false_alarm)
+        self._before = light.weights
+
+    def forget_last(self) -> None:
+        """Forget the weights seen last: others were trained meanwhile."""
+        self._before = None
+
+    def _moves(self, light: LightStep) -> Vector | None:
+        """Return what is followed, float64 [2 P], NaN where there is nothing; None where two steps are not known."""
+        now, before = light.weights, self._before
+        if now is None or before is None or now.shape != before.shape:
+            return None
+        with np.errstate(divide="ignore", invalid="ignore"):
+            moves = np.stack([np.log(now[0]) - np.log(before[0]), (now[1] - before[1]) / before[0]])
+        return np.where(np.isfinite(moves), moves, np.nan).reshape(-1)
+
+    def _finding(self, light: LightStep, index: int, table: Vector, moves: Vector) -> Finding:
+        feature = int(np.abs(table[:, index]).argmax())
+        score, entry = float(table[feature, index]), feature * table.shape[1] + index
+        before, now = (float("nan") if m is None else float(m[feature, index]) for m in (self._before, light.weights))
+        message = (
+            f"{light.names[index]}: its {FEATURES[feature]} went from {before:.6g} to {now:.6g} between two steps, "
+            f"{score:+.1f} deviations from how it usually moves"
+        )
+        evidence = {
+            "feature": FEATURES[feature],
+            "z": score,
+            "threshold": self.history.threshold,
+            "before": before,
+            "now": now,
+            "move": float(moves[entry]),
+            "usual_move": float(self.history.mean[entry]),
+        }
+        site = Site.of_parameter(light.names[index], "param").at(rank=light.rank, step=light.step)
+        return Finding(self.name, site, Severity.WARNING, message, evidence, light.step, light.rank)
