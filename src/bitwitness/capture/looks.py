@@ -149,9 +149,9 @@ class ModuleLooks:
             place = direction * count + module
             total = np.bincount(place, size, 2 * count)
             largest = np.full((2, 2 * count), -np.inf)
-            for row, column in enumerate((0, 2)):
-                np.maximum.at(largest[row], place, table[:, column])
-            with np.errstate(invalid="ignore", divide="ignore"):
+            with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+                for row, column in enumerate((0, 2)):
+                    np.maximum.at(largest[row], place, table[:, column])
                 squares = np.sqrt(np.bincount(place, table[:, 1] ** 2, 2 * count) / total)
                 zeros = np.bincount(place, table[:, 3], 2 * count) / total
             rows = np.stack([largest[0], squares, largest[1], zeros])

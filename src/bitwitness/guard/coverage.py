@@ -133,7 +133,7 @@ def _gaps(watch: GuardWatch) -> list[str]:
         )
     if (refused := watch.investigation.replayer.refused) is not None:
         gaps.append(refused)
-    gaps += _compiled_gaps(watch)
+    gaps += _compiled_gaps(watch) + _unread(watch)
     if root.sharding.fsdp2:
         gaps.append("parameters are sharded: no replica of them is compared between ranks (their gradients are)")
     elif root.sharding.spread:
@@ -149,6 +149,18 @@ def _gaps(watch: GuardWatch) -> list[str]:
     elif watch.sensors.peers is None:
         gaps.append("peers: needs at least three ranks")
     return gaps
+
+
+def _unread(watch: GuardWatch) -> list[str]:
+    """Say what of the modules' results is not looked at on light steps."""
+    looks = watch.reader.looks
+    if looks is None:
+        return []
+    if watch.reader.root.regions.known:
+        return ["activations: not looked at, since hooks do not run inside compiled code"]
+    return [
+        f"activations: results of {path} cannot be read: {reason}" for path, reason in list(looks.unread.items())[:3]
+    ]
 
 
 def _refused(watch: Watch, most: int) -> list[str]:

@@ -17,6 +17,8 @@ from bitwitness.tap.lacking import lacking
 _EXPLAINED = {
     "trend": "a gradient against its own history",
     "peers": "a local gradient against the other ranks' (three ranks or more)",
+    "activations": "what modules compute, and gradients that come back to it, against their own history",
+    "weights": "how weights move from step to step",
     "nonfinite": "NaN and Inf in losses and gradients",
     "feature": "the reference schemes V1, V2, V3, combined",
     "checksum": "matrix products and attention, forward and backward, on deep steps",

@@ -63,7 +63,8 @@ class GuardWatch(Watch):
             looks=config.activations.enabled or config.weights.enabled,
         )
         super().__init__(session, ranks, reporter, config, wants=wants, deep=DeepSteps(config), optimizers=optimizers)
-        self.sensors = Sensors(config, self.reader.root, ranks, reporter, clock)
+        looked_at = 0 if self.reader.looks is None else len(self.reader.looks.paths)
+        self.sensors = Sensors(config, self.reader.root, ranks, reporter, clock, modules=looked_at)
         self.investigation = Investigation(config, self.reader.root, self.reader.gradients, ranks, reporter)
         self.uneven = UnevenSteps(self.reader, ranks, reporter, self.deep, self._ask_nobody)
         self.investigation.interpret = self.uneven.interpret

@@ -15,14 +15,16 @@ import torch
 from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer
 
-from bitwitness.capture.light import LightStep
+from bitwitness.capture.light import LightStep, Looks
 from bitwitness.config import FeatureConfig
 from bitwitness.finding import Finding
+from bitwitness.sense.activations import ActivationsSensor
 from bitwitness.sense.checksum import ChecksumSensor
 from bitwitness.sense.feature import FeatureSensor
 from bitwitness.sense.nonfinite import NonfiniteSensor
 from bitwitness.sense.peers import PeersSensor
 from bitwitness.sense.trend import TrendSensor
+from bitwitness.sense.weights import WeightsSensor
 from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.moments import BackwardCall, StepListener, StepMoments
 from bitwitness.tap.operators import OperatorTap
@@ -39,6 +41,8 @@ def prove(*, step: bool = False) -> dict[str, str]:
     proofs: dict[str, Callable[[], str]] = {
         "trend": _trend,
         "peers": _peers,
+        "activations": _activations,
+        "weights": _weights,
         "nonfinite": _nonfinite,
         "feature": _feature,
         "checksum": _checksum,
@@ -83,6 +87,31 @@ def _peers() -> str:
         sensor.look(clean[3], np.sum([sensor.row(light) for light in clean], axis=0)),
         sensor.look(faulty[3], np.sum([sensor.row(light) for light in faulty], axis=0)),
     )
+
+
+def _activations() -> str:
+    def light(step: int, spoiled: float = 1.0) -> LightStep:
+        figures = np.exp(np.random.default_rng(step).normal(0.0, 0.02, (2, 4, len(_NAMES))))
+        figures[:, 3] = 0.0
+        figures[0, 0, 3] *= spoiled
+        return LightStep(step, 0, _NAMES, np.ones(1), np.ones(1), looks=Looks(_NAMES, figures))
+
+    sensor = ActivationsSensor(len(_NAMES), z=9.0)
+    for step in range(30):
+        sensor.learn(light(step))
+    return _seen(sensor.look(light(30)), sensor.look(light(30, spoiled=1e3)))
+
+
+def _weights() -> str:
+    def light(step: int, spoiled: float = 1.0) -> LightStep:
+        weights = np.full((2, len(_NAMES)), 1.0 + 1e-3 * step)
+        weights[1, 3] *= spoiled
+        return LightStep(step, 0, _NAMES, np.ones(1), np.ones(1), weights=weights)
+
+    sensor = WeightsSensor(len(_NAMES), z=9.0)
+    for step in range(30):
+        sensor.learn(light(step))
+    return _seen(sensor.look(light(30)), sensor.look(light(30, spoiled=1e3)))
 
 
 def _nonfinite() -> str:

@@ -24,6 +24,7 @@ from bitwitness.sense.peers import PeersSensor
 from bitwitness.sense.trend import TrendSensor
 from bitwitness.sense.weights import WeightsSensor
 from bitwitness.session.reporter import Reporter
+from bitwitness.stats.history import History
 
 _PEERS_NEEDED = 3  # of two ranks that differ neither is the odd one
 STATISTICAL = ("trend", "peers", "activations", "weights")
@@ -33,7 +34,7 @@ _Histories = tuple[TrendSensor | None, PeersSensor | None, WeightsSensor | None]
 
 
 class Sensors:
-    """Holds one root's sensors."""
+    """Holds one root's sensors; ``modules``: how many modules' results are looked at."""
 
     def __init__(
         self,
@@ -42,6 +43,8 @@ class Sensors:
         ranks: Ranks,
         reporter: Reporter,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        modules: int = 0,
     ) -> None:
         self.names = tuple(root.parameters)
         self.ever = set(self.names)
@@ -55,7 +58,8 @@ class Sensors:
         self.alone = False
         """Ask no other rank, for now."""
         self.nonfinite = NonfiniteSensor() if config.nonfinite.enabled else None
-        self.activations: ActivationsSensor | None = None  # made when it is known how many modules are looked at
+        wanted = config.activations.enabled and modules
+        self.activations = ActivationsSensor(modules, z=config.activations.z) if wanted else None
         self.trend, self.peers, self.weights = self._histories()
         self._others: ByParameters[_Histories] = ByParameters()
         self.operators = OperatorSensors(
@@ -88,6 +92,12 @@ class Sensors:
         self.reference.close()
         self.reference = ReferenceSchemes(self._config, self._root, self._ranks, self._clock)
 
+    @property
+    def histories(self) -> dict[str, History]:
+        """What was learned of ordinary steps, by sensor."""
+        every = {"trend": self.trend, "peers": self.peers, "activations": self.activations, "weights": self.weights}
+        return {name: sensor.history for name, sensor in every.items() if sensor is not None}
+
     def close(self) -> None:
         """Remove the sensors' hooks and patches."""
         self.reference.close()
@@ -108,7 +118,7 @@ class Sensors:
         if self.trend is not None:
             self.unjudged += not self.trend.ripe
             findings += self._switches.ask("trend", partial(self.trend.look, light))
-        for sensor in self._steady(light):
+        for sensor in self._steady:
             findings += self._switches.ask(sensor.name, partial(sensor.look, light))
         if self.peers is not None and not self.alone:
             findings += self._compare(self.peers, light)
@@ -125,15 +135,14 @@ class Sensors:
         """
         if self.trend is not None:
             self._switches.ask("trend", partial(_quietly, partial(self.trend.learn, light, false_alarm=false_alarm)))
-        for sensor in self._steady(light):
+        for sensor in self._steady:
             self._switches.ask(sensor.name, partial(_quietly, partial(sensor.learn, light, false_alarm=false_alarm)))
         if self.peers is not None:
             self._switches.ask("peers", partial(_quietly, partial(self.peers.learn, false_alarm=false_alarm)))
 
-    def _steady(self, light: LightStep) -> list[ActivationsSensor | WeightsSensor]:
-        """Return the sensors of what a step computes with, and on the way."""
-        if self.activations is None and self._config.activations.enabled and light.looks is not None:
-            self.activations = ActivationsSensor(len(light.looks.modules), z=self._config.activations.z)
+    @property
+    def _steady(self) -> list[ActivationsSensor | WeightsSensor]:
+        """The sensors of what a step computes with, and on the way."""
         return [sensor for sensor in (self.activations, self.weights) if sensor is not None]
 
     def _compare(self, peers: PeersSensor, light: LightStep) -> list[Finding]:
