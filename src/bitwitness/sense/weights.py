@@ -15,7 +15,9 @@ from bitwitness.site import Site
 from bitwitness.stats.history import History
 
 FEATURES = ("L2 norm", "largest value")
-_FLOOR = 3e-4  # relative changes below which nothing is told from an update's chance
+# Changes of each feature below which nothing is told from an update's chance. The largest value is one element's, and moves
+# as that one's gradient does.
+_FLOOR = (1e-3, 2e-3)
 _NAMED = 3  # suspicions of one step: the strongest say where to look, more say the same
 _WARMUP = 20  # steps before it speaks: at first biases grow from nothing
 
@@ -31,7 +33,7 @@ class WeightsSensor:
     name = "weights"
 
     def __init__(self, parameters: int, *, z: float) -> None:
-        self.history = History(2 * parameters, warmup=_WARMUP, z=z, floor=_FLOOR)
+        self.history = History(2 * parameters, warmup=_WARMUP, z=z, floor=np.repeat(_FLOOR, parameters))
         self._before: Vector | None = None
 
     def look(self, light: LightStep) -> list[Finding]:
