@@ -9,7 +9,7 @@ import torch
 from bitwitness.errors import UsageError
 from bitwitness.guard.guardwatch import GuardWatch
 
-_VERSION = 4  # of what `learned` returns; another one is refused, since histories would be read as other things
+_VERSION = 3  # of what `learned` returns; another one is refused, since histories would be read as other things
 
 
 def learned(watch: GuardWatch) -> dict[str, Any]:

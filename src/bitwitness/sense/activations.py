@@ -21,6 +21,7 @@ _WHAT = ("output", "gradient of the output")
 _SITE = (("forward", "out0"), ("backward", "grad_out0"))
 # Zeros below this share are as good as none: a row of two thousand, say.
 _FEW = 5e-4
+_EXTREMES = (0, 2, 3)  # features that grow with the number of values
 _NAMED = 3  # suspicions of one step: the strongest say where to look, more say the same
 _STEADY = 20  # steps of finite numbers after which one that is not is worth a suspicion
 
@@ -45,6 +46,8 @@ class ActivationsSensor:
         if looks is None or not looks.modules:
             return []
         table = self.history.scores(_values(light, looks)).reshape(2, len(_FLOOR), -1)
+        # an extreme of fewer values is smaller: an expert that got one token
+        table[:, _EXTREMES] = np.maximum(table[:, _EXTREMES], 0.0)
         strongest = np.abs(table).max(axis=1).reshape(-1)  # of each module's result, then of each gradient
         limit = self.history.threshold
         found = [

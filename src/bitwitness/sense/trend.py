@@ -1,8 +1,7 @@
 """A parameter's gradient against its own history.
 
 For each parameter three numbers are followed: ln max|g|, ln L2 and their difference (how peaked the gradient is). What all of
-them do together is taken away first (`history`) and followed as a number of its own, as is the loss. Two more are followed
-where the gradient of the module's output was looked at: how large the parameter's is beside that, which varies less.
+them do together is taken away first (`history`) and followed as a number of its own, as is the loss.
 """
 
 from __future__ import annotations
@@ -10,24 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from bitwitness.capture.light import LightStep, Vector, log_sizes
 from bitwitness.finding import Finding, Severity
 from bitwitness.site import Site
 from bitwitness.stats.history import History
 
-FEATURES = (
-    "ln max|g|",
-    "ln L2(g)",
-    "ln max|g| - ln L2(g)",
-    "ln max|g| beside its output's",
-    "ln L2(g) beside its output's",
-)
-_SIZES = len(FEATURES)
+FEATURES = ("ln max|g|", "ln L2(g)", "ln max|g| - ln L2(g)")
 # Deviations of each feature below which nothing is told from chance, whatever the history says; in natural logarithms, so
 # that with z = 9 a norm changes by half before it is suspected. The largest element varies more than the norm.
-_FLOOR = (0.08, 0.05, 0.05, 0.05, 0.05)
+_FLOOR = (0.08, 0.05, 0.05)
 _LOSS_FLOOR = 0.05  # the same of asinh of the loss: about 5 % of a loss that is not small
 _LEVEL_FLOOR = (
     0.25  # with z = 9, all gradients grow tenfold before that alone is a suspicion: a bad batch may triple them
@@ -40,15 +31,14 @@ class TrendSensor:
 
     Sees single large values and blocks of wrong ones in any gradient, activation gradient or activation that reaches a
     parameter's gradient. Does not see faults smaller than the batch-to-batch noise, nor those that leave sizes as they are
-    (a sign), nor any in the first 8 steps. Costs some vector operations on the host, [5 P].
+    (a sign), nor any in the first 8 steps. Costs some vector operations on the host, [3 P].
     """
 
     name = "trend"
 
     def __init__(self, parameters: int, *, warmup: int, z: float) -> None:
         floor = np.append(np.repeat(_FLOOR, parameters), [_LOSS_FLOOR, _LEVEL_FLOOR])
-        self._beside: tuple[tuple[str, ...], tuple[str, ...], NDArray[np.int64]] | None = None
-        self.history = History(_SIZES * parameters + 2, warmup=warmup, z=z, floor=floor)
+        self.history = History(3 * parameters + 2, warmup=warmup, z=z, floor=floor)
 
     @property
     def ripe(self) -> bool:
@@ -59,7 +49,7 @@ class TrendSensor:
         """Return suspicions about this step, at most three, the strongest first; the history is not changed."""
         scores = self.history.scores(self._values(light))
         size = len(light.names)
-        table = scores[: _SIZES * size].reshape(_SIZES, size)
+        table = scores[: 3 * size].reshape(3, size)
         strongest = np.abs(table).max(axis=0) if size else np.zeros(0)
         limit = self.history.threshold
         found = [self._parameter(light, int(i), table) for i in np.argsort(-strongest)[:_NAMED] if strongest[i] > limit]
@@ -79,25 +69,10 @@ class TrendSensor:
         self.history.learn(self._values(light), false_alarm=false_alarm)
 
     def _values(self, light: LightStep) -> Vector:
-        """Return what is followed, float64 [5 P + 2]; NaN where there is nothing."""
-        plain = log_sizes(light)
-        sizes, level = self.history.levelled(plain)
-        sizes = np.concatenate([sizes, plain[:2] - self._outputs(light)])
+        """Return what is followed, float64 [3 P + 2]; NaN where there is nothing."""
+        sizes, level = self.history.levelled(log_sizes(light))
         # asinh: a logarithm for large losses, and defined for those that cross zero
         return np.append(sizes.reshape(-1), [np.arcsinh(_loss(light)), level or np.nan])
-
-    def _outputs(self, light: LightStep) -> Vector:
-        """Return ln of the root mean square of the gradient of each parameter's module's output, [P]; NaN where unknown."""
-        looks = light.looks
-        if looks is None or not looks.modules:
-            return np.full(len(light.names), np.nan)
-        if self._beside is None or self._beside[0] is not light.names or self._beside[1] is not looks.modules:
-            place = {path: index for index, path in enumerate(looks.modules)}
-            owners = [place.get(name.rpartition(".")[0], -1) for name in light.names]
-            self._beside = light.names, looks.modules, np.array(owners, np.int64)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            known = np.log(np.append(looks.figures[1, 1], np.nan))[self._beside[2]]
-        return np.where(np.isfinite(known), known, np.nan)
 
     def _drifted(self, light: LightStep, scores: Vector) -> list[Finding]:
         """Suspect what is a little off, and stays so: a fault that persists."""
@@ -106,8 +81,8 @@ class TrendSensor:
         if not abs(drifts[entry]) > self.history.drift_threshold:
             return []
         size = len(light.names)
-        if entry >= _SIZES * size:
-            what = "the loss" if entry == _SIZES * size else "the size of all gradients"
+        if entry >= 3 * size:
+            what = "the loss" if entry == 3 * size else "the size of all gradients"
             return [self._whole(light, f"{what} stays away from its history", "drift", float(drifts[entry]), entry)]
         feature, index = divmod(entry, size)
         message = f"gradient of {light.names[index]}: {FEATURES[feature]} stays away from its history"
