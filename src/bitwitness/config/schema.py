@@ -85,7 +85,7 @@ class ActivationsConfig(_Validated):
     """What modules return, and its gradients, against their own history: deviations at which it speaks."""
 
     enabled: bool = True
-    z: float = _number(9.0, minimum=0, above=True)
+    z: float = _number(12.0, minimum=0, above=True)
 
 
 @dataclass(frozen=True)
