@@ -21,6 +21,7 @@ from detection.collect import HARMFUL, Part, collect, load, save
 from detection.evaluate import evaluate
 from detection.faults import CLASSES
 from detection.persistent import campaign
+from detection.recall import write
 from detection.report import figure, page
 from detection.subjects import SUBJECTS, Subject
 
@@ -88,6 +89,8 @@ def main() -> int:
     text = page(results, alarms, lasting, " ".join(["python bench/detect.py", *sys.argv[1:]]))
     (args.out / "detection.md").write_text(text)
     (args.out / "detection.svg").write_text(figure(results))
+    if args.out == ROOT / "docs":
+        write(text)
     print(text)
     return 0
 

@@ -36,15 +36,17 @@ def demo(out: Path, *arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_the_demo_heals_one_fault_and_names_the_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # on forked ranks; `make demo` runs it under torchrun, which test_cli.py and test_lost_rank.py run scripts under
+    # the fault-free run on forked ranks; `make demo` runs it under torchrun
     code = demo_on(argparse.Namespace(seed=False, out=str(tmp_path), steps=45), launch)
     told = capsys.readouterr().out
     assert code == 0, told
     assert "step 20: transient hardware, rank 1; action: healed" in told
     assert "step 40: persistent hardware, rank 2; action: stopped" in told
+    assert "is in quarantine" in told
+    assert "the training finished after 1 relaunch" in told
     assert "layers.2.mlp.up/addmm#0:forward.out0" in told
     assert "beside a threshold of" in told
-    assert "bit-equal after all 40 steps; the last is step 39" in told
+    assert "bit-equal after all 45 steps; the last is step 44" in told
 
 
 def test_what_is_wrong_in_the_environment_is_said_before_anything_is_trained(

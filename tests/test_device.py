@@ -71,6 +71,17 @@ def test_an_accelerator_is_named_by_what_its_driver_tells(module, where, expecte
     assert (device.index, device.uuid, device.kind) == expected
 
 
+def test_where_a_launcher_chose_among_the_devices_the_index_is_the_devices_own(monkeypatch) -> None:
+    monkeypatch.setenv("BITWITNESS_SLOTS", "0, 2,7")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert this_device("cpu").index == 2
+    monkeypatch.setattr(torch, "get_device_module", lambda device: accelerator(name="Ascend910B", uuid=""))
+    seen = this_device("xpu:2")
+    assert (seen.index, seen.uuid) == (7, "Ascend910B#7")
+    monkeypatch.setenv("BITWITNESS_SLOTS", "0,two")
+    assert this_device("cpu").index == 1
+
+
 def test_a_device_without_any_module_is_named_by_its_kind() -> None:
     assert this_device(torch.empty(0, device="meta")).uuid == "meta#0"
 

@@ -205,13 +205,35 @@ def test_the_hash_is_the_same_in_every_release():
     assert [value(x), value(x[:100]), value(x[:0])] == GOLDEN
 
 
+def without_compiled_code(monkeypatch):
+    for module in ("fold", "digest"):
+        monkeypatch.setattr(f"bitwitness.stats.{module}.built", lambda: None)
+
+
 def test_blocks_do_not_show_in_the_hash(monkeypatch):
     x = torch.randn(200_000, generator=torch.Generator().manual_seed(0))
     expected = value(x)
+    without_compiled_code(monkeypatch)
     for rows, device_rows in ((1, 3), (7, 5), (64, 64)):
-        monkeypatch.setattr("bitwitness.stats.digest._CPU_ROWS", rows)
-        monkeypatch.setattr("bitwitness.stats.digest._DEVICE_ROWS", device_rows)
+        monkeypatch.setattr("bitwitness.stats.fold._CPU_ROWS", rows)
+        monkeypatch.setattr("bitwitness.stats.fold._DEVICE_ROWS", device_rows)
         assert value(x) == expected
+
+
+@pytest.mark.parametrize("length", [2045, 16_335, 16_336, 16_337, 40_003])
+@pytest.mark.parametrize("start", [0, 1, 3])
+def test_compiled_code_gives_the_hash_of_torchs_operators(length, start, monkeypatch):
+    x = random_bits((length * 4 + 3,), torch.uint8)[start:]
+    compiled = value(x)
+    without_compiled_code(monkeypatch)
+    assert value(x) == compiled
+
+
+def test_a_tensor_of_a_third_of_a_gigabyte_has_a_hash():
+    x = torch.zeros(80 << 20)
+    before = value(x)
+    x[-5_000_000] = 1e-30
+    assert value(x) != before
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -14,6 +14,8 @@ from ranks import forked
 from torch import nn
 
 import bitwitness as bw
+from bitwitness import ConfigError
+from bitwitness.inject.schedule import triggers_of
 from bitwitness.session.clock import StepClock
 from bitwitness.tap.ownwork import own_work
 from bitwitness.testing import Fault, FaultyDevice
@@ -384,6 +386,16 @@ def test_the_training_is_struck_alike_whether_a_guard_asks_or_not(how):
     losses, guard = run(guard=True)
     assert guard.verdicts
     assert losses == run(guard=False)[0]
+
+
+def test_a_fault_of_a_slot_follows_the_device_whichever_rank_computes_on_it(monkeypatch):
+    fault = Fault(kind="nullify", slot=2)
+    for rank, local_rank, slots, struck in ((2, "2", "", 1), (0, "0", "2,3", 1), (2, "2", "0,1,3", 0), (2, "0", "", 0)):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        monkeypatch.setenv("BITWITNESS_SLOTS", slots)
+        assert len(triggers_of([fault], seed=0, rank=rank)) == struck
+    with pytest.raises(ConfigError, match="rank and slot are both given"):
+        Fault(kind="nullify", rank=1, slot=1)
 
 
 if __name__ == "__main__":  # a rank of `test_collectives_of_two_ranks`

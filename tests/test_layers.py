@@ -21,12 +21,12 @@ LAYERS = {
     "vocabulary": ("version", "errors", "files", "site", "finding", "config"),
     "numbers": ("numerics", "stats"),
     "torch": ("tap", "capture", "replay", "ranks", "liveness", "device"),
-    "storage": ("store",),
+    "storage": ("store", "checkpoint"),
     "session": ("session",),
     "reference": ("oracle", "trial"),
-    "instruments": ("sense", "nonfinite", "record", "monitor", "comparison", "inject", "precheck"),
+    "instruments": ("sense", "nonfinite", "record", "monitor", "comparison", "inject", "precheck", "stress"),
     "decision": ("judge", "respond"),
-    "face": ("guard", "ascend", "testing", "demo", "report", "view", "cli"),
+    "face": ("guard", "ascend", "testing", "demo", "report", "view", "launch", "cli"),
 }
 FLOOR = {part: number for number, parts in enumerate(LAYERS.values()) for part in parts}
 

@@ -112,7 +112,9 @@ def test_what_moved_is_told_and_kept(way: str, monkeypatch: pytest.MonkeyPatch) 
 def test_the_bits_are_those_of_every_processor(tmp_path: Path) -> None:
     """As for a processor without wide registers, and with other optimisation."""
     plain = tmp_path / "plain.so"
-    source = (NATIVE / "reader.c").read_text().replace('#include "figures.h"', f'#include "{NATIVE}/figures.h"')
+    source = (NATIVE / "reader.c").read_text()
+    for header in ("figures.h", "fold.h"):
+        source = source.replace(f'#include "{header}"', f'#include "{NATIVE}/{header}"')
     narrow = tmp_path / "reader.c"
     narrow.write_text(source.replace('target_clones("avx512f", "avx2", "default")', "noinline"))
     flags = ["-std=c11", "-O1", "-ffp-contract=off", "-fPIC", "-shared"]

@@ -255,3 +255,12 @@ def test_names_that_are_far_off_are_not_offered(capsys: pytest.CaptureFixture[st
     assert "did you mean" not in capsys.readouterr().err
     assert main(["verify-op", "torch:sofmax", "--shapes", "3"]) == 2
     assert "did you mean softmax?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("transform", [torch.fft.fft, torch.fft.rfft, torch.fft.ihfft, torch.fft.irfft, torch.fft.fft2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+def test_transform_of_zeros_and_ones_passes(transform: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    x = torch.zeros(3, 10, dtype=dtype)
+    x[0, 3] = x[1] = 1
+    x[2, ::2] = 1
+    assert bw.verify_op(transform, (x,)).verdict == "pass"

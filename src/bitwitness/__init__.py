@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from bitwitness.version import __version__
 
 if TYPE_CHECKING:
-    from bitwitness import ascend, testing
+    from bitwitness import ascend, checkpoint, testing
     from bitwitness.comparison.recordings import compare
     from bitwitness.config import Config
     from bitwitness.errors import BitwitnessError, ConfigError, TrainingStopped, UsageError
@@ -53,6 +53,7 @@ __all__ = [
     "Verification",
     "__version__",
     "ascend",
+    "checkpoint",
     "compare",
     "save",
     "testing",
@@ -60,7 +61,7 @@ __all__ = [
     "verify_op",
 ]
 
-_MODULES = ("ascend", "testing")
+_MODULES = ("ascend", "checkpoint", "testing")
 _HOMES = {
     "BitwitnessError": "errors",
     "Cause": "finding",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import uuid
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 
 from bitwitness.finding import Device
 
+SLOTS = "BITWITNESS_SLOTS"
+"""Numbers of the devices that a launcher put this node's ranks on, ``0,2,3``: local rank 1 computes on device 2."""
 _IDENTITIES = ("/etc/machine-id", "/var/lib/dbus/machine-id", "/sys/class/dmi/id/product_uuid")
 
 
@@ -21,6 +24,7 @@ def this_device(where: torch.Tensor | torch.device | str | None = None) -> Devic
 
     ``uuid`` is the device's own where its driver tells one (CUDA: the one of ``nvidia-smi -L``, without the ``GPU-``
     before it), else its name and index. The CPU's is the machine's, and its ``index`` this rank's number on the host.
+    Where a launcher chose among the node's devices (`SLOTS`) ``index`` is the device's number there.
 
     Parameters
     ----------
@@ -31,15 +35,31 @@ def this_device(where: torch.Tensor | torch.device | str | None = None) -> Devic
     device = _device_of(where)
     host = socket.gethostname()
     if device.type == "cpu":
-        local_rank = os.environ.get("LOCAL_RANK", "")
-        is_rank = local_rank.isdecimal() and len(local_rank) < 10
-        return Device(host, int(local_rank) if is_rank else 0, _host_identity(), "cpu")
+        return Device(host, this_slot(), _host_identity(), "cpu")
     index, module = device.index, None
     with suppress(Exception):
         module = torch.get_device_module(device)
         index = module.current_device() if index is None else index
     index = index or 0
-    return Device(host, index, _accelerator_identity(module, device.type, index), device.type)
+    slot = _slot(index)
+    return Device(host, slot, _accelerator_identity(module, device.type, index, slot), device.type)
+
+
+def this_slot() -> int:
+    """Return the number, on its node, of the device that this rank computes on: its local rank where nothing else is told."""
+    local_rank = os.environ.get("LOCAL_RANK", "")
+    return _slot(int(local_rank) if local_rank.isdecimal() and len(local_rank) < 10 else 0)
+
+
+def slots_told(environ: Mapping[str, str]) -> list[int]:
+    """Return what `SLOTS` tells; nothing where it is not set, or is not understood: a name must not end a training."""
+    told = [part.strip() for part in environ.get(SLOTS, "").split(",")]
+    return list(map(int, told)) if all(part.isdecimal() and len(part) < 10 for part in told) else []
+
+
+def _slot(index: int) -> int:
+    slots = slots_told(os.environ)
+    return slots[index] if index < len(slots) else index
 
 
 def _device_of(where: torch.Tensor | torch.device | str | None) -> torch.device:
@@ -51,13 +71,13 @@ def _device_of(where: torch.Tensor | torch.device | str | None) -> torch.device:
     return found or torch.device("cpu")
 
 
-def _accelerator_identity(module: Any, kind: str, index: int) -> str:
+def _accelerator_identity(module: Any, kind: str, index: int, slot: int) -> str:
     """Return the vendor's own number where the properties have one, else the device's name and place."""
     properties = None
     with suppress(Exception):
         properties = module.get_device_properties(index)
     own = getattr(properties, "uuid", None) or getattr(properties, "serial_number", None)
-    return str(own) if own else f"{getattr(properties, 'name', kind)}#{index}"
+    return str(own) if own else f"{getattr(properties, 'name', kind)}#{slot}"
 
 
 def _host_identity() -> str:

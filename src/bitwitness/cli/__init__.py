@@ -8,18 +8,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bitwitness.cli import (
+    alerts,
     ascend,
+    checkpoint,
     compare,
     completion,
     demo,
     diff_env,
     doctor,
+    launch,
     monitor,
     precheck,
+    quarantine,
     record,
     report,
     run,
     status,
+    stress,
     trace,
     verify_op,
     view,
@@ -29,7 +34,7 @@ from bitwitness.cli.script import torch_lacks, unusable
 from bitwitness.errors import UsageError
 from bitwitness.version import __version__
 
-_RUNS = {"compare": 2}
+_RUNS = {"compare": 2, "checkpoint": 2}
 """How many runs a verb wants, where that is not one."""
 _SCRIPTS = frozenset({"run", "trace", "record", "monitor"})
 """Verbs in whose process a script runs: its signals, streams and errors are its own."""
@@ -47,7 +52,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _json_alone(argv: Sequence[str]) -> list[str]:
     """Return the arguments with ``--json RUN`` read as it is meant: a folder is no file that JSON could be written into."""
     found = list(argv)
-    if found[:1] and found[0] in _SCRIPTS:  # what follows may be the script's own
+    if found[:1] and found[0] in {*_SCRIPTS, "launch"}:  # what follows may be the script's own
         return found
     named = [one for one in found[1:] if not one.startswith("-")]
     wanted = _RUNS.get(found[0], 1) if found else 1
@@ -73,7 +78,10 @@ def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     verbs = top.add_subparsers(dest="verb", metavar="VERB", required=True)
     for verb in (
         run,
+        launch,
+        quarantine,
         status,
+        alerts,
         report,
         trace,
         record,
@@ -81,8 +89,10 @@ def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         compare,
         precheck,
         verify_op,
+        stress,
         view,
         diff_env,
+        checkpoint,
         ascend,
         demo,
         doctor,
@@ -101,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if (code := flushed()) is not None:
                 return code
             raise done from None
-    if args.verb in _SCRIPTS:
+    if args.verb in _SCRIPTS or (args.verb == "doctor" and args.command):
         return _with_script(args)
     with shown_streams():
         return ended(lambda: _with_torch(args))

@@ -35,6 +35,11 @@ def add_parser(verbs: Any) -> None:
         help="look for NaN and Inf only, and name the operator that made the first (the same as: bitwitness trace)",
     )
     add_tracing_options(parser, "with --nonfinite: ")
+    parser.add_argument(
+        "--determinism",
+        action="store_true",
+        help="have it repeat its bits: deterministic kernels, seeds, cuBLAS's workspace; the script's own settings come after",
+    )
     add_ending(parser)
     add_script_arguments(parser)
     parser.set_defaults(main=main)
@@ -58,10 +63,12 @@ def main(args: argparse.Namespace) -> int:
 def watch(args: argparse.Namespace, overrides: dict[str, Any], *, traces: bool) -> int:
     """Check what was asked for before torch is imported, then run the script; return the exit code."""
     from bitwitness.config import load_config
+    from bitwitness.respond.alerts.metrics import check as check_alerts
 
     script = Script.of(args)
     overrides = {**overrides, "out": args.out, "quiet": args.quiet or None}
     loaded = load_config(args.config, {key: value for key, value in overrides.items() if value is not None})
+    check_alerts(loaded.config.alerts)
     check_ending(args, loaded.config.out)
     check_out(loaded.config.out, args)
     try:
@@ -75,6 +82,10 @@ def watch(args: argparse.Namespace, overrides: dict[str, Any], *, traces: bool) 
         sys.stderr.write(f"bitwitness: {unusable(error)}. SCRIPT RUNS UNGUARDED\n")
         return unguarded(script)
 
+    if getattr(args, "determinism", False):
+        from bitwitness.guard.repeats import make_repeatable
+
+        make_repeatable()
     faults = declared_faults()
     guards = AutoGuard(loaded.config, loaded.warnings, make=NonfiniteTracer if traces else Guard)
     try:

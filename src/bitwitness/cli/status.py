@@ -31,8 +31,14 @@ def add_parser(verbs: Any) -> None:
 def main(args: argparse.Namespace) -> int:
     """Answer; return the exit code."""
     from bitwitness.store.answer import answers, lines_of, status_together, told_together
+    from bitwitness.store.launched import attempt_of
 
-    asked = answers(args.run)
-    lines = [line for one in asked for line in lines_of(one, args.run, whole=args.verbose, named=len(asked) > 1)]
-    answer(args, lambda: told_together(asked, args.run), lambda: print("\n".join(lines)))
+    run, launched = attempt_of(args.run) or (args.run, [])  # a launcher's folder: its last attempt is asked
+    asked = answers(str(run))
+    lines = [line for one in asked for line in lines_of(one, str(run), whole=args.verbose, named=len(asked) > 1)]
+    answer(
+        args,
+        lambda: told_together(asked, str(run)) | ({"launched": launched} if launched else {}),
+        lambda: print("\n".join([*lines, *launched])),
+    )
     return _CODES[status_together(asked)]

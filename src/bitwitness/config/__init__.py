@@ -4,9 +4,11 @@ The order: keyword > ``BITWITNESS_*`` > the reference systems' variables > TOML 
 """
 
 from bitwitness.config.dumpconfig import DumpConfig, NPURunConfig
+from bitwitness.config.exact import SealConfig
 from bitwitness.config.load import Loaded, load_config
 from bitwitness.config.schema import (
     TRACER_SETTINGS,
+    AlertsConfig,
     ChecksumConfig,
     Config,
     FeatureConfig,
@@ -21,6 +23,7 @@ from bitwitness.config.schema import (
 
 __all__ = [
     "TRACER_SETTINGS",
+    "AlertsConfig",
     "ChecksumConfig",
     "Config",
     "DumpConfig",
@@ -31,6 +34,7 @@ __all__ = [
     "PeersConfig",
     "RanksConfig",
     "ReplayConfig",
+    "SealConfig",
     "StrikesConfig",
     "TrendConfig",
     "load_config",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from types import MappingProxyType
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal
 
+from bitwitness.config.addresses import wrong_address
+from bitwitness.config.exact import CollectiveConfig, RecomputeConfig, ReplicasConfig, SealConfig, UpdateConfig
+from bitwitness.config.validated import Validated, kinds_of, number, sections_of
 from bitwitness.config.values import SettingType
 from bitwitness.errors import ConfigError
 from bitwitness.files.shown import quoted
@@ -15,42 +18,21 @@ from bitwitness.files.shown import quoted
 Act = Literal["observe", "protect", "stop"]
 OverflowMode = Literal["compute", "accumulate", "all", "aicore_overflow", "atomic_overflow"]
 Scheme = Literal["v1", "v2", "v3", "combined"]
-
-
-def _number(default: Any, *, minimum: float, above: bool = False) -> Any:
-    return field(default=default, metadata={"minimum": minimum, "above": above})
-
-
-class _Validated:
-    """Checks every field against its type hint and its limits when built."""
-
-    def __post_init__(self) -> None:
-        for name, kind in kinds_of(type(self)).items():
-            value = getattr(self, name)
-            try:
-                object.__setattr__(self, name, kind.check(value))
-            except ValueError:
-                message = f"{type(self).__name__}.{name} = {quoted(value)}: expected {kind}; change it"
-                raise ConfigError(message) from None
-        for name, section in sections_of(type(self)).items():
-            if not isinstance(getattr(self, name), section):
-                raise ConfigError(
-                    f"{type(self).__name__}.{name} = {quoted(getattr(self, name))}: expected a {section.__name__}"
-                )
+LogTarget = Literal["stderr", "syslog"]
 
 
 @dataclass(frozen=True)
-class RanksConfig(_Validated):
+class RanksConfig(Validated):
     """``deadline_s``: seconds that one rank waits for another within experiments before the run ends with a clear error.
 
     Where a model's replay is long, twenty times that. In a light step the training's own timeout counts instead.
     """
 
-    deadline_s: float = _number(120.0, minimum=0, above=True)
+    deadline_s: float = number(120.0, minimum=0, above=True)
 
 
 @dataclass(frozen=True)
-class ReplayConfig(_Validated):
+class ReplayConfig(Validated):
     """Running a suspicious step again.
 
     ``capture_limit_mib``: MiB one step's inputs and output gradients may take; a larger one is not replayed.
@@ -58,46 +40,46 @@ class ReplayConfig(_Validated):
     """
 
     enabled: bool = True
-    capture_limit_mib: int = _number(1024, minimum=0)
+    capture_limit_mib: int = number(1024, minimum=0)
     calibrate: bool = True
     rest: bool = True
 
 
 @dataclass(frozen=True)
-class TrendConfig(_Validated):
+class TrendConfig(Validated):
     """A gradient against its own history: steps before it speaks, and deviations at which it does."""
 
     enabled: bool = True
-    warmup: int = _number(20, minimum=1)
-    z: float = _number(9.0, minimum=0, above=True)
+    warmup: int = number(20, minimum=1)
+    z: float = number(9.0, minimum=0, above=True)
 
 
 @dataclass(frozen=True)
-class PeersConfig(_Validated):
+class PeersConfig(Validated):
     """A local gradient against the other ranks': deviations at which it speaks."""
 
     enabled: bool = True
-    z: float = _number(9.0, minimum=0, above=True)
+    z: float = number(9.0, minimum=0, above=True)
 
 
 @dataclass(frozen=True)
-class ActivationsConfig(_Validated):
+class ActivationsConfig(Validated):
     """What modules return, and its gradients, against their own history: deviations at which it speaks."""
 
     enabled: bool = True
-    z: float = _number(12.0, minimum=0, above=True)
+    z: float = number(12.0, minimum=0, above=True)
 
 
 @dataclass(frozen=True)
-class WeightsConfig(_Validated):
+class WeightsConfig(Validated):
     """How weights move from step to step, against how they usually do: deviations at which it speaks."""
 
     enabled: bool = True
-    z: float = _number(9.0, minimum=0, above=True)
+    z: float = number(9.0, minimum=0, above=True)
 
 
 @dataclass(frozen=True)
-class NonfiniteConfig(_Validated):
+class NonfiniteConfig(Validated):
     """NaN and Inf in the loss, in gradients and buffers, followed back to the operator that made them.
 
     Attributes
@@ -119,12 +101,12 @@ class NonfiniteConfig(_Validated):
     enabled: bool = True
     mode: OverflowMode = "all"
     show_all: bool = False
-    drops: int = _number(3, minimum=1)
-    extreme: float = _number(0.5, minimum=0, above=True)
+    drops: int = number(3, minimum=1)
+    extreme: float = number(0.5, minimum=0, above=True)
 
 
 @dataclass(frozen=True)
-class ChecksumConfig(_Validated):
+class ChecksumConfig(Validated):
     """The check of every matrix product on deep steps; scheme ``reference`` is the vendors' own."""
 
     enabled: bool = True
@@ -132,7 +114,7 @@ class ChecksumConfig(_Validated):
 
 
 @dataclass(frozen=True)
-class FeatureConfig(_Validated):
+class FeatureConfig(Validated):
     """The reference systems' feature-value detection.
 
     Attributes
@@ -159,11 +141,11 @@ class FeatureConfig(_Validated):
     schemes: tuple[Scheme, ...] = ()
     levels: Literal["seed", "release"] = "seed"
     log_values: bool = False
-    upper_thresh: tuple[int, int] = _number((1_000_000, 10_000), minimum=3)
-    sigma_thresh: tuple[int, int] = _number((100_000, 5_000), minimum=3)
-    upper_thresh1: int = _number(1_000_000, minimum=3)
-    upper_thresh2: int = _number(100, minimum=3)
-    grad_sample_interval: int = _number(10, minimum=1)
+    upper_thresh: tuple[int, int] = number((1_000_000, 10_000), minimum=3)
+    sigma_thresh: tuple[int, int] = number((100_000, 5_000), minimum=3)
+    upper_thresh1: int = number(1_000_000, minimum=3)
+    upper_thresh2: int = number(100, minimum=3)
+    grad_sample_interval: int = number(10, minimum=1)
     with_checksum: bool = False
 
     def __post_init__(self) -> None:
@@ -178,7 +160,7 @@ class FeatureConfig(_Validated):
 
 
 @dataclass(frozen=True)
-class StrikesConfig(_Validated):
+class StrikesConfig(Validated):
     """From anomalies to a checksum, times in minutes.
 
     ``cooldown``: so long after a counted anomaly others are not counted, and so long lasts a checksum window.
@@ -186,14 +168,37 @@ class StrikesConfig(_Validated):
     ``checksum_cooldown`` away.
     """
 
-    cooldown: float = _number(5.0, minimum=0, above=True)
-    strikes_num: int = _number(3, minimum=1)
-    strikes_window: float = _number(480.0, minimum=0, above=True)
-    checksum_cooldown: float = _number(180.0, minimum=0, above=True)
+    cooldown: float = number(5.0, minimum=0, above=True)
+    strikes_num: int = number(3, minimum=1)
+    strikes_window: float = number(480.0, minimum=0, above=True)
+    checksum_cooldown: float = number(180.0, minimum=0, above=True)
 
 
 @dataclass(frozen=True)
-class Config(_Validated):
+class AlertsConfig(Validated):
+    """Who is told besides the run folder; nobody by default.
+
+    ``prometheus``: ``HOST:PORT`` of the metrics, the local rank added to the port; ``prometheus_textfile``: the folder that
+    node_exporter's collector reads. ``health_socket``, ``health_url``: a Unix socket, an HTTP address that are told of each
+    verdict; ``log``: where a line of JSON for each goes.
+    """
+
+    prometheus: str | None = None
+    prometheus_textfile: str | None = None
+    health_socket: str | None = None
+    health_url: str | None = None
+    log: tuple[LogTarget, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("prometheus", "prometheus_textfile", "health_socket", "health_url"):
+            value = getattr(self, name)
+            if value is not None and (expected := wrong_address(name, value)):
+                raise ConfigError(f"alerts.{name} = {quoted(value)}: expected {expected}")
+
+
+@dataclass(frozen=True)
+class Config(Validated):
     """Everything that can be set.
 
     Attributes
@@ -216,8 +221,8 @@ class Config(_Validated):
 
     act: Act = "observe"
     out: str | None = None
-    budget: float = _number(0.01, minimum=0, above=True)
-    deep_every: int | None = _number(None, minimum=0)
+    budget: float = number(0.01, minimum=0, above=True)
+    deep_every: int | None = number(None, minimum=0)
     self_test: bool = True
     quiet: bool = False
     ranks: RanksConfig = field(default_factory=RanksConfig)
@@ -228,24 +233,14 @@ class Config(_Validated):
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     nonfinite: NonfiniteConfig = field(default_factory=NonfiniteConfig)
     checksum: ChecksumConfig = field(default_factory=ChecksumConfig)
+    replicas: ReplicasConfig = field(default_factory=ReplicasConfig)
+    seal: SealConfig = field(default_factory=SealConfig)
+    update: UpdateConfig = field(default_factory=UpdateConfig)
+    collective: CollectiveConfig = field(default_factory=CollectiveConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     feature: FeatureConfig = field(default_factory=FeatureConfig)
     strikes: StrikesConfig = field(default_factory=StrikesConfig)
-
-
-def kinds_of(schema: type[Any]) -> dict[str, SettingType]:
-    """Return the plain settings of one dataclass and their kinds."""
-    hints = get_type_hints(schema)
-    return {
-        f.name: SettingType(hints[f.name], f.metadata.get("minimum"), f.metadata.get("above", False))
-        for f in fields(schema)
-        if not is_dataclass(hints[f.name])
-    }
-
-
-def sections_of(schema: type[Any]) -> dict[str, type[Any]]:
-    """Return the nested dataclasses of one dataclass."""
-    hints = get_type_hints(schema)
-    return {f.name: hints[f.name] for f in fields(schema) if is_dataclass(hints[f.name])}
+    alerts: AlertsConfig = field(default_factory=AlertsConfig)
 
 
 @cache

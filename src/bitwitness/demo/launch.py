@@ -7,9 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bitwitness.errors import UsageError
 from bitwitness.files.shown import shown
@@ -80,16 +82,40 @@ def torchrun(
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(environment or {})}
     quiet = None if echo else subprocess.DEVNULL
     agent = subprocess.Popen(command, env=env, stderr=quiet, stdout=quiet, preexec_fn=_end_with_parent)  # noqa: S603, PLW1509
-    try:
+    with _ended_with_us(agent):
         code = agent.wait()
-    except BaseException:  # Ctrl-C, SIGTERM: torchrun ends its ranks when it is asked to, and not when it is killed
+    return Launched(code, sorted(logs.rglob("std*.log")))
+
+
+@contextmanager
+def bitwitness(arguments: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """Start a verb of ours, whose output can be read as it comes."""
+    command = [sys.executable, "-m", "bitwitness", *arguments]
+    process = subprocess.Popen(  # noqa: S603
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        preexec_fn=_end_with_parent,  # noqa: PLW1509
+    )
+    with _ended_with_us(process):
+        yield process
+
+
+@contextmanager
+def _ended_with_us(agent: subprocess.Popen[Any]) -> Iterator[subprocess.Popen[Any]]:
+    """End an agent where this is left by an error, as by Ctrl-C: asked to, it ends its ranks; killed, it does not."""
+    try:
+        yield agent
+    except BaseException:
         agent.terminate()
         try:
             agent.wait(_PATIENCE_S)
         except subprocess.TimeoutExpired:
             agent.kill()
         raise
-    return Launched(code, sorted(logs.rglob("std*.log")))
 
 
 def _end_with_parent() -> None:

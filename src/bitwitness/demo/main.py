@@ -1,32 +1,34 @@
-"""The demo's frame: a fault-free run, a run with faults under guard, and the story of what happened."""
+"""The demo's frame: a fault-free run, a run with faults that is launched under guard, and the story of what happened."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from bitwitness.config import load_config
-from bitwitness.demo.launch import Launched, fresh_folder, torchrun
-from bitwitness.demo.story import tell
+from bitwitness.demo.launch import Launched, bitwitness, fresh_folder, torchrun
+from bitwitness.demo.story import finished_alike, tell
 from bitwitness.files.shown import shown
 
+SCRIPT = "bitwitness.demo.train"
 RANKS = 4  # one for each fault, and as many healthy ones
 FAULTS = """\
-# A transient: one bit of one number, once, in the backward of one matrix product on rank 1.
+# A transient: one bit of one number, once, in the backward of one matrix product on device 1.
 [[fault]]
 site = "layers.1.mlp.up/mm:backward"
-rank = 1
+slot = 1
 steps = [20]
 times = 1
 kind = "exponent_msb"
 
-# A defect: from step 40 on, one column of one matrix product on rank 2 comes out 64 times too large, every time.
+# A defect: from step 40 on, one column of one matrix product on device 2 comes out 64 times too large, every time.
 [[fault]]
 site = "layers.2.mlp.up/addmm:forward"
-rank = 2
+slot = 2
 from_step = 40
 kind = "multiply"
 factor = 64.0
@@ -53,30 +55,44 @@ def main(args: argparse.Namespace, launch: Callable[..., Launched] = torchrun) -
 
 
 def _run(out: Path, steps: int, started: float, launch: Callable[..., Launched]) -> int:
-    faults = out / "faults.toml"
-    faults.write_text(FAULTS)
+    (out / "faults.toml").write_text(FAULTS)
     clean, guarded = out / "clean", out / "guarded"
     clean.mkdir(exist_ok=True)
     guarded.mkdir(exist_ok=True)
     print(
-        f"1. {steps} steps of a byte-level GPT on {RANKS} gloo ranks, no fault, no guard (for comparison later)\n"
-        "2. the same steps in the same processes, under guard (act = protect), on devices that compute wrongly:",
+        f"1. {steps} steps of a byte-level GPT on {RANKS} gloo ranks, no fault, no guard (for comparison later)",
         flush=True,
     )
-    print("".join(f"     {line}\n" for line in FAULTS.splitlines() if line.startswith("#")), end="", flush=True)
-    where = ["--clean", str(clean), "--out", str(guarded), "--faults", str(faults)]
-    launched = launch(RANKS, ["-m", "bitwitness.demo.train", "--steps", str(steps), *where], out / "logs", echo=False)
-    for log in launched.logs:
-        if log.name == "stderr.log":
-            print("".join(f"   {line}\n" for line in log.read_text().splitlines() if "VERDICT" in line), end="")
-    print(f"   torchrun's exit code: {launched.code}")
+    launched = launch(RANKS, ["-m", SCRIPT, "--steps", str(steps), "--out", str(clean)], out / "logs", echo=False)
     for line in last_words(launched):
         print(f"   {line}")
-    print("3. the story, from the run folder:")
-    for line in tell(guarded / "run", guarded / "weights.jsonl", clean / "weights.jsonl"):
+    print(
+        f"2. the same script by 'bitwitness launch --nproc-per-node {RANKS} --spares 1', on devices that compute wrongly:\n"
+        + "".join(f"     {line}\n" for line in FAULTS.splitlines() if line.startswith("#")),
+        end="",
+        flush=True,
+    )
+    code = _launch_guarded(out, guarded, steps)
+    print(f"   exit code: {code}")
+    print("3. the story, from the run folders:")
+    attempts = sorted((out / "runs").glob("attempt-*"))
+    for line in tell(attempts, guarded / "weights.jsonl", clean / "weights.jsonl"):
         print(f"   {line}" if line else "")
     print(f"\n({time.monotonic() - started:.0f} s in all)")
-    return 0 if launched.code else 1
+    return 0 if code == 0 and finished_alike(guarded / "weights.jsonl", clean / "weights.jsonl") else 1
+
+
+def _launch_guarded(out: Path, guarded: Path, steps: int) -> int:
+    """Launch it, show verdicts and what the launcher says as they come; return its exit code."""
+    order = ["launch", "--nproc-per-node", str(RANKS), "--spares", "1", "--standalone", "--out", str(out / "runs")]
+    own = ["--quarantine", str(out / "quarantine.json"), "-m", SCRIPT, "--steps", str(steps), "--out", str(guarded)]
+    variables = {"BITWITNESS_INJECT": str(out / "faults.toml"), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    with bitwitness([*order, *own], {**os.environ, **variables}) as process:
+        assert process.stdout is not None  # noqa: S101 - it is asked for
+        for line in process.stdout:
+            if "VERDICT" in line or line.startswith("bitwitness launch:"):
+                print(f"   {line}", end="", flush=True)
+        return process.wait()
 
 
 def last_words(launched: Launched) -> list[str]:

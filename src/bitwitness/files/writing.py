@@ -101,7 +101,7 @@ def new_file(path: str | os.PathLike[str], *, binary: bool = False, mode: int = 
                 file.flush()
                 os.fsync(file.fileno())
             part.replace(place)
-            _sync_folder(place.parent)
+            sync_folder(place.parent)
         except BaseException:
             with suppress(OSError):
                 part.unlink()
@@ -118,7 +118,7 @@ def write_text(path: str | os.PathLike[str], text: str, mode: int = 0o666) -> No
         file.write(text)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Have the new name itself reach the disk, where the file system can be asked."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)

@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer
 
 from bitwitness.config import Config
 from bitwitness.errors import BitwitnessError
+from bitwitness.guard.checkpoints import GuardedCheckpoints
 from bitwitness.guard.children import children_guarded
 from bitwitness.guard.commands import commands_named
 from bitwitness.guard.face import Face, note_models
@@ -57,8 +58,7 @@ class AutoGuard(ModelSearch[Face]):
 
     The search rests, so that nothing stays hooked globally, while every optimizer that steps has its parameters guarded, and
     goes on where one does not, or where the script makes a model. A model with compiled modules ends the search: torch would
-    compile the search's hooks into it. Processes that the script starts with ``multiprocessing`` search, too; commands that it
-    starts are named.
+    compile the search's hooks into it. Processes that the script starts with ``multiprocessing`` search; commands are named.
 
     Parameters
     ----------
@@ -99,10 +99,11 @@ class AutoGuard(ModelSearch[Face]):
         for warning in self._warnings:
             self._reporter.say(warning)
         inert_in_children(self)
-        self._stack.enter_context(
-            children_guarded(self._config, partial(guarded_child, make=self._make), self._reporter.say)
-        )
-        self._stack.enter_context(commands_named(self._reporter.say))
+        say, child = self._reporter.say, partial(guarded_child, make=self._make)
+        self._checkpoints = GuardedCheckpoints(self._config, self._reporter, on=self._make is Guard)
+        self._stack.enter_context(self._checkpoints)
+        self._stack.enter_context(children_guarded(self._config, child, say))
+        self._stack.enter_context(commands_named(say))
         self._stack.enter_context(wrappers_noticed(self._wrapped, self._built))
         self._stack.callback(told_of_steps(self._stepped))
         self._begin_search()
@@ -254,6 +255,7 @@ class AutoGuard(ModelSearch[Face]):
             return None
         self._contents[guard], self._numbers[guard] = contents(root), number
         self.entered.append(guard)
+        self._checkpoints.hand_over(guard.reporter)
         if number and guard.reporter is not None:
             guard.reporter.model = f"{type(unwrap(root)).__name__}, model {number + 1}"
         return guard

@@ -83,7 +83,7 @@ class Budget:
     def report(self, plan: Plan) -> dict[str, Any]:
         """Return what was measured and what it buys, ready for JSON."""
         if not self.ready or not plan.every:
-            return {"price": self.price, "measured": None}
+            return {"price": self.price, "measured": None, "deep_every_at_most": RAREST, "one_in": _SMALLEST_SHARE}
         fixed, checks = self._deep_cost()
         deep = (fixed + checks / plan.one_in) / plan.every / self._usual_step()
         return {
@@ -93,6 +93,7 @@ class Budget:
             "deep_step_costs": round((fixed + checks / plan.one_in) / self._usual_step(), 4),
             "deep_every": plan.every,
             "products_checked": f"1 in {plan.one_in}",
+            "one_in": plan.one_in,
             "exceeded": self.light_share + deep > 1.2 * self.price,  # a fifth more is within what these times spread
             "persistent_wrong_product_seen_within": plan.every * plan.one_in,
             "corrupt_replica_seen_within": plan.every,

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from bitwitness.finding import Severity
+from bitwitness.guard.gaps import gaps_of, late_gaps, nonfinite_gaps, paused_gaps
 from bitwitness.guard.guardwatch import GuardWatch
 from bitwitness.guard.tracerwatch import TracerWatch
-from bitwitness.guard.uncovered import UNSEEN
 from bitwitness.guard.watch import Watch
 from bitwitness.sense.nonfinite import UNTRACED
-from bitwitness.tap.compat import compiles_backward
-from bitwitness.tap.traffic import world_size
+from bitwitness.session.instrument import Kind
 
-_TURNS = 3
-"""Times that other parameters asked for gradients, from which on parts are frozen by turns, and not once for all."""
-_SHORT = 0.2
-"""Share of the steps without a history long enough, from which on it is said; each set of parameters has some."""
 _FEW = 2
 """Forwards without an optimizer's step that are nothing to speak of: a dry run."""
 
@@ -29,10 +23,11 @@ def coverage_table(watch: GuardWatch) -> dict[str, Any]:
     everything = {id(p) for p in (*root.root.parameters(), *root.parameters.values())}  # pruning exchanges some
     table: dict[str, Any] = {
         "parameters": {"watched": min(len(sensors.ever), len(everything)), "of": len(everything)},
+        "ranks": watch.ranks.size,
         "local_gradients": reader.gradients.mode,
-        "steps": {"training_forwards": root.forwards_seen, **_counted(watch)},
+        "steps": {"training_forwards": root.forwards_seen, **_counted(watch), **_forwards(watch)},
         "outputs": {"outputs_seen": root.outputs_seen},
-        "sensors": {"off": sensors.off},
+        "sensors": {"off": sensors.off, "on": sensors.on, "self_tests": watch.self_tests, "periods": sensors.periods},
         "suspicions": investigation.suspicions,
         "dismissed": investigation.dismissed,
         "left_open": investigation.left_open,
@@ -42,16 +37,28 @@ def coverage_table(watch: GuardWatch) -> dict[str, Any]:
             "calibrations": investigation.experiments.calibrated,
             "same_bits": investigation.experiments.reproducible,
             "spread": investigation.experiments.spread,
+            **_replays(watch),
             "this_step": root.entry.problem or root.record.unreplayable or "can be run again",
         },
         "price": watch.deep.report(),
+        "state": {"replicas": investigation.replicas.table(), **watch.state.table()},
         "own_seconds": round(watch.own_seconds, 3),
         "failures": dict(watch.reporter.failures),
-        "not_covered": [*_late(watch.late), *_paused(watch.missed), *_gaps(watch)],
+        "not_covered": [*late_gaps(watch.late), *paused_gaps(watch.missed), *gaps_of(watch)],
         **_nonfinite(watch),
     }
-    if sensors.operators.checksum is not None:
-        table["operators"] = sensors.operators.checksum.coverage()
+    checksum, census = sensors.operators.checksum, sensors.operators.census
+    exact = sensors.exact.table()
+    compared = exact.pop("collectives", {})
+    table["collectives"] = {
+        "begun": watch.traffic.total,
+        "on_deep_steps": census.collectives(),
+        "checked": compared.get("compared", {}),
+        **compared,
+    }
+    table |= exact
+    if checksum is not None:
+        table["operators"] = {**checksum.coverage(), "census": census.table(checksum.flops, checksum.checked_calls)}
     return table
 
 
@@ -61,7 +68,7 @@ def nonfinite_table(watch: TracerWatch) -> dict[str, Any]:
         "steps": _counted(watch) | _by_hand(watch),
         "own_seconds": round(watch.own_seconds, 3),
         "failures": dict(watch.reporter.failures),
-        "not_covered": [*_late(watch.late), *_paused(watch.missed), *_nonfinite_gaps(watch)],
+        "not_covered": [*late_gaps(watch.late), *paused_gaps(watch.missed), *nonfinite_gaps(watch)],
         **_nonfinite(watch),
     }
 
@@ -91,111 +98,23 @@ def _counted(watch: Watch) -> dict[str, int]:
     }
 
 
+def _forwards(watch: Watch) -> dict[str, int]:
+    """Return how many calls of the model were no training: evaluations, inference, inside a transform."""
+    return {f"{kind}_forwards": watch.forwards[kind] for kind in Kind if kind is not Kind.TRAINING}
+
+
+def _replays(watch: GuardWatch) -> dict[str, Any]:
+    """Return how many steps could be run again as far as was found, of all that were judged, and why the others could not."""
+    why = watch.reader.limits + watch.reader.refusals
+    problem = watch.reader.root.entry.problem
+    if problem is not None:
+        why[problem] = watch.judged_times
+    can = max(0, watch.judged_times - sum(why.values()))
+    return {"of": watch.judged_times, "can": can, "why_not": dict(why.most_common(5))}
+
+
 def _by_hand(watch: Watch) -> dict[str, int]:
     """Return how many forwards went by where no optimizer stepped: nobody told when gradients were about to be used."""
     reader = watch.reader
     unread = watch.judged_times <= 1 and not reader.optimizer_steps and reader.root.forwards_seen > _FEW
     return {"by_hand": reader.root.forwards_seen} if unread else {}
-
-
-def _share(count: int, watch: Watch) -> str:
-    """Return, of how many that were judged, so many."""
-    same = watch.steps_judged == watch.judged_times
-    return f"{count} of {watch.judged_times} {'steps' if same else 'gradients judged'}"
-
-
-def _late(steps: int) -> list[str]:
-    first = "its first step" if steps == 1 else f"its first {steps} steps"
-    return [f"{first} went by before this model was found"] if steps else []
-
-
-def _paused(steps: int) -> list[str]:
-    return [f"{steps} steps went by while the guard was paused"] if steps else []
-
-
-def _gaps(watch: GuardWatch) -> list[str]:
-    gaps = []
-    reader = watch.reader
-    root = reader.root
-    for reason, count in reader.unrepeated_losses.most_common(3):
-        gaps.append(
-            f"in {_share(count, watch)} the loss code outside the model cannot be run again "
-            f"({reason}): a fault there is "
-            "sensed, and not proven"
-        )
-    for reason, count in watch.investigation.experiments.covered.most_common(5):
-        gaps.append(f"{count} experiments were partial: {reason}")
-    sensors = watch.sensors
-    if sensors.turns >= _TURNS and sensors.unjudged > _SHORT * watch.judged_times:
-        gaps.append(
-            f"in {_share(sensors.unjudged, watch)} the parameters that asked for a gradient had been trained together too "
-            "rarely for a history of their gradients: trend does not judge them"
-        )
-    if (refused := watch.investigation.replayer.refused) is not None:
-        gaps.append(refused)
-    gaps += _compiled_gaps(watch) + _unread(watch)
-    if root.sharding.fsdp2:
-        gaps.append("parameters are sharded: no replica of them is compared between ranks (their gradients are)")
-    elif root.sharding.spread:
-        how = ", shard by shard," if root.sharding.mesh is not None else ""
-        gaps.append(f"{root.sharding.problem}; gradients are watched{how} and on deep steps the operators")
-    for reason, count in watch.reader.limits.most_common(5):
-        gaps.append(f"{_share(count, watch)} are sensed but cannot be run again: {reason}")
-    gaps += _refused(watch, 5)
-    if watch.ranks.size == 1:
-        alone = world_size() == 1 and os.environ.get("WORLD_SIZE", "1") == "1"  # the script may have left its group
-        who = "one rank" if alone else "no wrapper shares this model with other ranks"
-        gaps.append(f"{who}: no second device can be asked; a repeating fault needs an operator's proof")
-    elif watch.sensors.peers is None:
-        gaps.append("peers: needs at least three ranks")
-    return gaps
-
-
-def _unread(watch: GuardWatch) -> list[str]:
-    """Say what of the modules' results is not looked at on light steps."""
-    looks = watch.reader.looks
-    if looks is None:
-        return []
-    if watch.reader.root.regions.known:
-        return ["activations: not looked at, since hooks do not run inside compiled code"]
-    return [
-        f"activations: results of {path} cannot be read: {reason}" for path, reason in list(looks.unread.items())[:3]
-    ]
-
-
-def _refused(watch: Watch, most: int) -> list[str]:
-    """Say why steps could not be run again when they were to be."""
-    told = "of the steps that were to be run again could not be, and others may not either"
-    return [f"{count} {told}: {reason}" for reason, count in watch.reader.refusals.most_common(most)]
-
-
-def _compiled_gaps(watch: GuardWatch) -> list[str]:
-    """Say what of ``torch.compile``'d code is not seen."""
-    gaps = []
-    root, operators = watch.reader.root, watch.operators
-    if watch.reader.unseen:
-        gaps.append(UNSEEN)
-    if root.entry.problem is not None:
-        gaps.append(f"no step can be run again as compiled: {root.entry.problem}")
-    if compiles_backward():
-        gaps.append("compiled autograd: the kernels of the backward are not seen, and its gradients may not be")
-    if not root.regions.present() or not watch.deep.taken:
-        return gaps
-    if operators.steps_looked_again:
-        gaps.append(
-            "compiled kernels themselves are not checked on deep steps; their matrix products were checked in an eager "
-            f"re-execution ({operators.steps_looked_again} times)"
-        )
-    if operators.not_looked_again is not None:
-        gaps.append(
-            f"deep steps with compiled code that could not be re-executed eagerly: {operators.not_looked_again}"
-        )
-    return gaps
-
-
-def _nonfinite_gaps(watch: TracerWatch) -> list[str]:
-    lines = [UNSEEN] if watch.reader.unseen else []
-    for reason, count in watch.reader.limits.most_common(3):
-        lines.append(f"{_share(count, watch)} cannot be run again: {reason}")
-    lines += _refused(watch, 3)
-    return lines

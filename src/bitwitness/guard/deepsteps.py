@@ -29,7 +29,8 @@ class DeepSteps:
     """
 
     def __init__(self, config: Config, *, from_start: bool = False) -> None:
-        self._enabled = config.checksum.enabled or config.nonfinite.enabled
+        looks = config.checksum, config.nonfinite, config.collective, config.recompute
+        self.enabled = any(sensor.enabled for sensor in looks)
         self._from_start = from_start
         self._fixed = config.deep_every
         self.budget = Budget(config.budget)
@@ -44,7 +45,7 @@ class DeepSteps:
 
     def is_deep(self, step: int) -> bool:
         """Tell whether a step's operators are looked at; steps are counted as they are looked at (`StepRecord.number`)."""
-        if not self._enabled:
+        if not self.enabled:
             return False
         if step <= self._until:
             return True

@@ -9,21 +9,11 @@ import torch
 import torch.distributed as dist
 
 from bitwitness.device import this_device
-from bitwitness.guard.selftest import prove
+from bitwitness.guard.selftest import SEEN, explained, prove
 from bitwitness.stats import reader
 from bitwitness.stats.launches import kernels
 from bitwitness.tap.lacking import lacking
 
-_EXPLAINED = {
-    "trend": "a gradient against its own history",
-    "peers": "a local gradient against the other ranks' (three ranks or more)",
-    "activations": "what modules compute, and gradients that come back to it, against their own history",
-    "weights": "how weights move from step to step",
-    "nonfinite": "NaN and Inf in losses and gradients",
-    "feature": "the reference schemes V1, V2, V3, combined",
-    "checksum": "matrix products and attention, forward and backward, on deep steps",
-    "moments": "backward, clipping, unscaling and optimizer steps are noticed",
-}
 _NOT_COVERED = (
     "convolutions and fused recurrent layers have no checksum; their share of FLOPs is shown at the end of each run",
     "loss code in which ranks exchange something or compiled functions run is sensed but not replayed",
@@ -34,7 +24,7 @@ _NOT_COVERED = (
 
 def examine() -> dict[str, Any]:
     """Return everything that `main` prints."""
-    failed = prove(step=True)
+    results = prove(step=True)
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return {
         "python": platform.python_version(),
@@ -42,7 +32,7 @@ def examine() -> dict[str, Any]:
         "device": str(this_device()),
         "accelerator": "none" if accelerator is None else f"{accelerator.type} x {torch.accelerator.device_count()}",
         "backends": [name for name in ("gloo", "nccl", "hccl") if _available(name)],
-        "proven": {name: failed.get(name, "sees") for name in _EXPLAINED},
+        "proven": {name: "sees" if result == SEEN else result for name, result in results.items()},
         "lacking": lacking(),
         "not_covered": list(_NOT_COVERED),
         "readers": {
@@ -66,8 +56,9 @@ def show(found: dict[str, Any]) -> None:
     print(f"python {found['python']}, torch {found['torch']}, accelerator: {found['accelerator']}")
     print(f"device {found['device']}")
     print(f"process groups: {', '.join(found['backends']) or 'none'}")
+    words = explained()
     for name, result in found["proven"].items():
-        print(f"  {'ok    ' if result == 'sees' else 'FAILED'}  {name:11s} {_EXPLAINED[name]}")
+        print(f"  {'ok    ' if result == 'sees' else 'FAILED'}  {name:11s} {words[name]}")
         if result != "sees":
             print(f"          {result}")
     for name in found["lacking"]:

@@ -17,13 +17,17 @@ from torch.optim.optimizer import Optimizer
 from bitwitness.config import Config
 from bitwitness.errors import UsageError
 from bitwitness.finding import Event, Finding, Verdict
+from bitwitness.guard.alerting import Alerting
+from bitwitness.guard.checkpoints import GuardedCheckpoints
 from bitwitness.guard.coverage import coverage_table
 from bitwitness.guard.face import Face
 from bitwitness.guard.guardwatch import GuardWatch
 from bitwitness.guard.memory import learned, relearn
 from bitwitness.guard.roots import watched_roots
-from bitwitness.guard.selftest import prove
+from bitwitness.guard.selftest import failed, prove
 from bitwitness.ranks import Ranks
+from bitwitness.respond.alerts.metrics import check
+from bitwitness.respond.alerts.outlet import on
 from bitwitness.session.reporter import Reporter
 from bitwitness.session.session import Session
 from bitwitness.tap.modules import unwrap
@@ -72,8 +76,10 @@ class Guard(Face):
         **overrides: Any,
     ) -> None:
         super().__init__(model, optimizer, out=out, config=config, on_event=on_event, overrides=overrides)
+        check(self.config.alerts)
         self._clock = clock
         self.watch: GuardWatch | None = None
+        self._alerting: Alerting | None = None
 
     def _refuse(self) -> None:
         super()._refuse()
@@ -83,11 +89,46 @@ class Guard(Face):
                 f"this {type(root).__name__} is guarded already; one guard watches one model: close() the earlier one first"
             )
 
+    def _begin(self, session: Session) -> None:
+        super()._begin(session)
+        self._seal_checkpoints(session)
+        self._begin_alerting(session)
+
+    def _seal_checkpoints(self, session: Session) -> None:
+        if self.reporter is not None and self.watch is not None:
+            self._stack.enter_context(
+                GuardedCheckpoints(
+                    self.config,
+                    self.reporter,
+                    self.watch.ranks.in_job,
+                    step=lambda: session.step,
+                    ended=session.run.ended_by,
+                )
+            )
+
     def _make_watch(self, session: Session, ranks: Ranks, reporter: Reporter) -> GuardWatch:
-        for name, reason in (prove() if self.config.self_test else {}).items():
-            reporter.failure(f"self-test of {name}", RuntimeError(reason), 0)
         optimizers = self.optimizers or None
-        return GuardWatch(session, ranks, reporter, self.config, optimizers=optimizers, clock=self._clock)
+        watch = GuardWatch(session, ranks, reporter, self.config, optimizers=optimizers, clock=self._clock)
+        watch.self_tests = prove(watch.sensors.on) if self.config.self_test else {}
+        for name, reason in failed(watch.self_tests).items():
+            reporter.failure(f"self-test of {name}", RuntimeError(reason), 0)
+        return watch
+
+    def _begin_alerting(self, session: Session) -> None:
+        if not on(self.config.alerts) or self.reporter is None:
+            return
+        try:
+            self._alerting = alerting = Alerting(
+                self.config.alerts, self._on(), None if self._writer is None else self._writer.path
+            )
+            self._stack.callback(alerting.close)
+        except Exception as error:
+            self.reporter.failure("alerts", error, session.step)
+
+    def _last_words(self) -> None:
+        super()._last_words()
+        if self._alerting is not None:
+            self._alerting.close()
 
     def _finish(self, *, broken_off: bool) -> None:
         if self.watch is not None:

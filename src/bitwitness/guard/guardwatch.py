@@ -15,19 +15,25 @@ from bitwitness.config import Config
 from bitwitness.finding import Finding
 from bitwitness.guard.byparameters import ByParameters
 from bitwitness.guard.deepsteps import DeepSteps
+from bitwitness.guard.exchangeverdicts import ExchangeVerdicts
 from bitwitness.guard.followup import FollowUp
 from bitwitness.guard.investigation import Investigation
 from bitwitness.guard.operatorsensors import OperatorSensors
 from bitwitness.guard.sensors import Sensors
+from bitwitness.guard.statesensors import StateSensors
 from bitwitness.guard.tracing import Tracing
 from bitwitness.guard.uneven import UnevenSteps
 from bitwitness.guard.watch import Watch
+from bitwitness.judge.verdict import Outcome
 from bitwitness.ranks import Ranks
+from bitwitness.sense.held import HeldState
 from bitwitness.sense.nonfinite import failed_on, unused_losses
 from bitwitness.session.judging import CompleteStep
 from bitwitness.session.reporter import Reporter
 from bitwitness.session.session import Session
+from bitwitness.tap.modes import scripts_modes_off
 from bitwitness.tap.moments import BackwardCall
+from bitwitness.tap.traffic import TrafficCount
 
 # Ranges change slowly, and few trainings have narrow dtypes that overflow: they are measured on some deep steps.
 _RANGES_EVERY = 4
@@ -64,10 +70,17 @@ class GuardWatch(Watch):
         )
         super().__init__(session, ranks, reporter, config, wants=wants, deep=DeepSteps(config), optimizers=optimizers)
         looked_at = 0 if self.reader.looks is None else len(self.reader.looks.paths)
+        self.traffic = TrafficCount()
+        self.self_tests: dict[str, str] = {}
+        """What came of each sensor's self-test, by name; empty where none was made."""
         self.sensors = Sensors(config, self.reader.root, ranks, reporter, clock, modules=looked_at)
-        self.investigation = Investigation(config, self.reader.root, self.reader.gradients, ranks, reporter)
+        held = HeldState(self.reader.root.root)
+        self.investigation = Investigation(config, self.reader.root, self.reader.gradients, ranks, reporter, held)
+        deep = self.is_deep if self.deep.enabled else None
+        self.state = StateSensors(config, held, ranks, reporter, self.sensors.switches, self.reader.root.now, deep)
         self.uneven = UnevenSteps(self.reader, ranks, reporter, self.deep, self._ask_nobody)
-        self.investigation.interpret = self.uneven.interpret
+        self.investigation.interpret = self._interpret
+        self._exchanged = ExchangeVerdicts(lambda: self.sensors.exact.mismatch, lambda: self.investigation.devices)
         self._investigations: ByParameters[Investigation] = ByParameters()
         self._follow_up = FollowUp(self.reader, self.sensors, self.investigation, self.deep, ranks)
 
@@ -91,6 +104,10 @@ class GuardWatch(Watch):
         self.uneven.close()
         self.sensors.close()
 
+    def _interpret(self, outcome: Outcome) -> None:
+        self._exchanged.interpret(outcome)
+        self.uneven.interpret(outcome)
+
     def _ask_nobody(self, alone: bool) -> None:
         self.sensors.alone = alone
 
@@ -98,6 +115,15 @@ class GuardWatch(Watch):
     def operators(self) -> OperatorSensors:
         """The sensors that look at operators."""
         return self.sensors.operators
+
+    @property
+    def own_seconds(self) -> float:
+        """Seconds that this judge and the reader attribute to themselves so far."""
+        return super().own_seconds + self.state.timed.seconds
+
+    def spent_outside(self) -> float:
+        """Return the seconds that were spent on the next deep step before it began, since the last one."""
+        return self.state.charge()
 
     @property
     def tracing(self) -> Tracing:
@@ -125,16 +151,32 @@ class GuardWatch(Watch):
 
     def gradients_ready(self, *, scaler: GradScaler | None = None, optimizer: Optimizer | None = None) -> None:
         """Take gradients away that are not to be used."""
+        if optimizer is not None:
+            self.state.before_step(optimizer)
         if optimizer is not None and scaler is None:
             self.investigation.skip.before_step(optimizer)
+            self._about_to_update(optimizer)
+
+    def closure_ended(self, optimizer: Optimizer) -> None:
+        """Keep what is about to be stepped."""
+        self._about_to_update(optimizer)
+
+    def _about_to_update(self, optimizer: Optimizer) -> None:
+        if self.reader.steps_for(optimizer) and not self.session.backward_depth:
+            with self.session.working(), scripts_modes_off():
+                self.state.before_update(optimizer)
 
     def closure_begins(self, optimizer: Optimizer) -> None:
         """Mind that the closure may lead to a skip."""
+        self.state.before_step(optimizer)
         self.investigation.skip.before_step(optimizer)
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """Put back what was taken away."""
         self.investigation.skip.after_step(optimizer)
+        if self.reader.steps_for(optimizer) and not self.session.backward_depth:
+            with self.session.working(), scripts_modes_off():
+                self.state.after_step(optimizer, self.reader.root.record.number + 1, self.session.step)
         super().optimizer_stepped(optimizer)
 
     # -- judging -------------------------------------------------------------------------------------------------
@@ -143,6 +185,7 @@ class GuardWatch(Watch):
         """Judge a step; return whether it was ordinary."""
         light, record = step.light, step.record
         assert light is not None  # noqa: S101 - `judge` has seen to it
+        self.traffic.note()
         deep = self.is_deep(record.number)
         if deep:
             self._mind_unused()
@@ -151,8 +194,8 @@ class GuardWatch(Watch):
         if self.to_look_again(step):
             self._follow_up.look_again(record)
         findings = self.sensors.look(light, deep=deep, scale=light.scale)
-        if deep and not self.uneven.before:
-            findings += self.investigation.compare_replicas(record, light)
+        compare = None if self.uneven.before else self.investigation.compare_replicas
+        findings += self.state.look(record, light, compare, deep=deep)
         return self._follow_up.follow(step, light, findings, deep=deep)
 
     def finish(self, *, broken_off: bool) -> None:

@@ -24,6 +24,8 @@ from bitwitness.guard.tracing import Tracing
 from bitwitness.judge.experiments import ReplayExperiments
 from bitwitness.judge.fingerprint import NEAR, Fingerprint
 from bitwitness.judge.judge import Judge
+from bitwitness.judge.replicas import Desync
+from bitwitness.judge.replicated import Replicas
 from bitwitness.judge.verdict import Outcome, numbered_in_job
 from bitwitness.ranks import Ranks
 from bitwitness.replay.lockstep import LockstepReplayer
@@ -31,9 +33,8 @@ from bitwitness.replay.run import Replayer
 from bitwitness.respond.act import HealTarget, Responder
 from bitwitness.respond.reference_log import alert_fields
 from bitwitness.respond.watchdog import Watchdog
+from bitwitness.sense.held import HeldState, Reading
 from bitwitness.session.reporter import Reporter
-from bitwitness.site import Site
-from bitwitness.stats import in_hex
 from bitwitness.tap.compiled import distributed, is_compiled
 
 # Healthy steps that are replayed to learn how far executions spread: soon, since kernels are chosen and caches filled in the
@@ -42,7 +43,7 @@ _CALIBRATIONS = (1, 3, 10)
 _CALIBRATE_EVERY = 1000
 _LONGEST_REST = 1024  # steps; doubling is bounded, so that a sensor that was wrong for long is heard again
 _RECHECKS = 3  # steps replayed after one that came out otherwise: what comes back is the script's own doing
-_EXACT = ("checksum", "replicas")
+_EXACT = ("checksum", "replicas", "seal", "optimizer", "collective", "recompute")
 _NO_FAULT = (Cause.DISMISSED, Cause.INCONCLUSIVE, Cause.DATA, Cause.SOFTWARE)
 
 
@@ -80,9 +81,11 @@ class Investigation:
         gradients: LocalGradients,
         ranks: Ranks,
         reporter: Reporter,
+        held: HeldState,
         devices: list[Device] | None = None,
     ) -> None:
         self._config = config
+        self._held = held
         self._ranks = ranks
         self._reporter = reporter
         self._root = root
@@ -94,13 +97,8 @@ class Investigation:
         reducing = distributed(root.wrapper)
         # Around a compiled DistributedDataParallel buffers are captured before they are broadcast.
         broadcasts = reducing is not None and reducing.broadcast_buffers and not is_compiled(root.wrapper)
-        self._judge = Judge(
-            self.experiments,
-            root.root,
-            replicated=not root.sharding.spread,
-            replicated_buffers=broadcasts,
-            devices=self.devices,
-        )
+        self.replicas = Replicas(ranks, root.root, held, root.sharding, broadcasts=broadcasts)
+        self._judge = Judge(self.experiments, self.replicas, devices=self.devices)
         healable = HealTarget(
             root.wrapper, root.root, parameters, self.replayer, gradients.collect, gradients.take, unguarded_among
         )
@@ -128,12 +126,13 @@ class Investigation:
 
         ``before``: the last one of just these parameters, whose experiments go on.
         """
-        new = Investigation(self._config, self._root, gradients, self._ranks, self._reporter, self.devices)
+        new = Investigation(self._config, self._root, gradients, self._ranks, self._reporter, self._held, self.devices)
         new.verdicts, new.suspicions, new.dismissed = self.verdicts, self.suspicions, self.dismissed
         new.interpret, new._rechecks = self.interpret, self._rechecks
         new.skip = new._responder.skip = self.skip
         self.skip.use(list(self._root.parameters.values()))
         new.left_open, new._said = self.left_open, self._said
+        new.replicas.remember(self.replicas)
         if before is not None:
             new.experiments.remember(before.experiments)
         new.experiments.covered = self.experiments.covered
@@ -186,15 +185,9 @@ class Investigation:
             self._stop(verdict, code)
         return verdict.cause not in _NO_FAULT
 
-    def compare_replicas(self, record: StepRecord, light: LightStep) -> list[Finding]:
-        """Compare replicated parameters and buffers over the ranks, bit by bit; collective."""
-        desync = self._judge.replicas(record, light.l2)
-        if desync is None or self._ranks.rank not in (desync.ranks or (0,)):
-            return []
-        site = Site.of_parameter(desync.name, "param").at(rank=light.rank, step=light.step)
-        message = f"{desync.name} and {desync.count - 1} more tensors differ between the ranks"
-        evidence = {"hash": in_hex(desync.hashes[light.rank])}
-        return [Finding("replicas", site, Severity.ERROR, message, evidence, light.step, light.rank)]
+    def compare_replicas(self, record: StepRecord, light: LightStep, reading: Reading) -> Desync | None:
+        """Compare replicated state, as it was read, over the ranks, bit by bit; collective."""
+        return self._judge.replicas(record, light.l2, reading)
 
     def calibration_due(self, record: StepRecord) -> bool:
         """Tell whether this healthy step is to be replayed, to learn the spread; alone, also one of a kind that is new."""

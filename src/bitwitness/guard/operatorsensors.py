@@ -2,55 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from bitwitness.capture.light import LightStep
 from bitwitness.capture.root import RootTap
 from bitwitness.capture.step import StepRecord
 from bitwitness.finding import Finding
+from bitwitness.guard.census import Census
+from bitwitness.guard.exactsensors import ExactSensors
+from bitwitness.guard.switches import Switches
 from bitwitness.nonfinite.approach import ApproachSensor
 from bitwitness.replay.run import Replayer, ReplayError
 from bitwitness.sense.checksum import ChecksumSensor
-from bitwitness.session.reporter import Reporter
+from bitwitness.tap.compat import OpOverload
 from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.operators import OpCall, OperatorTap
 
 
-class Switches:
-    """Asks sensors; one that fails is off from then on, and named.
+class _Looking(Protocol):
+    """A sensor of operators."""
 
-    Parameters
-    ----------
-    root
-        Whose step it is when one fails.
-    reporter
-        Told of it.
+    def select(self, func: OpOverload) -> bool:
+        """Tell whether it looks at an operator."""
 
-    """
-
-    def __init__(self, root: RootTap, reporter: Reporter) -> None:
-        self._root = root
-        self._reporter = reporter
-        self.off: dict[str, str] = {}
-        """Sensors that were turned off, and why."""
-
-    def ask(self, name: str, sensor: Callable[[], list[Finding]]) -> list[Finding]:
-        """Return what a sensor says; nothing where it is off, or fails now."""
-        if name in self.off:
-            return []
-        try:
-            return sensor()
-        except Exception as error:
-            self.turn_off(name, error)
-            return []
-
-    def turn_off(self, name: str, error: Exception) -> None:
-        """Ask a sensor no more."""
-        self.off[name] = f"{type(error).__name__}: {error}"
-        self._reporter.failure(f"sensor {name} (now off)", error, self._root.record.step)
+    def __call__(self, call: OpCall) -> None:
+        """Look at a call."""
 
 
 class OperatorSensors:
@@ -66,17 +44,28 @@ class OperatorSensors:
         Checks matrix products and attention; None to leave them out.
     approach
         Measures how close results come to the ends of narrow dtypes; None to leave it out.
+    exact
+        Look at collectives and at recomputed activations under the same tap; None to leave them out.
 
     """
 
     def __init__(
-        self, root: RootTap, switches: Switches, *, checksum: ChecksumSensor | None, approach: ApproachSensor | None
+        self,
+        root: RootTap,
+        switches: Switches,
+        *,
+        checksum: ChecksumSensor | None,
+        approach: ApproachSensor | None,
+        exact: ExactSensors | None = None,
     ) -> None:
-        self.checksum, self.approach = checksum, approach
+        self.checksum, self.approach, self.exact = checksum, approach, exact
+        self.census = Census()
         self._switches = switches
-        self._active: dict[str, ChecksumSensor | ApproachSensor] = {}
+        self._active: dict[str, _Looking] = {}
         self._tracker = ModuleTracker()
         self._tracker.name_tree(root.root)
+        if exact is not None:
+            exact.use(self._tracker)
         self._regions = root.regions
         self.steps_looked_again = 0
         self.not_looked_again: str | None = None
@@ -94,22 +83,29 @@ class OperatorSensors:
         if not self._active:
             return None
         stack = ExitStack()
+        if self.exact is not None:
+            self.exact.open()
+            stack.callback(self.exact.pass_ended)
         stack.enter_context(self._regions.eagerly())
         stack.enter_context(self._tap())
         return stack
 
-    def _handlers(self) -> dict[str, ChecksumSensor | ApproachSensor]:
+    def _handlers(self) -> dict[str, _Looking]:
         """Return the sensors that look at operators and are on."""
-        here = {"checksum": self.checksum, "approach": self.approach}
+        exact = self.exact if self.exact is not None and self.exact.any_on else None
+        here: dict[str, _Looking | None] = {"checksum": self.checksum, "approach": self.approach, "collective": exact}
         resting = self.approach is not None and self.approach.resting
         return {
             name: sensor
             for name, sensor in here.items()
-            if sensor is not None and name not in self._switches.off and not (name == "approach" and resting)
+            if sensor is not None
+            and (name not in self._switches.off or sensor is exact)
+            and not (name == "approach" and resting)
         }
 
     def _tap(self) -> OperatorTap:
-        return OperatorTap(self._tracker, self._checked, self._wanted)
+        before = None if self.exact is None else self.exact.before
+        return OperatorTap(self._tracker, self._checked, self._wanted, before, census=self.census)
 
     def _wanted(self, func: Any) -> bool:
         return any(sensor.select(func) for sensor in self._active.values())

@@ -1,147 +1,132 @@
-"""Each sensor proves that it sees: a fault made for the purpose, on numbers made for the purpose.
+"""What the guard relies on proves that it sees before a training begins: every sensor, and the moments of a step.
 
-Nothing of the training is touched: own numbers, own generators, no global random state.
+Sensors declare their own self-tests (`sense.selftest`); here they are run, with those that are no single sensor's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
-import numpy as np
 import torch
 from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer
 
-from bitwitness.capture.light import LightStep, Looks
-from bitwitness.config import FeatureConfig
-from bitwitness.finding import Finding
-from bitwitness.sense.activations import ActivationsSensor
-from bitwitness.sense.checksum import ChecksumSensor
-from bitwitness.sense.feature import FeatureSensor
-from bitwitness.sense.nonfinite import NonfiniteSensor
-from bitwitness.sense.peers import PeersSensor
-from bitwitness.sense.trend import TrendSensor
-from bitwitness.sense.weights import WeightsSensor
+from bitwitness.judge.replicas import find_desync
+from bitwitness.nonfinite.approach import ApproachSensor
+from bitwitness.ranks.alone import Alone
+from bitwitness.sense.held import Name, read
+from bitwitness.sense.optimizerbounds import out_of_bounds
+from bitwitness.sense.seal import Seal
+from bitwitness.sense.selftest import SELF_TESTS, self_test
 from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.moments import BackwardCall, StepListener, StepMoments
 from bitwitness.tap.operators import OperatorTap
 
-_NAMES = tuple(f"p{i}" for i in range(12))
+SEEN = "seen"
+UNPROVEN = "has no self-test: nobody knows whether it sees"
+MOMENTS = "moments"
 
 
-def prove(*, step: bool = False) -> dict[str, str]:
-    """Let everything that the guard relies on prove that it sees; return what failed, by name, with the reason.
+def prove(names: Iterable[str] | None = None, *, step: bool = False) -> dict[str, str]:
+    """Let sensors, and the moments that all rest on, prove that they see.
 
-    With ``step`` the moments are proven on a whole training step of one number. It runs a real optimizer, which other
-    global hooks of the process would hear of, so it is left out where a training is about to begin.
+    Parameters
+    ----------
+    names
+        The sensors; all that declare a self-test by default.
+    step
+        Prove the moments on a whole training step of one number. It runs a real optimizer, which other global hooks of the
+        process would hear of, so it is left out where a training is about to begin.
+
+    Returns
+    -------
+    By name ``seen``, or what went wrong.
+
     """
-    proofs: dict[str, Callable[[], str]] = {
-        "trend": _trend,
-        "peers": _peers,
-        "activations": _activations,
-        "weights": _weights,
-        "nonfinite": _nonfinite,
-        "feature": _feature,
-        "checksum": _checksum,
-        "moments": partial(_moments, step=step),
-    }
-    failed = {}
+    proofs: dict[str, Callable[[], str]] = {MOMENTS: partial(_moments, step=step)}
+    results = {}
+    for name in SELF_TESTS if names is None else names:
+        if name in SELF_TESTS:
+            proofs[name] = SELF_TESTS[name].run
+        else:
+            results[name] = UNPROVEN
     for name, proof in proofs.items():
         try:
-            reason = proof()
+            results[name] = proof() or SEEN
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-        if reason:
-            failed[name] = reason
-    return failed
+            results[name] = f"{type(error).__name__}: {error}"
+    return results
 
 
-def _light(step: int, rank: int = 0, *, spoiled: float = 1.0) -> LightStep:
-    noise = np.random.default_rng((step, rank)).normal(0.0, 0.1, len(_NAMES))
-    l2 = np.exp(noise)
-    l2[3] *= spoiled
-    return LightStep(step, rank, _NAMES, l2, 0.1 * l2)
+def failed(results: dict[str, str]) -> dict[str, str]:
+    """Return those that did not see their fault, with the reason."""
+    return {name: reason for name, reason in results.items() if reason not in (SEEN, UNPROVEN)}
 
 
-def _seen(clean: list[Finding], faulty: list[Finding]) -> str:
-    if clean:
-        return f"false alarm on clean numbers: {clean[0].message}"
-    return "" if faulty else "did not see the fault that was made for it"
+def explained() -> dict[str, str]:
+    """Return what each self-test proves, in words, by name."""
+    return {test.name: test.sees for test in SELF_TESTS.values()} | {
+        MOMENTS: "backward, clipping, unscaling and optimizer steps are noticed"
+    }
 
 
-def _trend() -> str:
-    sensor = TrendSensor(len(_NAMES), warmup=20, z=9.0)
-    for step in range(30):
-        sensor.learn(_light(step))
-    return _seen(sensor.look(_light(30)), sensor.look(_light(30, spoiled=1e3)))
+class _TwoRanks(Alone):
+    """Two ranks in one process, of which the other sends what it is told."""
+
+    def __init__(self, other: torch.Tensor) -> None:
+        super().__init__()
+        self.size, self._other = 2, other
+
+    def max(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.maximum(values, torch.cat([self._other, ~self._other]))
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.stack([values, self._other[: len(values)]])
 
 
-def _peers() -> str:
-    sensor = PeersSensor(len(_NAMES), z=9.0)
-    clean = [_light(0, rank) for rank in range(4)]
-    faulty = [*clean[:-1], _light(0, 3, spoiled=1e3)]
-    return _seen(
-        sensor.look(clean[3], np.sum([sensor.row(light) for light in clean], axis=0)),
-        sensor.look(faulty[3], np.sum([sensor.row(light) for light in faulty], axis=0)),
-    )
+@self_test("replicas", "parameters and buffers that differ between ranks, bit by bit, on deep steps")
+def _replicas() -> str:
+    ours = torch.tensor([7, 11], dtype=torch.int64)
+    if find_desync(_TwoRanks(ours.clone()), ["a", "b"], ours) is not None:
+        return "false alarm on equal bits"
+    found = find_desync(_TwoRanks(ours ^ torch.tensor([1, 0])), ["a", "b"], ours)
+    return "" if found is not None and found.name == "a" else "did not see a bit that differs"
 
 
-def _activations() -> str:
-    def light(step: int, spoiled: float = 1.0) -> LightStep:
-        figures = np.exp(np.random.default_rng(step).normal(0.0, 0.02, (2, 4, len(_NAMES))))
-        figures[:, 3] = 0.0
-        figures[0, 0, 3] *= spoiled
-        return LightStep(step, 0, _NAMES, np.ones(1), np.ones(1), looks=Looks(_NAMES, figures))
-
-    sensor = ActivationsSensor(len(_NAMES), z=9.0)
-    for step in range(30):
-        sensor.learn(light(step))
-    return _seen(sensor.look(light(30)), sensor.look(light(30, spoiled=1e3)))
-
-
-def _weights() -> str:
-    def light(step: int, spoiled: float = 1.0) -> LightStep:
-        weights = np.full((2, len(_NAMES)), 1.0 + 1e-3 * step)
-        weights[1, 3] *= spoiled
-        return LightStep(step, 0, _NAMES, np.ones(1), np.ones(1), weights=weights)
-
-    sensor = WeightsSensor(len(_NAMES), z=9.0)
-    for step in range(30):
-        sensor.learn(light(step))
-    return _seen(sensor.look(light(30)), sensor.look(light(30, spoiled=1e3)))
+@self_test("approach", "results of narrow dtypes that come close to overflow, on deep steps")
+def _approach() -> str:
+    told = []
+    for size in (1.0, 300.0):
+        sensor = ApproachSensor(0.5)
+        x = torch.full((4, 4), size, dtype=torch.float16)
+        with torch.no_grad(), OperatorTap(ModuleTracker(), sensor, sensor.select):
+            torch.mul(x, 200.0)
+        told.append(sensor.drain(0, 0, scaled=False))
+    if told[0]:
+        return f"false alarm on small numbers: {told[0][0].message}"
+    return "" if told[1] else "did not see a result of 60,000 in float16"
 
 
-def _nonfinite() -> str:
-    sensor = NonfiniteSensor()
-    return _seen(sensor.look(_light(0)), sensor.look(_light(1, spoiled=float("nan"))))
+@self_test("seal", "a bit of a parameter or of optimizer state that changes between steps")
+def _seal() -> str:
+    values = torch.linspace(0.0, 1.0, 3000)
+    tensors = {Name("p"): values}
+    seal = Seal(tensors)
+    if seal.broken(read(tensors)):
+        return "false alarm on numbers that nobody changed"
+    values.data.view(torch.int32)[1234] ^= 1 << 20
+    told = [broken.evidence().get("element") for broken in seal.broken(read(tensors))]
+    return "" if told == [[1234]] else f"did not locate the bit that was flipped for it, but {told}"
 
 
-def _feature() -> str:
-    sensor = FeatureSensor(FeatureConfig(schemes=("v2", "v3", "combined"), grad_sample_interval=1), _NAMES)
-    clean = [finding for step in range(20) for finding in sensor.look(_light(step))]
-    seen = {finding.sensor for finding in sensor.look(_light(20, spoiled=float("inf")))}
-    return _seen(clean, []) if clean else ("" if {"feature.v3", "feature.combined"} <= seen else f"only {seen} fired")
-
-
-def _checksum() -> str:
-    generator = torch.Generator().manual_seed(1)
-    found: list[list[Finding]] = []
-    for spoil in (False, True):
-        sensor = ChecksumSensor()
-
-        def check(call: Any, sensor: ChecksumSensor = sensor, spoil: bool = spoil) -> None:
-            if spoil:
-                call.result[3, 5] *= -64.0
-            sensor(call)
-
-        a, b = torch.randn(64, 96, generator=generator), torch.randn(96, 48, generator=generator)
-        with torch.no_grad(), OperatorTap(ModuleTracker(), check, sensor.select):
-            torch.mm(a, b)
-        found.append(sensor.drain(0, 0))
-    return _seen(*found)
+@self_test("optimizer", "moments of gradients that cannot be; by turns, updates that come out otherwise")
+def _optimizer() -> str:
+    """See that moments are judged. A recomputation proves itself on the training's first steps, or accuses nobody."""
+    first, second = torch.zeros(4), torch.tensor([0.0, 1.0, 1.0, -1.0])
+    seen = out_of_bounds(first, second, {"betas": (0.9, 0.999)})
+    return "" if seen is not None else "did not see a mean of squares below zero"
 
 
 class _Listener(StepListener):

@@ -13,8 +13,10 @@ from bitwitness.capture.root import RootTap
 from bitwitness.config import Config
 from bitwitness.finding import Finding
 from bitwitness.guard.byparameters import ByParameters
-from bitwitness.guard.operatorsensors import OperatorSensors, Switches
+from bitwitness.guard.exactsensors import ExactSensors
+from bitwitness.guard.operatorsensors import OperatorSensors
 from bitwitness.guard.reference import ReferenceSchemes
+from bitwitness.guard.switches import Switches
 from bitwitness.nonfinite.approach import ApproachSensor
 from bitwitness.ranks import Ranks
 from bitwitness.sense.activations import ActivationsSensor
@@ -54,7 +56,9 @@ class Sensors:
         self.unjudged = 0
         """Steps for which the history of just these parameters was too short to judge by."""
         self._config, self._root, self._ranks, self._clock = config, root, ranks, clock
-        self._switches = Switches(root, reporter)
+        self.switches = Switches(root, reporter)
+        self.periods: dict[str, int] = {}
+        """Steps between two looks of a sensor that has a period of its own, by its name; others look on deep steps."""
         self.alone = False
         """Ask no other rank, for now."""
         self.nonfinite = NonfiniteSensor() if config.nonfinite.enabled else None
@@ -62,11 +66,13 @@ class Sensors:
         self.activations = ActivationsSensor(modules, z=config.activations.z) if wanted else None
         self.trend, self.peers, self.weights = self._histories()
         self._others: ByParameters[_Histories] = ByParameters()
+        self.exact = ExactSensors(config, ranks, self.switches)
         self.operators = OperatorSensors(
             root,
-            self._switches,
+            self.switches,
             checksum=_checksum(config),
             approach=ApproachSensor(config.nonfinite.extreme) if config.nonfinite.enabled else None,
+            exact=self.exact,
         )
         self.reference = ReferenceSchemes(config, root, ranks, clock)
 
@@ -101,31 +107,54 @@ class Sensors:
     def close(self) -> None:
         """Remove the sensors' hooks and patches."""
         self.reference.close()
+        self.exact.close()
 
     @property
     def off(self) -> dict[str, str]:
         """Sensors that turned themselves off, and why."""
-        return dict(self._switches.off)
+        return dict(self.switches.off)
+
+    @property
+    def on(self) -> list[str]:
+        """The names of the sensors that look at this training, by which their self-tests are found."""
+        operators, several = self.operators, self._ranks.size > 1
+        there = {
+            "nonfinite": self.nonfinite,
+            "trend": self.trend,
+            "peers": self.peers,
+            "activations": self.activations,
+            "weights": self.weights,
+            "feature": self._config.feature.schemes or None,
+            "checksum": operators.checksum,
+            "approach": operators.approach,
+            "replicas": (several and self._config.replicas.enabled) or None,
+            "seal": self._config.seal.enabled or None,
+            "optimizer": self._config.update.enabled or None,
+            "collective": self.exact.collective,
+            "recompute": self.exact.recompute,
+        }
+        return [name for name, sensor in there.items() if sensor is not None and name not in self.off]
 
     def look(self, light: LightStep, *, deep: bool, scale: float) -> list[Finding]:
         """Ask every sensor about this step. Collective, by what `peers` and the strike rule exchange.
 
         ``scale`` is the loss scale, by which ``light`` is divided already.
         """
-        findings = self._switches.ask("feature", partial(self.reference.look, light, scale))
+        findings = self.switches.ask("feature", partial(self.reference.look, light, scale))
         if self.nonfinite is not None:
-            findings += self._switches.ask("nonfinite", partial(self.nonfinite.look, light))
+            findings += self.switches.ask("nonfinite", partial(self.nonfinite.look, light))
         if self.trend is not None:
             self.unjudged += not self.trend.ripe
-            findings += self._switches.ask("trend", partial(self.trend.look, light))
+            findings += self.switches.ask("trend", partial(self.trend.look, light))
         for sensor in self._steady:
-            findings += self._switches.ask(sensor.name, partial(sensor.look, light))
+            findings += self.switches.ask(sensor.name, partial(sensor.look, light))
         if self.peers is not None and not self.alone:
             findings += self._compare(self.peers, light)
         failed = self.operators.failed_checksums(light) if deep else []
         if not self.alone:
             self.reference.advance(failed)
-        return findings + failed
+        exact = self.exact.look(light, alone=self.alone) if deep else []
+        return findings + failed + exact
 
     def learn(self, light: LightStep, *, false_alarm: bool = False) -> None:
         """Take a step that was not proven wrong into the sensors' histories.
@@ -134,11 +163,11 @@ class Sensors:
         cautious together, so that the rate of false alarms does not grow with the number of ranks.
         """
         if self.trend is not None:
-            self._switches.ask("trend", partial(_quietly, partial(self.trend.learn, light, false_alarm=false_alarm)))
+            self.switches.ask("trend", partial(_quietly, partial(self.trend.learn, light, false_alarm=false_alarm)))
         for sensor in self._steady:
-            self._switches.ask(sensor.name, partial(_quietly, partial(sensor.learn, light, false_alarm=false_alarm)))
+            self.switches.ask(sensor.name, partial(_quietly, partial(sensor.learn, light, false_alarm=false_alarm)))
         if self.peers is not None:
-            self._switches.ask("peers", partial(_quietly, partial(self.peers.learn, false_alarm=false_alarm)))
+            self.switches.ask("peers", partial(_quietly, partial(self.peers.learn, false_alarm=false_alarm)))
 
     @property
     def _steady(self) -> list[ActivationsSensor | WeightsSensor]:
@@ -148,7 +177,7 @@ class Sensors:
     def _compare(self, peers: PeersSensor, light: LightStep) -> list[Finding]:
         # The exchange happens whatever this rank's own state, so that the others do not wait for it.
         total = self._ranks.sum(torch.from_numpy(peers.row(light)))
-        return self._switches.ask("peers", lambda: peers.look(light, total.numpy()))
+        return self.switches.ask("peers", lambda: peers.look(light, total.numpy()))
 
 
 def _checksum(config: Config) -> ChecksumSensor | None:

@@ -10,7 +10,8 @@ from bitwitness.capture.training import Wants
 from bitwitness.config import Config
 from bitwitness.guard.deepsteps import DeepSteps
 from bitwitness.guard.investigation import make_replayer
-from bitwitness.guard.operatorsensors import OperatorSensors, Switches
+from bitwitness.guard.operatorsensors import OperatorSensors
+from bitwitness.guard.switches import Switches
 from bitwitness.guard.tracing import Tracing
 from bitwitness.guard.uneven import UnevenSteps
 from bitwitness.guard.watch import Watch

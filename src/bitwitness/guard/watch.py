@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -62,6 +64,10 @@ class Watch(StepJudge):
         self.judged_times = 0
         self.steps_judged = 0
         self._last_judged: int | None = None
+        self.last_ended: float | None = None
+        """Unix time at which the last step was judged."""
+        self.last_took: float | None = None
+        """Seconds from the one before to it."""
         self.description = Description(reporter)
         self.reader = StepReader.of(self, session, ranks, optimizers)
         self._own_before = 0.0
@@ -70,6 +76,8 @@ class Watch(StepJudge):
         self._ended_before = self._missed = 0
         self.late = 0
         """Steps in which the model was trained before it was found, at least."""
+        self.forwards: Counter[Kind] = Counter()
+        """Calls of the model, by what they were for."""
         self.inherited = False
         """Whether this is a forked child, whose parent it is that watches."""
 
@@ -98,7 +106,8 @@ class Watch(StepJudge):
 
     @contextmanager
     def around_forward(self, forward: Forward) -> Iterator[None]:
-        """Look at the operators of a training forward, on a deep step."""
+        """Count a forward; look at the operators of a training forward, on a deep step."""
+        self.forwards[forward.kind] += 1
         with self._deep_tap("capture") if forward.kind is Kind.TRAINING else nullcontext():
             yield
 
@@ -169,14 +178,19 @@ class Watch(StepJudge):
         """Seconds that this judge and the reader attribute to themselves so far, by `tap.timer.stopwatch`."""
         return self.reader.own_seconds
 
+    def spent_outside(self) -> float:
+        """Return the seconds that were spent on the next deep step before it began, since the last one."""
+        return 0.0
+
     def judged(self, step: CompleteStep) -> None:
         """Tell the budget what a step took."""
         own, self._own_before = self.own_seconds - self._own_before, self.own_seconds
+        deep = self.is_deep(step.record.number)
         self.deep.done(
             step.record.number,
-            deep=self.is_deep(step.record.number),
+            deep=deep,
             ordinary=self._ordinary,
-            began=step.record.began,
+            began=step.record.began - (self.spent_outside() if deep else 0.0),
             now=self.reader.root.now(),
             own=own,
             checking=self.operators.take_checking_seconds(),
@@ -227,6 +241,8 @@ class Watch(StepJudge):
         if self._last_judged != self.session.step:
             self._last_judged = self.session.step
             self.steps_judged += 1
+            now = time.time()
+            self.last_took, self.last_ended = None if self.last_ended is None else now - self.last_ended, now
 
     def failed(self, moment: str, error: Exception) -> None:
         """Say an error of our own once."""

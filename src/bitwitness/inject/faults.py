@@ -57,7 +57,7 @@ ALIASES = {"bitflip_designed": "exponent_msb"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One defect of one device (or of every device, where ``rank`` is None).
+    """One defect of one device (or of every device, where ``rank`` and ``slot`` are None).
 
     Parameters
     ----------
@@ -72,8 +72,8 @@ class Fault:
         are ``NAME/weight:param`` and optimizer state ``NAME/exp_avg:optim`` (``NAME``: the parameter's full
         name), struck after an optimizer's step; collectives have the phase ``comm``, a rank's contribution
         being slot ``in0`` and what it received ``out0``.
-    rank
-        The rank whose device is faulty.
+    rank, slot
+        The rank whose device is faulty, or the number of that device on its node, whichever rank computes on it.
     steps, from_step, cycle, start
         When; at most one of the first three, none for every step. ``cycle`` strikes ``cycle``, ``2 cycle``, …
         steps after ``start``, as GenerateEodMaskV2 does.
@@ -104,6 +104,7 @@ class Fault:
     kind: str
     site: str = "*"
     rank: int | None = None
+    slot: int | None = None
     steps: tuple[int, ...] | None = None
     from_step: int | None = None
     cycle: int | None = None
@@ -132,6 +133,8 @@ class Fault:
         given_times = [name for name in ("steps", "from_step", "cycle") if getattr(self, name) is not None]
         if len(given_times) > 1:
             raise ConfigError(f"fault: {' and '.join(given_times)} are both given; keep one of them")
+        if self.rank is not None and self.slot is not None:
+            raise ConfigError("fault: rank and slot are both given; keep the one that names the device")
         if self.start and self.cycle is None:
             raise ConfigError(f"fault: start = {self.start} without a cycle; use from_step, or give the cycle too")
         if self.steps is not None:
@@ -277,6 +280,7 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a glob of sites, for example '*/addmm:forward'",
     ),
     "rank": (_or_none(lambda value: _is_int(value, 0)), "a rank, 0 or more"),
+    "slot": (_or_none(lambda value: _is_int(value, 0)), "a device's number on its node, 0 or more"),
     "steps": (_or_none(_are_steps), "a list of steps, one or more, each 0 or more"),
     "from_step": (_or_none(lambda value: _is_int(value, 0)), "a step, 0 or more"),
     "cycle": (_or_none(lambda value: _is_int(value, 1)), "a number of steps, 1 or more"),
@@ -292,8 +296,5 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "value": (lambda value: _is_int(value) and value in {0, 1}, "0 or 1"),
     "factor": (_is_number, "a number"),
-    "ulps": (
-        lambda value: _is_int(value) and value != 0 and abs(value) < 2**62,
-        "a whole number other than 0",
-    ),
+    "ulps": (lambda value: _is_int(value) and value != 0 and abs(value) < 2**62, "a whole number other than 0"),
 }

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bitwitness.device import this_slot
 from bitwitness.files.shown import shown
 from bitwitness.inject.faults import Fault
 from bitwitness.site import Site
@@ -52,7 +53,8 @@ class Trigger:
 
 def triggers_of(faults: Sequence[Fault], *, seed: int, rank: int) -> list[Trigger]:
     """Return the triggers of the faults that a rank has, each with its number among all."""
-    mine = [(index, fault) for index, fault in enumerate(faults) if fault.rank is None or fault.rank == rank]
+    slot = this_slot()
+    mine = [(i, fault) for i, fault in enumerate(faults) if fault.rank in (None, rank) and fault.slot in (None, slot)]
     return [Trigger(fault, index, seed=seed, rank=rank) for index, fault in mine]
 
 

@@ -13,24 +13,26 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 
 from bitwitness.capture.step import StepRecord
-from bitwitness.finding import Cause, Device, Finding
+from bitwitness.finding import Cause, Device, Finding, Severity
 from bitwitness.judge.decide import Judgement
 from bitwitness.judge.experiments import ReplayExperiments
 from bitwitness.judge.ownresults import OwnResults
 from bitwitness.judge.proof import OperatorProof
-from bitwitness.judge.replicas import Desync, find_desync, train_apart
+from bitwitness.judge.replicas import Desync, train_apart
+from bitwitness.judge.replicated import Replicas
 from bitwitness.judge.verdict import Outcome, VerdictBuilder
 from bitwitness.nonfinite.origin import Kind, Told
-from bitwitness.stats import bit_hash
+from bitwitness.sense.held import Reading
 
 Follow = Callable[[], list[Told]]
 """Follows a non-finite step back to who made it, on all ranks; collective."""
 # Transients on one device that make a persistent, intermittent fault. One or two may be chance; a higher count would let a
 # device spoil as many steps where a heal is not possible.
 _REPEATED = 3
+OF_STATE = ("seal", "optimizer")
+"""Sensors whose errors are proof: each has made its experiments already."""
 
 
 class Judge:
@@ -40,12 +42,8 @@ class Judge:
     ----------
     experiments
         Makes the experiments, over its ranks.
-    root
-        The guarded module.
-    replicated
-        Every rank holds the same parameters: no shards, and none that DistributedDataParallel was told to leave out.
-    replicated_buffers
-        Buffers are broadcast before each forward, so that they must be equal over the ranks, too.
+    replicas
+        Compares what all ranks are to hold alike.
     devices
         Every rank's device.
 
@@ -54,17 +52,13 @@ class Judge:
     def __init__(
         self,
         experiments: ReplayExperiments,
-        root: nn.Module,
+        replicas: Replicas,
         *,
-        replicated: bool,
-        replicated_buffers: bool,
         devices: list[Device],
     ) -> None:
         self._experiments = experiments
         self._ranks = experiments.ranks
-        self._root = root
-        self._replicated = replicated
-        self._replicated_buffers = replicated_buffers
+        self._replicas = replicas
         self._build = VerdictBuilder(self._ranks, experiments.replayer, devices)
         self._proof = OperatorProof(experiments)
         self._own_results = OwnResults(experiments.ranks)
@@ -98,8 +92,11 @@ class Judge:
 
         """
         # Every rank comes here, whether or not it suspects anything itself: all that follows is collective.
-        suspicious = self._suspects(bool(findings))
-        desync = self._state(record)
+        suspicious = self._flagged(bool(findings))
+        desync = self._replicas.compare(record)
+        accused = self._accused(findings)
+        if accused and (desync is None or not desync.majority):
+            return self._build.state_changed(record.step, accused, [f for f in findings if f.sensor in OF_STATE])
         if desync is not None:
             if self._apart(local):
                 return self._build.trained_apart(record.step)
@@ -121,36 +118,26 @@ class Judge:
             judgement = self._repeated(judgement)
         return self._build.concluded(record.step, found, judgement, located, evidence)
 
-    def _suspects(self, here: bool) -> list[int]:
+    def _flagged(self, here: bool) -> list[int]:
         flags = self._ranks.gather(torch.tensor([int(here)])).reshape(-1)
         return [rank for rank, flag in enumerate(flags.tolist()) if flag]
 
     # -- experiment 0 --------------------------------------------------------------------------------------------
 
-    def replicas(self, record: StepRecord, local: NDArray[np.float64]) -> Desync | None:
-        """Compare replicated state over the ranks that share their gradients; collective."""
-        desync = self._state(record)
+    def _accused(self, findings: list[Finding]) -> tuple[int, ...]:
+        """Return the ranks whose own sensors of state have proven something; none where all have. Collective."""
+        here = any(finding.sensor in OF_STATE and finding.severity is Severity.ERROR for finding in findings)
+        ranks = self._flagged(here)
+        return tuple(ranks) if len(ranks) < self._ranks.size or self._ranks.size == 1 else ()
+
+    def replicas(self, record: StepRecord, local: NDArray[np.float64], reading: Reading) -> Desync | None:
+        """Compare replicated state, as it was read, over the ranks that share their gradients; collective."""
+        desync = self._replicas.compare(record, reading)
         return None if desync is None or self._apart(local) else desync
 
     def _apart(self, local: NDArray[np.float64]) -> bool:
         parameters = self._experiments.replayer.parameters.values()
-        return train_apart(self._ranks, [p.grad for p in parameters], local)
-
-    def _state(self, record: StepRecord) -> Desync | None:
-        if self._ranks.size == 1 or not self._replicated:
-            return None
-        named: dict[str, torch.Tensor] = dict(self._root.named_parameters())
-        if self._replicated_buffers and self._broadcast_everywhere(record):
-            buffers = [name for name, _ in self._root.named_buffers()]
-            named |= dict(zip(buffers, record.forwards[-1].buffers, strict=False))
-        with torch.no_grad():
-            hashes = [bit_hash(value.detach()) for value in named.values()]
-        return find_desync(self._ranks, list(named), torch.stack(hashes) if hashes else torch.zeros(0).long())
-
-    def _broadcast_everywhere(self, record: StepRecord) -> bool:
-        """Return whether the buffers of the last forward were made the same on all ranks before it; collective."""
-        here = bool(record.forwards) and record.forwards[-1].broadcast
-        return not bool(self._ranks.max(torch.tensor([float(not here)])))
+        return train_apart(self._ranks, [p.grad for p in parameters], local, self._replicas.groups)
 
     # -- NaN and Inf ---------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bitwitness.finding import Action, Cause, Device, Finding, Verdict
+from bitwitness.finding import Action, Cause, Device, Finding, Severity, Verdict, to_jsonable
 from bitwitness.judge.agreement import NAMES, PAIRS, Match
 from bitwitness.judge.decide import PARTIAL, Judgement
 from bitwitness.judge.experiments import Experiments
@@ -19,6 +19,7 @@ from bitwitness.judge.localize import Located
 from bitwitness.judge.replicas import Desync
 from bitwitness.ranks import Ranks
 from bitwitness.replay.run import Replayer
+from bitwitness.sense.held import Name
 from bitwitness.site import Site
 
 FAULT_CODE = "80818C00"
@@ -104,11 +105,11 @@ class VerdictBuilder:
 
     def corrupt_state(self, step: int, desync: Desync, findings: list[Finding]) -> Outcome:
         """Return the outcome of replicas that differ; without a majority it names no rank."""
-        module, _, leaf = desync.name.rpartition(".")
+        name = desync.name if isinstance(desync.name, Name) else Name(desync.name)
         who = desync.ranks if desync.majority else ()
         named = f"rank {', '.join(map(str, who))}" if who else "no majority tells which rank"
         message = (
-            f"replicated state differs between ranks before step {step}: {desync.name} and "
+            f"replicated state differs between ranks before step {step}: {name} and "
             f"{desync.count - 1} more tensors; {named} holds other bits than the rest"
         )
         evidence = {
@@ -123,8 +124,33 @@ class VerdictBuilder:
             tuple(self._devices[rank] for rank in who),
             Action.REPORTED,
             message,
-            Site(module or ".", leaf, 0, "param", "value"),
+            name.site,
             evidence=evidence,
+            fault_code=FAULT_CODE,
+        )
+        return Outcome(verdict)
+
+    def state_changed(self, step: int, accused: tuple[int, ...], findings: list[Finding]) -> Outcome:
+        """Return the outcome where ranks have proven themselves that their state is wrong; collective.
+
+        ``findings``: what has proven it on this rank, if anything has.
+        """
+        mine = next((f for f in findings if f.severity is Severity.ERROR), None)
+        said = ["", ""] if mine is None else [mine.message, mine.site.short]
+        told = {**({} if mine is None else to_jsonable(mine.evidence)), "said": said}
+        first = json.loads(self._ranks.broadcast_text(json.dumps(told), accused[0]))
+        what, where = first.pop("said")
+        numbers = self._numbers(accused)
+        message = f"the state of rank {', '.join(map(str, numbers))} is corrupt before step {step}: {what}"
+        verdict = Verdict(
+            Cause.CORRUPT_STATE,
+            step,
+            numbers,
+            tuple(self._devices[rank] for rank in accused),
+            Action.REPORTED,
+            message,
+            Site.parse(where) if where else None,
+            evidence=first,
             fault_code=FAULT_CODE,
         )
         return Outcome(verdict)

@@ -40,6 +40,13 @@ class Noise:
             moved = torch.where(value.isfinite(), moved, value)
         return _laid_out_as(value, moved)
 
+    def moved_by_largest(self, value: Tensor, share: float) -> Tensor:
+        """Return a tensor with each element off by up to ``share`` of the largest magnitude in it."""
+        if value.is_complex():
+            parts = torch.view_as_real(value.resolve_conj())
+            return torch.view_as_complex(self.moved_by_largest(parts, share))
+        return value + self.signs(value, share) * value.abs().nan_to_num(0.0, 0.0, 0.0).max()
+
     def arguments(self, values: Any, share: float) -> Any:
         """Return arguments with each floating number and tensor among them off by up to ``share`` of itself."""
 

@@ -164,6 +164,11 @@ def adds_in_place(func: OpOverload) -> bool:
     return name.endswith("_norm_backward") or name.startswith("nll_loss")
 
 
+def is_transform(func: OpOverload) -> bool:
+    """Whether an operator is a Fourier transform, whose factors are rounded whatever it is given, zeros and ones, too."""
+    return func.namespace == "aten" and func.overloadpacket.__name__.startswith("_fft_")
+
+
 def is_elementary(func: OpOverload) -> bool:
     """Whether an operator is one elementary function, which has no intermediate results that could be rounded."""
     return func.overloadpacket.__name__.strip("_").removeprefix("special_") in ELEMENTARY

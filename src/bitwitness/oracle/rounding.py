@@ -31,6 +31,7 @@ from bitwitness.oracle.opclass import (
     class_of,
     growth,
     is_elementary,
+    is_transform,
     is_view,
     sums_products,
     sums_wide,
@@ -47,8 +48,8 @@ _ROUNDINGS = 4.0
 """Roundings that an elementary function's approximation may leave: two units in the last place, as CUDA's are documented."""
 _SPECIAL_ROUNDINGS = 16.0
 """The same of a special function's."""
-_TAPS = 64.0
-"""Roundings of weights, in units of the largest result, that a resampler's neighbours may leave when they cancel."""
+_TAPS, _TWIDDLES = 64.0, 4.0
+"""Roundings of weights, in units of the largest result, that a resampler's, a transform's, terms may leave as they cancel."""
 _TENSOR_CORE = 2.0**-13
 """Rounding of sums of float8 products where they are added up fast: in some 14 bits (DeepSeek-V3, arXiv 2412.19437, 3.3.2)."""
 
@@ -231,8 +232,9 @@ class Rounding(TorchDispatchMode):
             if kind != CORRECTLY_ROUNDED:
                 roundings = _SPECIAL_ROUNDINGS if kind == SPECIAL else _ROUNDINGS
                 clean = noise.moved(wide, roundings * internal * growth(func, kind, given[0], given[1], wide))
-            if kind == RESAMPLING and clean.numel():  # its weights are off, which may cancel
-                clean = clean + noise.signs(clean, internal * _TAPS) * clean.abs().nan_to_num(0.0, 0.0, 0.0).max()
+            taps = _TAPS if kind == RESAMPLING else _TWIDDLES * is_transform(func)
+            if taps and clean.numel():  # its weights are off, which may cancel
+                clean = noise.moved_by_largest(clean, internal * taps)
             if func._schema.is_mutable and any(tensor is given[0][i] for i in written if i < len(given[0])):
                 clean = clean.clone()
                 tensor.copy_(noise.rounded(clean, kept))

@@ -8,6 +8,7 @@ from typing import Any
 
 from bitwitness.finding import Finding, Verdict, to_jsonable
 from bitwitness.report.clean import clean, mapping, name, number, text
+from bitwitness.store.covered import tables_of
 
 _SUSPICIONS = 5  # of one rank: the strongest come first
 _COLUMNS = 12  # of a table of steps
@@ -55,6 +56,18 @@ def blocks_of(event: Verdict | Finding) -> list[Block]:
         rows = [[f"{name(d.kind)}:{d.index}", name(d.uuid), name(d.host)] for d in event.devices[:_RANKS]]
         blocks.append(Block("Device", "What computed wrongly.", ["device", "identity", "host"], rows))
     return blocks
+
+
+def coverage_blocks(table: Mapping[str, Any]) -> list[Block]:
+    """Return what a table of coverage says, as the terminal shows it."""
+    try:
+        tables = tables_of(table)
+    except (AttributeError, KeyError, TypeError, ValueError):  # of another shape than what is written here
+        return []
+    return [
+        Block(one.title, text(one.note), one.columns, [[text(cell, 300) for cell in row] for row in one.rows])
+        for one in tables
+    ]
 
 
 def _executions(evidence: Mapping[str, Any]) -> Iterator[Block]:

@@ -61,6 +61,10 @@ def _run(run: RunStory, *, named: bool) -> Iterator[str]:
         yield from (f"{level} The evidence", "")
         for event in run.events:
             yield from _event(event, f"{level}#")
+    if run.coverage:
+        yield from (f"{level} What was covered", "")
+        for block in run.coverage:
+            yield from _block(block, rows=len(block.rows))
     for title, lines in (("Not covered", run.gaps), ("What it cost", run.price)):
         if lines:
             yield from (f"{level} {title}", "")
@@ -75,16 +79,16 @@ def _event(event: Told, level: str) -> Iterator[str]:
         yield from _block(block)
 
 
-def _block(block: Block) -> Iterator[str]:
+def _block(block: Block, rows: int = _ROWS) -> Iterator[str]:
     yield f"**{escaped(block.title)}.** {escaped(block.note)}".rstrip()
     yield ""
     marks = bool(block.marked)
     yield _cells([*block.columns, *([""] if marks else [])])
     yield "|" + "---|" * (len(block.columns) + marks)
-    for number, row in enumerate(block.rows[:_ROWS]):
+    for number, row in enumerate(block.rows[:rows]):
         yield _cells([*row, *(["← wrong" if number in block.marked else ""] if marks else [])])
-    if len(block.rows) > _ROWS:
-        yield _cells([f"… {len(block.rows) - _ROWS} more", *[""] * (len(block.columns) - 1 + marks)])
+    if len(block.rows) > rows:
+        yield _cells([f"… {len(block.rows) - rows} more", *[""] * (len(block.columns) - 1 + marks)])
     yield ""
 
 

@@ -10,7 +10,7 @@ from bitwitness.finding import Finding, Verdict
 from bitwitness.report.alerts import alerts_of
 from bitwitness.report.believed import believed
 from bitwitness.report.clean import clean, mapping, name, text
-from bitwitness.report.evidence import Block, blocks_of
+from bitwitness.report.evidence import Block, blocks_of, coverage_blocks
 from bitwitness.report.words import (
     NOT_JUDGED,
     NOTHING,
@@ -67,6 +67,8 @@ class RunStory:
         What the watch cost, and what that bought.
     facts
         What the run was: (name, value).
+    coverage
+        What was looked at of what there was, and how soon a fault is seen, as tables.
     verdicts
         How many there are.
     attention, word
@@ -87,6 +89,7 @@ class RunStory:
     events: list[Told]
     price: list[str]
     facts: list[tuple[str, str]]
+    coverage: list[Block] = field(default_factory=list)
     verdicts: int = 0
     attention: bool = False
     word: str = ""
@@ -105,6 +108,7 @@ class RunStory:
             "not_covered": self.gaps,
             "events": [event.to_dict() for event in self.events],
             "coverage_and_price": self.price,
+            "coverage": [block.to_dict() for block in self.coverage],
             "facts": dict(self.facts),
             "watched": self.watched,
         }
@@ -172,6 +176,7 @@ def story_of_run(answer: Answer, findings: Sequence[Finding], path: str) -> RunS
         events=told,
         price=[text(line) for line in price[:_LINES]],
         facts=_facts(answer),
+        coverage=[block for table in answer.tables[:1] for block in coverage_blocks(table)],
         verdicts=len(answer.verdicts),
         attention=health.status == "fine" and bool(word),
         word=word,

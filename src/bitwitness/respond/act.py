@@ -75,6 +75,8 @@ class Responder:
             why = "the gradient that entered the model was computed from wrong outputs, or executions do not agree"
             if unhealable is not None:
                 why = unhealable
+            elif outcome.experiments is None or outcome.experiments.good is None:
+                why = "the step cannot be run again"
             elif judgement.heal:
                 why = f"{_TRIES} lockstep replays did not give the agreed gradients"
             also = self._leave_out(record, emptied=False)

@@ -12,6 +12,7 @@ import numpy as np
 from bitwitness.capture.light import LightStep, Looks, Vector
 from bitwitness.finding import Finding, Severity
 from bitwitness.site import Site
+from bitwitness.sense.selftest import NAMES, seen, self_test
 from bitwitness.stats.history import History
 
 FEATURES = ("largest magnitude", "root mean square", "largest magnitude over the mean", "largest row", "share of zeros")
@@ -118,3 +119,17 @@ def _natural(feature: int, logarithm: float) -> float:
     """Return a followed number in its own unit."""
     value = float(np.exp(logarithm))
     return max(0.0, value - _FEW) if feature == len(_FLOOR) - 1 else value
+
+
+@self_test("activations", "what modules compute, against its own history")
+def _proof() -> str:
+    def light(step: int, spoiled: float = 1.0) -> LightStep:
+        figures = np.exp(np.random.default_rng(step).normal(0.0, 0.02, (2, 4, len(NAMES))))
+        figures[:, 3] = 0.0
+        figures[0, 0, 3] *= spoiled
+        return LightStep(step, 0, NAMES, np.ones(1), np.ones(1), looks=Looks(NAMES, figures))
+
+    sensor = ActivationsSensor(len(NAMES), z=9.0)
+    for step in range(30):
+        sensor.learn(light(step))
+    return seen(sensor.look(light(30)), sensor.look(light(30, spoiled=1e3)))

@@ -25,9 +25,11 @@ from bitwitness.sense.checksum_product import check_product
 from bitwitness.sense.checksum_reference import check_reference
 from bitwitness.sense.flops import carries_flops, flops_of
 from bitwitness.sense.invariant import FIGURES, Invariant, Signs
+from bitwitness.sense.selftest import seen, self_test
 from bitwitness.site import Site
 from bitwitness.tap.compat import OpOverload
-from bitwitness.tap.operators import OpCall
+from bitwitness.tap.modules import ModuleTracker
+from bitwitness.tap.operators import OpCall, OperatorTap
 
 Scheme = Literal["signs", "reference"]
 _LIMIT = 64  # findings a step: a faulty device fails hundreds of operators at once
@@ -74,6 +76,7 @@ class ChecksumSensor:
         self._pending: list[_Pending] = []
         self._seen: dict[str, int] = defaultdict(int)
         self._checked: dict[str, int] = defaultdict(int)
+        self._calls: dict[str, int] = defaultdict(int)
         self._dropped = 0
         self._unconfirmed = 0
         self.largest_ratio = 0.0
@@ -100,6 +103,7 @@ class ChecksumSensor:
             if invariants is None:
                 return
             self._checked[call.op] += flops
+            self._calls[call.op] += 1
             for invariant in invariants:
                 self._note(call, product, invariant)
 
@@ -158,6 +162,16 @@ class ChecksumSensor:
     def checked_any(self) -> bool:
         """Whether any call that carries FLOPs was checked so far."""
         return any(self._checked.values())
+
+    @property
+    def flops(self) -> dict[str, int]:
+        """Floating-point operations seen so far, by operator."""
+        return dict(self._seen)
+
+    @property
+    def checked_calls(self) -> dict[str, tuple[int, int]]:
+        """Calls that were checked so far, by operator, and their floating-point operations."""
+        return {op: (count, self._checked[op]) for op, count in self._calls.items()}
 
     def coverage(self) -> dict[str, Any]:
         """Return FLOPs seen and checked since the start, in all and by operator, and the shares of what is not checked."""
@@ -218,3 +232,22 @@ def _overflow(noted: _Pending, figures: dict[str, float], step: int, rank: int) 
 def _facts(noted: _Pending) -> dict[str, Any]:
     facts: dict[str, Any] = {"dtype": str(noted.dtype).removeprefix("torch."), "shape": list(noted.shape)}
     return facts if noted.inner is None else facts | {"inner": noted.inner}
+
+
+@self_test("checksum", "matrix products and attention, forward and backward, on deep steps")
+def _proof() -> str:
+    generator = torch.Generator().manual_seed(1)
+    found: list[list[Finding]] = []
+    for spoil in (False, True):
+        sensor = ChecksumSensor()
+
+        def check(call: OpCall, sensor: ChecksumSensor = sensor, spoil: bool = spoil) -> None:
+            if spoil:
+                call.result[3, 5] *= -64.0
+            sensor(call)
+
+        a, b = torch.randn(64, 96, generator=generator), torch.randn(96, 48, generator=generator)
+        with torch.no_grad(), OperatorTap(ModuleTracker(), check, sensor.select):
+            torch.mm(a, b)
+        found.append(sensor.drain(0, 0))
+    return seen(*found)

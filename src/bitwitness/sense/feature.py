@@ -35,6 +35,7 @@ from bitwitness.sense.feature_rules import (
     judge_v3,
     squares,
 )
+from bitwitness.sense.selftest import NAMES, made_light, self_test
 from bitwitness.site import Site
 
 __all__ = ["V1_MINIMUM_STEPS", "FeatureSensor", "JumpRule", "JumpScheme", "tap_name"]
@@ -242,3 +243,12 @@ def _finding(
         severity, what = Severity.INFO, f"{what} (under a gradient scaler)"
     site = site.at(rank=light.rank, step=light.step)
     return Finding(sensor, site, severity, what, evidence, light.step, light.rank)
+
+
+@self_test("feature", "the reference schemes V1, V2, V3, combined")
+def _proof() -> str:
+    sensor = FeatureSensor(FeatureConfig(schemes=("v2", "v3", "combined"), grad_sample_interval=1), NAMES)
+    if any(sensor.look(made_light(step)) for step in range(20)):
+        return "false alarm on clean numbers"
+    fired = {finding.sensor for finding in sensor.look(made_light(20, spoiled=float("inf")))}
+    return "" if {"feature.v3", "feature.combined"} <= fired else f"only {sorted(fired)} fired"

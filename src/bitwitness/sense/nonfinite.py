@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from bitwitness.capture.light import LightStep
 from bitwitness.finding import Finding, Severity
+from bitwitness.sense.selftest import made_light, seen, self_test
 from bitwitness.site import Site
 
 _NAMED = 3  # gradients, buffers and steps that a message names; the evidence counts all
@@ -103,3 +104,9 @@ class NonfiniteSensor:
         if light.buffers:
             return Site.of_parameter(light.buffers[0], "param")
         return Site.of_parameter(light.reduced[0], "grad")
+
+
+@self_test("nonfinite", "NaN and Inf in losses and gradients")
+def _proof() -> str:
+    sensor = NonfiniteSensor()
+    return seen(sensor.look(made_light(0)), sensor.look(made_light(1, spoiled=float("nan"))))

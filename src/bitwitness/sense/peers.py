@@ -13,6 +13,7 @@ import numpy as np
 
 from bitwitness.capture.light import LightStep, Vector, log_sizes
 from bitwitness.finding import Finding
+from bitwitness.sense.selftest import NAMES, made_light, seen, self_test
 from bitwitness.stats.history import History
 
 FEATURES = ("ln max|g|", "ln L2(g)", "ln max|g| - ln L2(g)")
@@ -97,3 +98,14 @@ class PeersSensor:
             "others_deviation": float(spread[feature]),
         }
         return light.finding(self.name, index, message, evidence)
+
+
+@self_test("peers", "a local gradient against the other ranks' (three ranks or more)")
+def _proof() -> str:
+    sensor = PeersSensor(len(NAMES), z=9.0)
+    clean = [made_light(0, rank) for rank in range(4)]
+    faulty = [*clean[:-1], made_light(0, 3, spoiled=1e3)]
+    return seen(
+        sensor.look(clean[3], np.sum([sensor.row(light) for light in clean], axis=0)),
+        sensor.look(faulty[3], np.sum([sensor.row(light) for light in faulty], axis=0)),
+    )

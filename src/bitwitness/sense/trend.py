@@ -12,6 +12,7 @@ import numpy as np
 
 from bitwitness.capture.light import LightStep, Vector, log_sizes
 from bitwitness.finding import Finding, Severity
+from bitwitness.sense.selftest import NAMES, made_light, seen, self_test
 from bitwitness.site import Site
 from bitwitness.stats.history import History
 
@@ -124,3 +125,11 @@ class TrendSensor:
 
 def _loss(light: LightStep) -> float:
     return float(np.mean(light.losses)) if light.losses else float("nan")
+
+
+@self_test("trend", "a gradient against its own history")
+def _proof() -> str:
+    sensor = TrendSensor(len(NAMES), warmup=20, z=9.0)
+    for step in range(30):
+        sensor.learn(made_light(step))
+    return seen(sensor.look(made_light(30)), sensor.look(made_light(30, spoiled=1e3)))

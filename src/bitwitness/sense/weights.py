@@ -12,6 +12,7 @@ import numpy as np
 from bitwitness.capture.light import LightStep, Vector
 from bitwitness.finding import Finding, Severity
 from bitwitness.site import Site
+from bitwitness.sense.selftest import NAMES, seen, self_test
 from bitwitness.stats.history import History
 
 FEATURES = ("L2 norm", "largest value")
@@ -89,3 +90,16 @@ class WeightsSensor:
         }
         site = Site.of_parameter(light.names[index], "param").at(rank=light.rank, step=light.step)
         return Finding(self.name, site, Severity.WARNING, message, evidence, light.step, light.rank)
+
+
+@self_test("weights", "how weights move from step to step")
+def _proof() -> str:
+    def light(step: int, spoiled: float = 1.0) -> LightStep:
+        weights = np.full((2, len(NAMES)), 1.0 + 1e-3 * step)
+        weights[1, 3] *= spoiled
+        return LightStep(step, 0, NAMES, np.ones(1), np.ones(1), weights=weights)
+
+    sensor = WeightsSensor(len(NAMES), z=9.0)
+    for step in range(30):
+        sensor.learn(light(step))
+    return seen(sensor.look(light(30)), sensor.look(light(30, spoiled=1e3)))

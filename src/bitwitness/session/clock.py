@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from bitwitness.checkpoint.resumed import resumed_at
+
 
 class StepClock:
-    """Counts a training's steps from 0.
+    """Counts a training's steps from 0, or from those that a checkpoint has behind it that it was resumed from.
 
     A step is what an optimizer's step ends, or a gradient scaler that skips one, or a script that drops the gradients
     after it looked at them; the next one begins with the next training forward. So two optimizers, or a scaler and its
@@ -32,6 +34,7 @@ class StepClock:
         self.begun = False
         self.ended = 0
         self._over = False
+        self._resumed = 0
 
     def end_step(self) -> None:
         """End the step that runs, unless something has ended it already."""
@@ -46,6 +49,9 @@ class StepClock:
 
     def begin_forward(self) -> bool:
         """Say that a training forward begins; return whether it is the first one of a step."""
+        if (resumed := resumed_at()) != self._resumed:
+            self._resumed = resumed
+            self.go_on_with(resumed)
         if self._over:
             self.step += 1
             self.micro = 0

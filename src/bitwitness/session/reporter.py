@@ -63,6 +63,8 @@ class Reporter:
         self.findings: deque[Finding] = deque(maxlen=_FINDINGS_KEPT)
         self.verdicts: list[Verdict] = []
         self._on_event = on_event
+        self.also: Callable[[Event], None] | None = None
+        """Called with each event after that, by whoever tells others of it; an error in it ends it, too."""
 
     def say(self, text: str) -> None:
         """Print a line on stderr."""
@@ -85,6 +87,12 @@ class Reporter:
         elif isinstance(event, Verdict):
             self.verdicts.append(event)
         self._pass_on(event)
+        if (tell := self.also) is not None:
+            try:
+                tell(event)
+            except Exception as error:
+                self.also = None
+                self.failure("alerts", error, event.step)
 
     def _pass_on(self, event: Event) -> None:
         """Hand an event to the caller's function, which may do no harm."""
@@ -142,6 +150,12 @@ class Reporter:
         if message not in self._said:
             self._said.add(message)
             self.note(Note(message, rank=self._rank, severity=severity))
+
+    def aside(self, text: str) -> None:
+        """Say a warning from a thread of ours: it is printed and recorded, and not passed on."""
+        self.say(text)
+        if self._writer is not None:
+            self._writer.event(Note(text, rank=self._rank, sensor="alerts", severity=Severity.WARNING))
 
     def failure(self, part: str, error: BaseException, step: int) -> None:
         """Report an error of our own, once for each part; it is kept for the coverage table."""

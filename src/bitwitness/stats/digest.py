@@ -13,20 +13,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from bitwitness.stats.fold import ROW_BYTES, WORD, Fold, fold, is_large
 from bitwitness.stats.local import local_parts
-
-WORD = 8  # bytes
-HALF_WORD = 4
-ROW_WORDS = 1021  # the largest prime below 1024; why a prime, see above
-ROW_BYTES = WORD * ROW_WORDS
-_CPU_ROWS = 64  # half a megabyte
-_DEVICE_ROWS = 8192  # 64 MiB: an accelerator is busy for much longer than the launches take
+from bitwitness.stats.reader import built
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, odd: the numbering step of splitmix64
 _SCRAMBLE = 0xD6E8FEB86659FD93 - (1 << 64)  # multiplier of Degski's 64-bit mixer
@@ -38,20 +33,6 @@ _QUICK_WORDS = (
 _Words = Tensor | np.ndarray
 """int64. Of torch or of numpy: both wrap around, and they share the operators that are used here."""
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@dataclass(frozen=True, slots=True)
-class Fold:
-    """The sums of a tensor's whole rows.
-
-    ``rows`` holds int64 sums of the ``count`` rows in pieces, ``columns`` int64 [ROW_WORDS], ``tail`` the
-    bytes that follow the whole rows.
-    """
-
-    count: int
-    rows: list[Tensor]
-    columns: Tensor
-    tail: Tensor
 
 
 @torch.no_grad()
@@ -90,8 +71,8 @@ def bit_hash(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def bit_hashes(tensors: Sequence[Tensor]) -> Tensor:
-    """Hash several whole tensors at once, with fewer calls than one by one; int64 [N]."""
-    return torch.stack(list(hashes_of([flat_bits(tensor) for tensor in tensors])))
+    """Hash several dense tensors at once, or of DTensors the local shards, with fewer calls than one by one; int64 [N]."""
+    return torch.stack(list(hashes_of([flat_bits(local_parts(tensor)[0]) for tensor in tensors])))
 
 
 @torch.no_grad()
@@ -122,32 +103,6 @@ def joined(hashes: Sequence[Tensor]) -> Tensor:
     return result
 
 
-def is_large(flat: Tensor) -> bool:
-    """Tell whether a tensor has a whole row and the half word after it, which the last shifted word reads."""
-    return flat.nbytes >= ROW_BYTES + HALF_WORD
-
-
-def fold(flat: Tensor) -> Fold:
-    """Sum the whole rows of a large tensor, given by its `flat_bits`.
-
-    Block by block, so that the second reading finds the data in the CPU's cache, and an accelerator's copy
-    stays small.
-    """
-    data = flat.view(torch.int8)
-    rows = (flat.nbytes - HALF_WORD) // ROW_BYTES
-    block = _CPU_ROWS if flat.device.type == "cpu" else _DEVICE_ROWS
-    row_sums: list[Tensor] = []
-    column_sums = torch.zeros(ROW_WORDS, dtype=torch.int64, device=flat.device)
-    for first in range(0, rows, _DEVICE_ROWS):
-        count = min(_DEVICE_ROWS, rows - first)
-        words = _words(data, first * ROW_BYTES, count)
-        shifted = _words(data, first * ROW_BYTES + HALF_WORD, count)
-        for one, other in zip(torch.split(words, block), torch.split(shifted, block), strict=True):
-            row_sums.append(one.sum(1))
-            column_sums += other.sum(0)
-    return Fold(rows, row_sums, column_sums, data[rows * ROW_BYTES :])
-
-
 class HashBatch:
     """Hashes many tensors as `bit_hash` does, at a fraction of the price for each.
 
@@ -160,6 +115,10 @@ class HashBatch:
 
     def __len__(self) -> int:
         return len(self._flats)
+
+    def kept(self, index: int) -> tuple[Tensor, Fold | None]:
+        """Return what is kept of a tensor: its `flat_bits` if it is small, else a stand-in, and its sums."""
+        return self._flats[index], self._folds.get(index)
 
     @torch.no_grad()
     def add(self, values: Tensor) -> None:
@@ -203,9 +162,11 @@ def hashes_of(flats: Sequence[Tensor], folds: Mapping[int, Fold] | None = None) 
 
 def _hash_large(folds: list[Fold]) -> Tensor:
     """Finish the hashes of large tensors on one device: int64 [len(folds)]."""
+    if folds[0].columns.is_cpu and (reader := built()) is not None:
+        return torch.tensor([reader.hash(_joined_rows(part), part.columns, part.tail) for part in folds])
     tails = torch.zeros(len(folds), ROW_BYTES, dtype=torch.int8, device=folds[0].columns.device)
     for row, part in zip(tails.unbind(), folds, strict=True):
-        row[: len(part.tail)].copy_(part.tail)
+        row[: len(part.tail)].copy_(part.tail[:ROW_BYTES])
     words = _quick(tails.view(torch.int64))
     columns = _quick(torch.stack([part.columns for part in folds]))
     columns += _shifted(words)
@@ -216,11 +177,29 @@ def _hash_large(folds: list[Fold]) -> Tensor:
     for index, part in enumerate(folds):  # slices of one: an element of numpy's array would warn when it wraps around
         mine = rows[first : first + part.count]
         mine += _numbers(0, mine)
-        hashes[index : index + 1] += _scramble(mine).sum()
+        hashes[index : index + 1] += _plain(_scramble(mine).sum(), hashes)
         last[index : index + 1] += _length_number(part.count * ROW_BYTES + len(part.tail))
+        if len(part.tail) > ROW_BYTES:  # by up to three bytes, too few for the half word that a row must have after it
+            last[index : index + 1] += _plain(_excess(part.tail), last)
         first += part.count
     hashes += _scramble(last)
     return torch.as_tensor(hashes)
+
+
+def _joined_rows(part: Fold) -> Tensor:
+    return part.rows[0] if len(part.rows) == 1 else torch.cat(part.rows)
+
+
+def _excess(tail: Tensor) -> Tensor:
+    """Return the bytes of a tail that has more than a row, as a multiple of an odd constant: int64, 0-d."""
+    word = tail.new_zeros(WORD)
+    word[: len(tail) - ROW_BYTES].copy_(tail[ROW_BYTES:])
+    return word.view(torch.int64)[0] * _GOLDEN
+
+
+def _plain(word: Any, beside: _Words) -> Any:
+    """Return a word as it can be added to others: numpy's arrays take no tensors."""
+    return word if isinstance(beside, Tensor) else int(word)
 
 
 def _hash_small(flats: list[Tensor]) -> Tensor:
@@ -259,18 +238,6 @@ def _shifted(rows: _Words) -> _Words:
 def _length_number(length: int) -> int:
     """Return the number of the last row, which stands for the tensor's length in bytes."""
     return _wrap(_GOLDEN * (-1 - length))
-
-
-def _words(data: Tensor, start: int, rows: int) -> Tensor:
-    """Read int64 [rows, ROW_WORDS] from bytes, wherever they start."""
-    piece = data[start : start + rows * ROW_BYTES]
-    if piece.device.type == "cpu":
-        # A CPU reads words at any address, but Tensor.view() insists on aligned ones; a copy would take as
-        # long again as all the rest.
-        return torch.from_numpy(piece.numpy().view(np.int64)).view(rows, ROW_WORDS)
-    if piece.storage_offset() % WORD:
-        piece = piece.clone()
-    return piece.view(torch.int64).view(rows, ROW_WORDS)
 
 
 def _numbers(first: int, words: _Words) -> _Words:

@@ -10,7 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bitwitness.stats.digest import Fold, flat_bits, fold, hashes_of, is_large, joined
+from bitwitness.stats.digest import flat_bits, hashes_of, joined
+from bitwitness.stats.fold import Fold, fold, is_large
 from bitwitness.stats.local import local_parts
 
 _SMALL = 4096  # elements; below it one call for each tensor costs more than copying the tensors together

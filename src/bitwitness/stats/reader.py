@@ -19,7 +19,7 @@ from torch import Tensor
 from bitwitness.stats.sketch import BLOCK, first_weights
 
 LIBRARY = Path(__file__).parent / "native" / "reader.so"
-_VERSION = 1
+_VERSION = 2
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _QUICK = 1 << 16
 """Elements up to which the interpreter's lock is kept: to have it back from another thread can take milliseconds."""
@@ -68,6 +68,10 @@ class Reader:
             library.bitwitness_read_all.restype = None
             library.bitwitness_sketch.argtypes = [number, pointer, count, pointer]
             library.bitwitness_sketch.restype = ctypes.c_double
+            library.bitwitness_fold.argtypes = [pointer, count, pointer, pointer]
+            library.bitwitness_fold.restype = None
+            library.bitwitness_hash.argtypes = [pointer, count, pointer, pointer, count]
+            library.bitwitness_hash.restype = ctypes.c_int64
         self._weights = {kind: first_weights(BLOCK, _weighing(dtype), _CPU) for dtype, kind in _KINDS.items()}
 
     def takes(self, values: Tensor) -> bool:
@@ -93,6 +97,20 @@ class Reader:
         library = self._quick if count <= _QUICK else self._long
         library.bitwitness_read(kind, values.data_ptr(), count, weights, None, zeros, found)
         return Figures._make(found[:])
+
+    def fold(self, bits: Tensor, rows: Tensor, columns: Tensor) -> None:
+        """Sum the rows of words of a tensor in memory into ``rows``, and their shifted words to ``columns``; `stats/fold.py`.
+
+        ``rows`` int64 [R], ``columns`` int64 [1021]; ``bits`` is contiguous, and longer than R rows by half a word.
+        """
+        library = self._quick if bits.numel() <= _QUICK else self._long
+        library.bitwitness_fold(bits.data_ptr(), rows.numel(), rows.data_ptr(), columns.data_ptr())
+
+    def hash(self, rows: Tensor, columns: Tensor, tail: Tensor) -> int:
+        """Return the hash that the sums of `fold` come to, and the bytes that follow the rows; `stats/digest.py`."""
+        places = rows.data_ptr(), rows.numel(), columns.data_ptr(), tail.data_ptr(), tail.numel()
+        found: int = self._quick.bitwitness_hash(*places)
+        return found
 
     def sketch(self, values: Tensor) -> float:
         """Return the sketch that `read` takes, bit by bit."""

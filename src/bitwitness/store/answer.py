@@ -13,12 +13,15 @@ from bitwitness.files.shown import shown
 from bitwitness.finding import Finding
 from bitwitness.store.alerted import answer_watched, ended_early, place_of, rule_of
 from bitwitness.store.beside import runs_beside
+from bitwitness.store.covered import expected_json, not_protected, tables_of
+from bitwitness.store.covered import lines_of as lines_of_tables
 from bitwitness.store.folder import Run
 from bitwitness.store.health import Health, health_of, worst_of
 from bitwitness.store.life import Life, life_of
 from bitwitness.store.reader import absent_ranks, ranks_there
 from bitwitness.store.told import told_of
 from bitwitness.store.verdicts import tell_verdicts
+from bitwitness.store.warned import read_clearances, warned_of
 from bitwitness.store.watched import Watched, watched_in
 from bitwitness.version import __version__
 
@@ -90,6 +93,8 @@ def lines_of(one: Answer, run: str, *, whole: bool, named: bool) -> list[str]:
     """Return what is printed of one run; where a process has several models, each has a folder, and is named by it."""
     with understood(one.path):
         lines = one.story() if whole else one.health.lines(f"bitwitness status -v {run}")
+        lines += [device.line() for device in one.warned[:_TOLD]]
+        lines += [f"… and {len(one.warned) - _TOLD} more devices"] if len(one.warned) > _TOLD else []
     return [f"{shown(one.path.name)}: {lines[0]}", *lines[1:]] if named else lines
 
 
@@ -104,6 +109,8 @@ class Answer:
         Whether it lives or how it ended; healthy or not.
     verdicts, tables
         What was concluded; what each instrument on each rank covered.
+    warned
+        The devices that were convicted, and whether they read Warning still.
     recorded
         What was recorded, in words; empty where nothing was.
     watched
@@ -117,6 +124,8 @@ class Answer:
         self._notes = [note for note in notes if note.message == "coverage"]
         self.verdicts = run.verdicts()
         self.path = Path(run.path)
+        cleared, damaged = read_clearances(self.path)
+        self.warned = warned_of(self.verdicts, cleared)
         self.description = description = _description(run)
         findings = run.findings()
         self.watched: Watched | None
@@ -129,6 +138,7 @@ class Answer:
         problems = [
             *run.problems,
             *unread,
+            *damaged,
             *absent_ranks(description, ranks_there(run.path)),
             *missing,
             *_not_written(run, description),
@@ -193,7 +203,7 @@ class Answer:
         lines += [f"… and {len(alerts) - _TOLD} more alerts, in rank*/events.jsonl"] if len(alerts) > _TOLD else []
         lines += health.details
         for table in self.tables[:1]:  # of the first rank: what it costs and what it cannot check are alike
-            lines += told_of(table)
+            lines += [*lines_of_tables(tables_of(table)), *told_of(table)]
         lines += [f"not covered: {gap}" for gap in health.gaps]
         return lines + tell_verdicts([verdict.to_event() for verdict in self.verdicts])
 
@@ -210,7 +220,12 @@ class Answer:
             "compared": None,
             "not_covered": health.gaps,
             "verdicts": [verdict.to_event() for verdict in self.verdicts],
+            "devices": [device.to_dict() for device in self.warned],
             "coverage": self.tables,
+            "not_protected": not_protected(guarded[0])
+            if (guarded := [t for t in self.tables if "parameters" in t])
+            else None,
+            "expected_steps": expected_json(guarded[0]) if guarded else None,
             "watched": None if self.watched is None else self.watched.to_dict(),
         }
 

@@ -47,7 +47,7 @@ def clear_run(path: str | os.PathLike[str]) -> None:
         for empty in (rank / "tensors", rank):
             with suppress(OSError):
                 empty.rmdir()
-    for name in ("events.jsonl", "run.json", "run.json.part"):
+    for name in ("events.jsonl", "cleared.jsonl", "run.json", "run.json.part"):
         (folder / name).unlink(missing_ok=True)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,59 @@ def read_dcp(folder: Path) -> FoundTensors:
     return found
 
 
+class DcpChunks:
+    """The chunks of a checkpoint of `torch.distributed.checkpoint`, each by itself, and the files that hold anything.
+
+    Attributes
+    ----------
+    files
+        The plain names of all files that the metadata names, numbers' and objects' too, sorted.
+    problems
+        Tensors whose description is damaged.
+
+    Raises
+    ------
+    UsageError
+        As `read_dcp`, or if a file's name leads out of the folder.
+
+    """
+
+    def __init__(self, folder: Path) -> None:
+        metadata = read_metadata(inside(folder, METADATA))
+        described, stored = metadata.get("state_dict_metadata"), _stored(metadata.get("storage_data"))
+        if not isinstance(described, dict):
+            raise UnreadError(f"{folder / METADATA} is damaged: it describes no state")
+        self._folder = folder
+        self.problems: list[str] = []
+        self.files = _files_named(metadata)
+        for name in self.files:
+            inside(folder, name)
+        self._chunks: list[tuple[str, torch.dtype, _Chunk]] = []
+        for name, about in described.items():
+            if isinstance(about, Plain) and type(about).__name__ != "BytesStorageMetadata":
+                try:
+                    dtype, _, chunks = _described(str(name), about, stored)
+                except UsageError as error:
+                    self.problems.append(f"{quoted(name)}: {error}")
+                    continue
+                self._chunks += [(str(name), dtype, chunk) for chunk in chunks]
+
+    def __iter__(self) -> Iterator[tuple[str, Sizes, str, Callable[[], torch.Tensor]]]:
+        """Yield each chunk's tensor, its offsets, the file that holds it, and what reads it (raises `UnreadError`)."""
+        for name, dtype, chunk in self._chunks:
+            yield name, chunk.offsets, chunk.file, partial(self._read, name, dtype, chunk)
+
+    def _read(self, name: str, dtype: torch.dtype, chunk: _Chunk) -> torch.Tensor:
+        return _loaded(inside(self._folder, chunk.file), f"{shown(self._folder)}: {quoted(name)}", chunk, dtype)
+
+
+def _files_named(metadata: dict[Any, Any]) -> list[str]:
+    data = metadata.get("storage_data")
+    infos = data.values() if isinstance(data, dict) else ()
+    names = {info.fields.get("relative_path") for info in infos if isinstance(info, Plain)}
+    return sorted(name for name in names if isinstance(name, str))
+
+
 def _stored(data: Any) -> dict[tuple[str, Sizes], dict[str, Any]]:
     """Return what holds each chunk, by the tensor's name and the chunk's offsets."""
     stored: dict[tuple[str, Sizes], dict[str, Any]] = {}
@@ -76,14 +131,19 @@ def _stored(data: Any) -> dict[tuple[str, Sizes], dict[str, Any]]:
 
 
 def _entry(folder: Path, name: str, about: Plain, stored: dict[tuple[str, Sizes], dict[str, Any]]) -> TensorEntry:
+    dtype, shape, chunks = _described(name, about, stored)
+    return TensorEntry(dtype, shape, lambda: _whole(folder, name, dtype, shape, chunks))
+
+
+def _described(
+    name: str, about: Plain, stored: dict[tuple[str, Sizes], dict[str, Any]]
+) -> tuple[torch.dtype, Sizes, list[_Chunk]]:
     shape, parts, properties = (about.fields.get(key) for key in ("size", "chunks", "properties"))
     dtype = properties.first("dtype") if isinstance(properties, Plain) else None
     if not is_shape(shape) or not isinstance(parts, list) or not isinstance(dtype, torch.dtype):
         raise UnreadError("its description is damaged; expected dtype, size and chunks")
     chunks = {_chunk(part, name, shape, stored) for part in parts}
-    return TensorEntry(
-        dtype, shape, lambda: _whole(folder, name, dtype, shape, sorted(chunks, key=lambda c: c.offsets))
-    )
+    return dtype, shape, sorted(chunks, key=lambda chunk: chunk.offsets)
 
 
 def _chunk(part: Any, name: str, shape: Sizes, stored: dict[tuple[str, Sizes], dict[str, Any]]) -> _Chunk:
@@ -115,19 +175,7 @@ def _whole(folder: Path, name: str, dtype: torch.dtype, shape: Sizes, chunks: li
         )
     whole: torch.Tensor | None = None
     for chunk in chunks:
-        if chunk.first + chunk.length > sizes[chunk.file] or math.prod(chunk.sizes) * dtype.itemsize > chunk.length:
-            raise UnreadError(
-                f"{where}: the chunk at {list(chunk.offsets)} should be {chunk.length} bytes from byte {chunk.first} of "
-                f"{chunk.file!r}, which has {sizes[chunk.file]}; the file was cut short or the metadata is damaged"
-            )
-        tensor = tensor_from(
-            _bytes(paths[chunk.file], chunk), f"{where}, chunk at {list(chunk.offsets)} in {chunk.file!r}"
-        )
-        if tensor.dtype != dtype or tuple(tensor.shape) != chunk.sizes:
-            raise UnreadError(
-                f"{where}: the chunk at {list(chunk.offsets)} is {tensor.dtype} {list(tensor.shape)}; the metadata says "
-                f"{dtype} {list(chunk.sizes)}: one of them is damaged"
-            )
+        tensor = _loaded(paths[chunk.file], where, chunk, dtype)
         if chunk.sizes == shape:
             return tensor
         whole = torch.empty(shape, dtype=dtype) if whole is None else whole
@@ -135,6 +183,22 @@ def _whole(folder: Path, name: str, dtype: torch.dtype, shape: Sizes, chunks: li
             tensor
         )
     return torch.empty(shape, dtype=dtype) if whole is None else whole
+
+
+def _loaded(path: Path, where: str, chunk: _Chunk, dtype: torch.dtype) -> torch.Tensor:
+    size = _size(path)
+    if chunk.first + chunk.length > size or math.prod(chunk.sizes) * dtype.itemsize > chunk.length:
+        raise UnreadError(
+            f"{where}: the chunk at {list(chunk.offsets)} should be {chunk.length} bytes from byte {chunk.first} of "
+            f"{chunk.file!r}, which has {size}; the file was cut short or the metadata is damaged"
+        )
+    tensor = tensor_from(_bytes(path, chunk), f"{where}, chunk at {list(chunk.offsets)} in {chunk.file!r}")
+    if tensor.dtype != dtype or tuple(tensor.shape) != chunk.sizes:
+        raise UnreadError(
+            f"{where}: the chunk at {list(chunk.offsets)} is {tensor.dtype} {list(tensor.shape)}; the metadata says "
+            f"{dtype} {list(chunk.sizes)}: one of them is damaged"
+        )
+    return tensor
 
 
 def _check_cover(where: str, shape: Sizes, chunks: list[_Chunk]) -> None:

@@ -29,8 +29,10 @@ _MOST_CHARACTERS = 64 << 20  # of all names together
 _TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
-def read_torch_file(path: Path) -> FoundTensors:
+def read_torch_file(path: Path, *, damaged: bool = False) -> FoundTensors:
     """Open a file of `torch.save`; its tensors are mapped, and nested names become one with dots.
+
+    ``damaged``: known to be; what can still be read is read, without asking for the archive's own checksums.
 
     Raises
     ------
@@ -39,17 +41,38 @@ def read_torch_file(path: Path) -> FoundTensors:
 
     """
     open_file(path, "a file of torch.save").close()  # of a device or a FIFO there is no end
-    found, size = FoundTensors({}, []), path.stat().st_size
-    for name, value in _flat(_load(path, size, shown(path), mmap=True), shown(path)):
+    size = path.stat().st_size
+    content = _load(path, size, shown(path), mmap=True, checked=not damaged)
+    return tensors_in(content, shown(path), size)
+
+
+def tensors_in(content: Any, where: str, size: int | None) -> FoundTensors:
+    """Return the tensors and numbers of nested containers by their dotted names.
+
+    Parameters
+    ----------
+    where
+        What holds them, for messages.
+    size
+        Bytes that any one tensor takes at most: those of the file. None for what lies in memory, on any device.
+
+    Raises
+    ------
+    UnreadError
+        If they are nested more deeply, or more of them, than a state can be.
+
+    """
+    found = FoundTensors({}, [])
+    for name, value in _flat(content, where):
         number = _as_tensor(value)
         if number is not None:
             found.entries.setdefault(name, TensorEntry(number.dtype, (), lambda number=number: number))  # type: ignore[misc]
         elif not isinstance(value, torch.Tensor):
             found.ignored += 1
         elif name in found.entries:
-            found.problems.append(f"{shown(path)}: two entries are called {quoted(name)}; the second was left out")
+            found.problems.append(f"{where}: two entries are called {quoted(name)}; the second was left out")
         elif (why := _unusual(value, size)) is not None:
-            found.problems.append(f"{shown(path)}: {quoted(name)} was left out: {why}")
+            found.problems.append(f"{where}: {quoted(name)} was left out: {why}")
         else:
             tensor = value.detach()
             found.entries[name] = TensorEntry(tensor.dtype, tuple(tensor.shape), lambda tensor=tensor: tensor)  # type: ignore[misc]
@@ -84,8 +107,8 @@ def _only_tensor(value: Any, size: int, where: str) -> torch.Tensor:
     return value.detach()
 
 
-def _load(source: Path | BytesIO, size: int, where: str, *, mmap: bool = False) -> Any:
-    _check_archive(source, size, where)
+def _load(source: Path | BytesIO, size: int, where: str, *, mmap: bool = False, checked: bool = True) -> Any:
+    _check_archive(source, size, where, checked=checked)
     if isinstance(source, BytesIO):
         source.seek(0)
     try:
@@ -103,7 +126,7 @@ def _load(source: Path | BytesIO, size: int, where: str, *, mmap: bool = False) 
         raise UnreadError(f"{where} is damaged: {_reason(error)}; expected a whole file of torch.save") from error
 
 
-def _check_archive(source: Path | BytesIO, size: int, where: str) -> None:
+def _check_archive(source: Path | BytesIO, size: int, where: str, *, checked: bool = True) -> None:
     """Refuse what is no archive, and one that unpacks to more than it is."""
     try:
         with zipfile.ZipFile(source) as archive:
@@ -115,7 +138,7 @@ def _check_archive(source: Path | BytesIO, size: int, where: str) -> None:
             ]
             deep = any(nests_tuples_deeply(archive.read(one)) for one in pickles)
             # torch can be told to write no checksums, and writes zeros then.
-            damaged = archive.testzip() if stored and any(one.CRC for one in members) else None
+            damaged = archive.testzip() if checked and stored and any(one.CRC for one in members) else None
     except Exception as error:  # a hostile archive makes zipfile raise what it likes
         raise UnreadError(
             f"{where} is no whole archive of torch.save ({_reason(error)}); it was cut short, or saved before torch 1.6: "
@@ -133,7 +156,7 @@ def _check_archive(source: Path | BytesIO, size: int, where: str) -> None:
         )
 
 
-def _unusual(tensor: torch.Tensor, size: int) -> str | None:
+def _unusual(tensor: torch.Tensor, size: int | None) -> str | None:
     """Return why a tensor cannot be compared as plain numbers, if it cannot."""
     if tensor.is_nested:  # it has no shape
         return "it is a nested tensor; expected a plain dense tensor"
@@ -141,9 +164,9 @@ def _unusual(tensor: torch.Tensor, size: int) -> str | None:
         return (
             f"it is a {type(tensor).__name__} of layout {tensor.layout}, {tensor.dtype}; expected a plain dense tensor"
         )
-    if tensor.device.type != "cpu":
+    if tensor.device.type == "meta" or (tensor.device.type != "cpu" and size is not None):
         return f"it lies on {tensor.device} and has no values"
-    if math.prod(tensor.shape) * tensor.dtype.itemsize > size:
+    if size is not None and math.prod(tensor.shape) * tensor.dtype.itemsize > size:
         return (
             f"its shape {list(tensor.shape)} takes more than the file's {size} bytes; call .contiguous() before saving"
         )

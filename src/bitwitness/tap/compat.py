@@ -187,6 +187,19 @@ def has_default_stance() -> bool:
     return frame is not None and bool(frame._stance.stance == "default")
 
 
+# -- activation checkpointing: no release shows what a region saves and what it recomputes ---------------------------------
+
+
+def first_saved() -> tuple[Any, str]:
+    """Return where torch looks the hooks up under which a region's first forward saves its tensors."""
+    return sys.modules["torch.utils.checkpoint"], "_checkpoint_hook"
+
+
+def saved_again() -> tuple[Any, str]:
+    """Return the same for its recomputation."""
+    return sys.modules["torch.utils.checkpoint"], "_recomputation_hook"
+
+
 # -- ranks ---------------------------------------------------------------------------------------------------------------
 
 
@@ -242,6 +255,14 @@ def fsdp_groups(module: nn.Module) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return the functions that torch calls around an optimizer's steps: everybody's, and those of this one alone."""
+    module: Any = importlib.import_module("torch.optim.optimizer")
+    every = module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    return [hook for hooks in (*every, *own) for hook in list(hooks.values())]
+
+
 def decompositions() -> dict[OpOverload, Callable[..., Any]]:
     """Return torch's operators written in simpler ones; the table is public only as one for an exported graph."""
     return importlib.import_module("torch._decomp").decomposition_table  # type: ignore[no-any-return]
@@ -252,3 +273,14 @@ def on_cpu(func: OpOverload) -> Callable[..., Any] | None:
     keys = torch._C.DispatchKey.CPU, torch._C.DispatchKey.CompositeExplicitAutograd
     found = next((key for key in keys if func.has_kernel_for_dispatch_key(key)), None)
     return None if found is None else lambda *args, **kwargs: func._op_dk(found, *args, **kwargs)
+
+
+def save_alone(state_dict: dict[str, Any], **how: Any) -> None:
+    """Write a checkpoint of torch DCP of one process.
+
+    ``dcp.save`` is the same after a warning that torch.distributed is off, which under ``-W error`` fails, and which a thread
+    cannot turn off for itself.
+    """
+    from torch.distributed.checkpoint import state_dict_saver
+
+    state_dict_saver._save_state_dict(state_dict, no_dist=True, **how)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import warnings
 from contextvars import ContextVar
 from types import CodeType
 from typing import Any
@@ -28,7 +29,7 @@ _OWN = tuple(
 )
 _REPLAY = _PACKAGE + "replay"
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep  # noqa: PTH120
-_NOT_THE_USERS = (*_OWN, _TORCH, contextlib.__file__, "<")
+_NOT_THE_USERS = (*_OWN, _TORCH, contextlib.__file__, warnings.__file__, "<")
 
 _ENGINE: CodeType | None = getattr(getattr(*BACKWARD, None), "__code__", None)
 """Where a backward begins, in a stack of the thread that called it."""

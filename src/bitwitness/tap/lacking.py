@@ -42,7 +42,10 @@ _LATER = (
     "torch.distributed.distributed_c10d._world",
     "torch.distributed.distributed_c10d._get_default_store",
     "torch._C._distributed_c10d.AllgatherOptions",
+    "torch.utils.checkpoint._checkpoint_hook",
+    "torch.utils.checkpoint._recomputation_hook",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
+    "torch.distributed.checkpoint.state_dict_saver._save_state_dict",
 )
 """Names that are looked up when they are needed; those above are looked up when this file is imported."""
 

@@ -120,6 +120,11 @@ class ModuleTracker:
             self._enter_module(root, ())
 
     @property
+    def running(self) -> str:
+        """The path of the module that runs now; ``.`` outside of all."""
+        return self._names.get(self._stack[-1], ROOT) if self._stack else ROOT
+
+    @property
     def in_focus(self) -> bool:
         """Whether what runs now belongs to the module given to `focus_on`, or to code outside of all modules."""
         node = self.backward_node()

@@ -87,6 +87,8 @@ class OperatorTap(TorchDispatchMode):
         arguments.
     own_work
         Show bitwitness's own operators, too: those of another tap's handler, say.
+    census
+        Called with the overload and the result of every operator that the training runs, selected or not.
 
     """
 
@@ -98,8 +100,10 @@ class OperatorTap(TorchDispatchMode):
         before: Callable[[OpCall], None] | None = None,
         *,
         own_work: bool = False,
+        census: Callable[[OpOverload, Any], None] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._census = census
         self._own_work = own_work
         self._before = before
         self._tracker = tracker
@@ -168,7 +172,7 @@ class OperatorTap(TorchDispatchMode):
             return func(*args, **kwargs)  # shapes alone are worked out, for a DTensor say: nothing is computed
         name = self._wanted[func] if func in self._wanted else self._name(func)
         if name is None or ((own := in_own_work()) and not self._own_work):
-            return func(*args, **kwargs)
+            return self._counted(func, func(*args, **kwargs))
         module, phase, call = self._tracker.locate(name)
         seen = OpCall(func, args, kwargs, None, name, module, phase, call, own)
         if self._before is not None:
@@ -176,6 +180,12 @@ class OperatorTap(TorchDispatchMode):
                 self._before(seen)
         with nullcontext() if types else plain_tensors():  # as autograd calls it, whatever the script's tensors look at
             seen.result = func(*seen.args, **seen.kwargs)
+        self._counted(func, seen.result)
         with own_work():
             changed = self._handler(seen)
         return seen.result if changed is None else changed
+
+    def _counted(self, func: OpOverload, result: Any) -> Any:
+        if self._census is not None and not in_own_work():
+            self._census(func, result)
+        return result

@@ -17,7 +17,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from bitwitness.tap.compat import not_compiled
+from bitwitness.tap.compat import not_compiled, step_hooks
 from bitwitness.tap.threads import elsewhere, wait_while_elsewhere
 
 Before = Callable[[Optimizer, Any, Any], tuple[Any, Any] | None]
@@ -96,6 +96,11 @@ def told_of_steps(after: After, before: Before | None = None) -> Callable[[], No
     """Have functions called around each optimizer's step, as torch's global hooks are; return what ends it."""
     _HOOKS.add(before, after)
     return lambda: _HOOKS.discard(before, after)
+
+
+def others_around(optimizer: Optimizer) -> bool:
+    """Tell whether anybody else is called around an optimizer's steps, who may change what it reads or has written."""
+    return any(hook not in (_HOOKS._tell_before, _HOOKS._tell_after) for hook in step_hooks(optimizer))
 
 
 def with_closure(

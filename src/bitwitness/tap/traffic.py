@@ -25,6 +25,23 @@ def read_traffic() -> Reading:
     return tuple(found)
 
 
+class TrafficCount:
+    """Counts the collectives that this process begins from now on, in groups of several ranks that count them."""
+
+    def __init__(self) -> None:
+        self._before = dict(read_traffic())
+        self._latest: dict[int, int] = {}
+
+    def note(self) -> None:
+        """Read the counters; a group that is destroyed later has no more to tell."""
+        self._latest.update(read_traffic())
+
+    @property
+    def total(self) -> int:
+        """How many were begun until the counters were last read."""
+        return sum(count - self._before.get(key, 0) for key, count in self._latest.items())
+
+
 def groups_between(before: Reading, after: Reading) -> list[Any]:
     """Return the process groups that were used between two readings."""
     if before == after:

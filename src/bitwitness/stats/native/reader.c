@@ -98,8 +98,10 @@ INLINE const double *widened_double(int kind, const void *values, ptrdiff_t star
 #define NAMED(function) function##_double
 #include "figures.h"
 
+#include "fold.h"
+
 /* What a change of the arguments below changes, too: a library that was built of other sources is not used. */
-int bitwitness_reader_version(void) { return 1; }
+int bitwitness_reader_version(void) { return 2; }
 
 /* Writes FIGURES numbers for `count` values. `weights`: BLOCK of them (double for FLOAT64, else float), or NULL for no sketch;
    `before`: as many values of the same kind, which are replaced once their squared distance is known, or NULL; `zeros`: count
@@ -128,4 +130,21 @@ ON_EACH_PROCESSOR
 double bitwitness_sketch(int kind, const void *values, ptrdiff_t count, const void *weights)
 {
     return kind == FLOAT64 ? sketch_double(kind, values, count, weights) : sketch_float(kind, values, count, weights);
+}
+
+/* Sums `count` rows of ROW_WORDS words, one each into `rows`, and adds to ROW_WORDS sums of `columns`. */
+ON_EACH_PROCESSOR
+void bitwitness_fold(const void *bytes, ptrdiff_t count, uint64_t *rows, uint64_t *columns)
+{
+    ptrdiff_t i = 0;
+    for (; i + TOGETHER <= count; i += TOGETHER)
+        fold_eight((const unsigned char *)bytes + i * ROW_BYTES, rows + i, columns);
+    for (; i < count; i++)
+        fold_row((const unsigned char *)bytes + i * ROW_BYTES, rows + i, columns);
+}
+
+/* The hash that comes of such sums, and of the `length` bytes, at most a row and 3, that follow the rows. */
+uint64_t bitwitness_hash(const uint64_t *rows, ptrdiff_t count, const uint64_t *columns, const void *tail, ptrdiff_t length)
+{
+    return finished(rows, count, columns, (const unsigned char *)tail, length);
 }

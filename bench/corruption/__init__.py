@@ -1,0 +1,1 @@
+"""The parts of the campaign over every kind of silent corruption; see ``bench/corrupt.py``."""

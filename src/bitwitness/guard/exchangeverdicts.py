@@ -1,0 +1,77 @@
+"""What is concluded from a collective that did not give what was put in: its numbers are the proof, no replay has to find one.
+
+The experiments are made all the same: they show whether anybody computed wrongly besides, and give the gradients to heal by.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+from bitwitness.finding import Cause, Device
+from bitwitness.judge.decide import Judgement
+from bitwitness.judge.verdict import FAULT_CODE, Outcome
+from bitwitness.sense.exchanged import Mismatch
+from bitwitness.site import Site
+
+_REPEATED = 3
+"""Mismatches of one rank that make it persistent, as many as of other transients (`judge.judge`)."""
+
+
+class ExchangeVerdicts:
+    """Turns experiments that found nothing into the verdict of a collective.
+
+    Parameters
+    ----------
+    mismatch
+        Returns that of the step, if any; the same on every rank.
+    devices
+        Returns every rank's.
+
+    """
+
+    def __init__(self, mismatch: Callable[[], Mismatch | None], devices: Callable[[], list[Device]]) -> None:
+        self._mismatch, self._devices = mismatch, devices
+        self._times: Counter[int] = Counter()
+
+    def interpret(self, outcome: Outcome) -> None:
+        """Change an outcome of a step with a mismatch, which nobody's computing explains."""
+        wrong = self._mismatch()
+        if wrong is None:
+            return
+        verdict = outcome.verdict
+        evidence = {**verdict.evidence, "collective": wrong.evidence}
+        if verdict.cause not in (Cause.DISMISSED, Cause.INCONCLUSIVE) or outcome.apart:
+            outcome.verdict = replace(verdict, evidence=evidence, message=f"{verdict.message}; also: {wrong.text}")
+            return
+        self._times.update(wrong.ranks)
+        often = tuple(rank for rank in wrong.ranks if self._times[rank] >= _REPEATED)
+        cause = Cause.PERSISTENT_HARDWARE if often else Cause.TRANSIENT_HARDWARE
+        ranks = often or wrong.ranks
+        failed = outcome.experiments is None or outcome.experiments.good is None
+        devices = self._devices()
+        named = ", ".join(f"rank {rank}: {devices[rank]}" for rank in ranks)
+        who = named or "a device or a link that is not known"
+        times = f" ({_REPEATED} times so far)" if often else ""
+        message = f"step {verdict.step}: {wrong.text}; {who} received wrongly{times}"
+        if not named:
+            message = f"step {verdict.step}: {wrong.text}; by {who}"
+        outcome.judgement = Judgement(
+            cause,
+            ranks,
+            heal=not failed,
+            skip=failed,
+            intermittent=bool(often),
+            wrong={rank: [f"what it received in step {verdict.step}"] for rank in ranks},
+        )
+        outcome.verdict = replace(
+            verdict,
+            cause=cause,
+            ranks=ranks,
+            devices=tuple(devices[rank] for rank in ranks),
+            message=message,
+            site=Site(".", str(wrong.evidence["op"]), int(wrong.evidence["call"]), "backward", "out0"),
+            evidence=evidence,
+            fault_code=FAULT_CODE,
+        )

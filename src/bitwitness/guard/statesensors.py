@@ -1,0 +1,203 @@
+"""The exact sensors of state, at the moments of a step: replicas and seals when gradients are complete, the optimizer's step.
+
+Parameters and optimizer state are read once on a step that is looked at, for the comparison with other ranks and for the seal
+alike; the seal was taken when the step before had ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch.optim.optimizer import Optimizer
+
+from bitwitness.capture.light import LightStep
+from bitwitness.capture.step import StepRecord
+from bitwitness.config import Config
+from bitwitness.finding import Finding, Severity
+from bitwitness.guard.seals import SealJudgement
+from bitwitness.guard.switches import Switches
+from bitwitness.judge.replicas import Desync
+from bitwitness.ranks import Ranks
+from bitwitness.sense.held import HeldState, Name, Reading, read
+from bitwitness.sense.optimizerstep import OptimizerSensor
+from bitwitness.sense.seal import Broken, Seal
+from bitwitness.session.reporter import Reporter
+from bitwitness.stats import in_hex
+from bitwitness.tap.timer import Timer
+
+Compare = Callable[[StepRecord, LightStep, Reading], Desync | None]
+RAREST = 100
+"""Steps between two looks where nothing else says how many."""
+
+
+class StateSensors:
+    """Holds one root's.
+
+    Parameters
+    ----------
+    config
+        The sections ``replicas``, ``seal`` and ``update``.
+    held
+        Finds the tensors.
+    ranks, reporter, switches
+        As for the other sensors.
+    now
+        Tells the time, in seconds.
+    deep
+        Tells whether the step of a number is deep, before it begins; None where no step is.
+
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        held: HeldState,
+        ranks: Ranks,
+        reporter: Reporter,
+        switches: Switches,
+        now: Callable[[], float],
+        deep: Callable[[int], bool] | None,
+    ) -> None:
+        self._config, self._held, self._ranks, self._switches, self._deep = config, held, ranks, switches, deep
+        self.timed = Timer(now)
+        self.seals = SealJudgement(reporter, ranks.rank)
+        self._sealed: WeakKeyDictionary[Optimizer, Seal] = WeakKeyDictionary()
+        self.sealed_steps = self.sealed_bytes = self.sealed_tensors = 0
+        self._charged = 0.0
+        self._reporter = reporter
+        self.optimizer = OptimizerSensor()
+        self._recompute = False
+        self._proven: list[Finding] = []
+        self._said: set[str] = set()
+
+    # -- which steps ---------------------------------------------------------------------------------------------
+
+    def _due(self, number: int, every: int | None) -> bool:
+        if every is not None:
+            return number % every == 0
+        if self._deep is None:
+            return number % RAREST == 2
+        return self._deep(number)
+
+    def _replicas_due(self, number: int, *, deep: bool) -> bool:
+        """Tell whether ranks compare their state on a step: the same steps on all of them."""
+        if not self._config.replicas.enabled:
+            return False
+        fixed = self._config.replicas.every is not None or self._deep is None
+        return self._due(number, self._config.replicas.every) if fixed else deep
+
+    def _optimizer_due(self, number: int, *, deep: bool) -> bool:
+        every = self._config.update.every
+        fixed = every is not None or self._deep is None
+        return self._config.update.enabled and (self._due(number, every) if fixed else deep)
+
+    def _seal_due(self, number: int) -> bool:
+        return self._config.seal.enabled and (self.seals.watching or self._due(number, self._config.seal.every))
+
+    # -- when gradients are complete -----------------------------------------------------------------------------
+
+    def look(self, record: StepRecord, light: LightStep, compare: Compare | None, *, deep: bool) -> list[Finding]:
+        """Compare with what was sealed, and with other ranks; collective.
+
+        ``compare`` asks the other ranks; None where they do not look. ``deep``: the step is a deep one, on all ranks.
+        """
+        self._recompute = self._optimizer_due(record.number, deep=deep)
+        proven, self._proven = self._proven, []
+        sealed, self._sealed = self._sealed, WeakKeyDictionary()
+        due = compare is not None and self._replicas_due(record.number, deep=deep)
+        if not due and not len(sealed):
+            return proven
+        reading = read(self._held.parameters() | self._held.optimizer())
+        desync = compare(record, light, reading) if compare is not None and due else None
+        findings = [] if desync is None else self._told(desync, light)
+        broken: list[Broken] = []
+
+        def ask() -> list[Finding]:
+            broken.extend(one for seal in sealed.values() for one in seal.broken(reading))
+            self.sealed_steps += 1
+            compared = due and self._ranks.size > 1
+            return self.seals.judge(broken, light.step, compared=compared, desync=desync is not None)
+
+        return proven + findings + (self._switches.ask("seal", ask) if len(sealed) else [])
+
+    def _told(self, desync: Desync, light: LightStep) -> list[Finding]:
+        if self._ranks.rank not in (desync.ranks or (0,)):
+            return []
+        name = desync.name if isinstance(desync.name, Name) else Name(desync.name)
+        site = name.site.at(rank=light.rank, step=light.step)
+        message = f"{name} and {desync.count - 1} more tensors differ between the ranks"
+        mine = in_hex(desync.hash_of(light.rank))
+        return [Finding("replicas", site, Severity.ERROR, message, {"hash": mine}, light.step, light.rank)]
+
+    # -- around an optimizer's step ------------------------------------------------------------------------------
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Let go of what an optimizer is about to write."""
+        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        names = {name for name, p in self._held.named().items() if id(p) in mine}
+        for seal in self._sealed.values():
+            seal.drop_parameters(names)
+
+    def before_update(self, optimizer: Optimizer) -> None:
+        """Keep what an optimizer is about to step, on a step that is looked at; gradients are as it will use them."""
+        if self._recompute:
+            with self.timed():
+                self._switches.ask("optimizer", partial(_quietly, partial(self.optimizer.before, optimizer)))
+
+    def _recomputed(self, optimizer: Optimizer, step: int) -> None:
+        """Hold a step against its recomputation; what is proven is said at the next look, which all ranks share."""
+        names = {id(p): name for name, p in self._held.named().items()}
+        ask = partial(self.optimizer.after, optimizer, names, step, self._ranks.rank)
+        for finding in self._switches.ask("optimizer", ask):
+            if finding.severity is Severity.ERROR:
+                self._proven.append(finding)
+            elif str(finding.site.short) not in self._said:
+                self._said.add(finding.site.short)
+                self._reporter.finding(finding)
+        for note in self.optimizer.notes:
+            self._reporter.once(note)
+        self.optimizer.notes.clear()
+
+    def after_step(self, optimizer: Optimizer, number: int, step: int) -> None:
+        """Recompute a share of an optimizer's step; seal what it left, if the step ``number``, the next, is looked at."""
+        self._held.stepped(optimizer)
+        if self._recompute:
+            with self.timed():
+                self._recomputed(optimizer, step)
+        if self._seal_due(number):
+            with self.timed():
+                self._switches.ask("seal", partial(self._seal, optimizer))
+
+    def _seal(self, optimizer: Optimizer) -> list[Finding]:
+        tensors = self._held.parameters_of(optimizer) | self._held.optimizer(optimizer)
+        kept = {name: tensor for name, tensor in tensors.items() if name not in self.seals.by_script}
+        self._sealed[optimizer] = seal = Seal(kept)
+        self.sealed_tensors, self.sealed_bytes = len(seal), seal.bytes
+        return []
+
+    def charge(self) -> float:
+        """Return the seconds that were spent outside of the steps' holds since the last time."""
+        spent, self._charged = self.timed.seconds - self._charged, self.timed.seconds
+        return spent
+
+    def table(self) -> dict[str, Any]:
+        """Return what was sealed and recomputed, ready for JSON."""
+        sensor = self.optimizer
+        return {
+            "seal": {"steps": self.sealed_steps, "tensors": self.sealed_tensors, "bytes": self.sealed_bytes},
+            "optimizer": {
+                "steps": sensor.steps,
+                "elements": sensor.elements,
+                "of": sensor.of,
+                "equal": sensor.equal,
+                "within_rounding": sensor.near,
+            },
+        }
+
+
+def _quietly(action: Callable[[], None]) -> list[Finding]:
+    action()
+    return []

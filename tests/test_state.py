@@ -1,0 +1,257 @@
+"""Corrupt parameters and optimizer state: found, located and told from what scripts do, in one process and on ranks."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import forked
+from torch import nn
+
+import bitwitness.sense.optimizertwin  # noqa: F401 - so that ``torch.optim.adam`` is there
+from bitwitness import Guard
+from bitwitness.guard.seals import QUIET
+from bitwitness.sense.held import Name, read
+from bitwitness.sense.optimizerbounds import out_of_bounds
+from bitwitness.sense.seal import Seal
+
+ADAM = sys.modules["torch.optim.adam"]
+JOB = Path(__file__).parent / "jobs" / "state.py"
+STRUCK = ("weight", "exp_avg", "exp_avg_sq", "step")
+INNOCENT = ("clamped", "averages", "own state", "zero", "own buffers", "local sgd")
+EXACT = ("seal", "replicas", "optimizer")
+
+
+def flip(tensor: torch.Tensor, byte: int, bit: int) -> None:
+    """Flip a bit of memory; torch counts no write."""
+    torch.tensor([], dtype=torch.uint8).set_(tensor.untyped_storage())[byte] ^= 1 << bit
+
+
+# -- where --------------------------------------------------------------------------------------------------------------------
+
+
+def test_of_300_flipped_bits_each_is_found_and_located() -> None:
+    draw = random.Random(0)
+    for _ in range(300):
+        dtype = draw.choice([torch.float32, torch.bfloat16, torch.float64])
+        tensor = torch.randn(draw.choice([300, 2043, 2046, 4093, 100_003])).to(dtype)
+        seal = Seal({Name("a.weight"): tensor})
+        byte, bit = draw.randrange(tensor.nbytes), draw.randrange(8)
+        before = tensor.view(torch.uint8).clone()
+        flip(tensor, byte, bit)
+        (broken,) = seal.broken(read({Name("a.weight"): tensor}))
+        word = broken.change.word
+        assert broken.one_bit
+        assert broken.evidence()["element"] == [byte // tensor.itemsize]
+        start, end = word.at, min(word.at + 8, len(before))
+        assert word.before.to_bytes(8, "little")[: end - start] == bytes(before[start:end].tolist())
+
+
+@pytest.mark.parametrize(
+    "write",
+    [lambda w: w.mul_(2), lambda w: w.copy_(w + 1), lambda w: setattr(w, "data", w.data * 2)],
+    ids=["in place", "copied over", "replaced"],
+)
+def test_what_torch_counts_as_a_write_breaks_no_seal(write) -> None:
+    weight = nn.Parameter(torch.randn(64, 64))
+    tensors = {Name("weight"): weight}
+    seal = Seal(tensors)
+    with torch.no_grad():
+        write(weight)
+    assert not seal.broken(read(tensors))
+
+
+@pytest.mark.parametrize("rows", [slice(None), 3], ids=["all", "a row"])
+def test_a_write_that_torch_does_not_count_is_more_than_a_few_words(rows) -> None:
+    weight = nn.Parameter(torch.randn(100, 1000))
+    seal = Seal({Name("weight"): weight})
+    weight.data[rows] *= 2
+    (broken,) = seal.broken(read({Name("weight"): weight}))
+    assert not broken.few
+    assert "element" not in broken.evidence()
+
+
+def test_adams_moments_have_bounds() -> None:
+    group = {"betas": (0.9, 0.999)}
+    first, second = torch.zeros(1000), torch.zeros(1000)
+    for step in range(300):
+        gradient = torch.randn(1000) * 10.0 ** (step % 7 - 3)
+        first = 0.9 * first + 0.1 * gradient
+        second = 0.999 * second + 0.001 * gradient.square()
+        assert out_of_bounds(first, second, group) is None
+    first[7] *= -1e5
+    assert out_of_bounds(first, second, group)[0] == "exp_avg"
+    second[9] *= -1
+    assert out_of_bounds(first, second, group)[0] == "exp_avg_sq"
+
+
+# -- one process --------------------------------------------------------------------------------------------------------------
+
+
+def train(disturb=None, *, steps: int = 20, guarded: bool = True, kind=torch.optim.AdamW, **settings):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
+    optimizer = kind(model.parameters(), lr=1e-3)
+    guard = Guard(model, optimizer, deep_every=1, quiet=True, **settings) if guarded else None
+    if guard:
+        guard.start()
+    for step in range(steps):
+        optimizer.zero_grad()
+        if disturb is not None:
+            disturb(step, model, optimizer)
+        model(torch.randn(16, 32)).square().mean().backward()
+        optimizer.step()
+    if guard:
+        guard.close()
+    return model, optimizer, guard
+
+
+@pytest.mark.parametrize("key", ["", "exp_avg", "exp_avg_sq"])
+def test_one_process_convicts_a_flipped_bit_once_nothing_like_it_has_come_again(key) -> None:
+    def strike(step, model, optimizer):
+        weight = model[0].weight
+        if step == 5:
+            flip(optimizer.state[weight][key] if key else weight, 1003, 3)
+
+    _, _, guard = train(strike)
+    (verdict,) = guard.verdicts
+    assert (str(verdict.cause), verdict.ranks, verdict.step) == ("corrupt_state", (0,), 5 + QUIET)
+    assert verdict.evidence["seen_before_step"] == 5
+    assert "one bit of element [7, 26]" in verdict.message
+    assert str(verdict.site) == ("0/weight#0:optim." + key if key else "0/weight#0:param.value")
+
+
+def clamp(step, model, optimizer):
+    model[0].weight.data.clamp_(-0.17, 0.17)
+
+
+def set_one(step, model, optimizer):
+    model[0].weight.data[3, 5] = 0
+
+
+def swap(step, model, optimizer):
+    if step % 3 == 2:
+        for parameter in model.parameters():
+            parameter.data.add_(1e-3)
+
+
+def load(step, model, optimizer):
+    if step % 5 == 4:
+        model.load_state_dict({name: value + 0.01 for name, value in model.state_dict().items()})
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+def often(step, model, optimizer):
+    if step in (5, 7):  # as scripts do what they do: again
+        flip(model[0].weight, 1003, 3)
+
+
+@pytest.mark.parametrize("disturb", [None, clamp, set_one, swap, load, often])
+def test_what_a_script_does_between_steps_convicts_nobody(disturb) -> None:
+    _, _, guard = train(disturb)
+    assert not guard.verdicts
+    assert not guard.reporter.failures
+
+
+def test_a_script_that_writes_without_a_trace_is_told_what_that_hides() -> None:
+    _, _, guard = train(clamp)
+    table = guard.coverage()
+    told = [line for line in table["not_covered"] if line.startswith("seal:")]
+    assert told == [
+        "seal: the script writes 0.weight between steps, past torch's count of writes: corruption there cannot be told from it"
+    ]
+    assert table["state"]["seal"]["tensors"] == 15
+
+
+def test_a_guarded_training_has_the_unguarded_ones_bits() -> None:
+    for kind in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad):
+        (one, first, guard), (other, second, _) = train(kind=kind), train(kind=kind, guarded=False)
+        assert guard.coverage()["state"]["optimizer"]["equal"] > 0
+        for a, b in zip(one.parameters(), other.parameters(), strict=True):
+            assert torch.equal(a, b)
+            for key, value in second.state[b].items():
+                assert torch.equal(torch.as_tensor(first.state[a][key]), torch.as_tensor(value))
+
+
+def test_a_wrong_step_is_recomputed_and_convicted(monkeypatch) -> None:
+    original, calls = ADAM.adam, []
+
+    def once(params, *args, **kwargs):
+        original(params, *args, **kwargs)
+        calls.append(1)
+        if len(calls) == 15:  # each step's own call is followed by a recomputation
+            flip(params[0], 1003, 6)
+
+    monkeypatch.setattr(ADAM, "adam", once)
+    _, _, guard = train(seal={"enabled": False})
+    (verdict,) = guard.verdicts
+    assert (str(verdict.cause), verdict.step) == ("corrupt_state", 8)
+    assert "the step of AdamW left" in verdict.message
+    assert verdict.evidence["element"] == [7, 26]
+
+
+def test_an_optimizer_that_cannot_be_recomputed_is_left_out_by_name() -> None:
+    class Clamped(torch.optim.AdamW):
+        def step(self, closure=None):
+            super().step(closure)
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.data.clamp_(-0.2, 0.2)
+
+    _, _, guard = train(kind=Clamped)
+    assert any("Clamped is none of torch's element-wise optimizers" in line for line in guard.coverage()["not_covered"])
+    assert not guard.verdicts
+
+
+# -- ranks --------------------------------------------------------------------------------------------------------------------
+
+
+def _text(run) -> str:
+    return "".join(log.read_text() for log in run.logs)
+
+
+def on_ranks(ranks: int, cases: tuple[str, ...], logs: Path) -> dict[str, list[dict]]:
+    run = forked(ranks, [str(JOB), ",".join(cases)], logs)
+    assert run.code == 0, _text(run)[-3000:]
+    lines = [json.loads(line) for line in _text(run).splitlines() if line.startswith('{"case"')]
+    return {line["case"]: line["ranks"] for line in lines}
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def told(request, tmp_path_factory) -> dict[str, list[dict]]:
+    return on_ranks(request.param, (*STRUCK, *INNOCENT), tmp_path_factory.mktemp("state"))
+
+
+@pytest.mark.parametrize("case", STRUCK)
+def test_the_rank_that_was_struck_is_named_also_one_of_two(told, case) -> None:
+    step, cause, ranks, site, _ = told[case][0]["verdicts"][0]
+    assert (step, cause, ranks) == (8 if case == "step" else 7, "corrupt_state", [1])
+    assert site == (f"0/weight#0:optim.{case}" if case.startswith("exp") else "0/weight#0:param.value")
+    assert all(rank["verdicts"] == told[case][0]["verdicts"] for rank in told[case])
+    assert not any(rank["failures"] for rank in told[case])
+
+
+@pytest.mark.parametrize("case", INNOCENT)
+def test_differences_that_are_the_scripts_convict_nobody(told, case) -> None:
+    for rank in told[case]:
+        assert not rank["verdicts"]
+        assert not [text for text in rank["findings"] if text.startswith(EXACT)]
+        assert not rank["failures"]
+
+
+def test_state_that_is_each_ranks_own_is_left_to_it_and_told(told) -> None:
+    assert any("error of 0.weight" in line for line in told["own state"][0]["not_covered"])
+
+
+def test_shards_that_hsdp_replicates_are_compared(tmp_path: Path) -> None:
+    told = on_ranks(4, ("hsdp", "hsdp weight", "hsdp exp_avg"), tmp_path)
+    clean = told["hsdp"][0]
+    assert not clean["verdicts"]
+    assert clean["state"]["replicas"]["steps"] == 12
+    for case in ("hsdp weight", "hsdp exp_avg"):
+        step, cause, ranks, _, message = told[case][0]["verdicts"][0]
+        assert (step, cause, ranks) == (7, "corrupt_state", [1]), message
