@@ -186,7 +186,7 @@ def test_few_modules_are_looked_at_in_a_large_model() -> None:
     net = nn.Module()
     net.layers = nn.ModuleList(Block(4) for _ in range(100))
     chosen = modules_to_look_at(net)
-    assert len(chosen) == 32
+    assert len(chosen) == 8
     assert sum(one.path.count(".") == 1 for one in chosen) >= 4  # blocks among them
     assert chosen[-1].path.startswith("layers.99")
 

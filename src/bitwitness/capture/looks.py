@@ -9,7 +9,9 @@ a compiler or a pickle meets none. Nothing waits for a device; the numbers reach
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,6 +21,8 @@ from torch import Tensor, nn
 
 from bitwitness.capture.light import Looks, Vector
 from bitwitness.capture.lookedat import modules_to_look_at
+from bitwitness.stats import reader
+from bitwitness.stats.rowreader import RowReader
 from bitwitness.stats.rows import RowFigures, figures_of, sample
 from bitwitness.tap.hooks import ModuleHook
 from bitwitness.tap.ownwork import in_own_work, in_replay, own_work
@@ -36,6 +40,8 @@ class ModuleLooks:
     ----------
     root
         The user's own module.
+    now
+        The clock by which looks are timed, in seconds.
 
     Attributes
     ----------
@@ -43,19 +49,25 @@ class ModuleLooks:
         The M modules that are looked at.
     unread
         Those whose results cannot be read, by path, each with the reason.
+    seconds
+        What the looks took inside the training's own forwards and backwards so far.
 
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, now: Callable[[], float] = time.perf_counter) -> None:
         chosen = modules_to_look_at(root)
         self.paths = tuple(one.path for one in chosen)
         self.unread: dict[str, str] = {}
-        self._chosen = chosen
+        self.seconds = 0.0
+        self._chosen, self._now = chosen, now
         self._hooks = [ModuleHook(partial(self._came_out, index)) for index in range(len(chosen))]
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._thread = 0
         self._turn = 0
         self._open: list[tuple[Key, RowFigures]] = []
+        compiled = reader.built()
+        self._rows = None if compiled is None else RowReader(compiled)
+        self._read: list[Key] = []
         self._kept: deque[tuple[list[Key], Tensor]] = deque(maxlen=_KEPT)
         self._closed = False
 
@@ -71,6 +83,9 @@ class ModuleLooks:
         """Let go of what was seen and not read."""
         self._open.clear()
         self._kept.clear()
+        self._read = []
+        if self._rows is not None:
+            self._rows.forget()
 
     # -- moments -------------------------------------------------------------------------------------------------
 
@@ -115,13 +130,23 @@ class ModuleLooks:
     def _look(self, index: int, direction: int, tensor: Tensor) -> None:
         if self._chosen[index].path in self.unread:
             return
+        began = self._now()
         try:
-            with own_work(), torch.no_grad():
-                rows = sample(tensor.detach(), self._chosen[index].most, self._turn)
-                if rows.numel():
-                    self._open.append(((index, direction, rows.numel()), RowFigures.of(rows)))
+            most = self._chosen[index].most
+            size = 0 if self._rows is None or len(self._read) >= _KEPT else self._rows.read(tensor, most, self._turn)
+            if size:
+                self._read.append((index, direction, size))
+            else:
+                self._look_by_operators((index, direction), tensor, most)
         except Exception as error:
             self._cannot_read(index, f"{type(error).__name__}: {error}")
+        self.seconds += self._now() - began
+
+    def _look_by_operators(self, which: tuple[int, int], tensor: Tensor, most: int) -> None:
+        with own_work(), torch.no_grad():
+            rows = sample(tensor.detach(), most, self._turn)
+            if rows.numel():
+                self._open.append(((*which, rows.numel()), RowFigures.of(rows)))
 
     def _cannot_read(self, index: int, reason: str) -> None:
         self.unread[self._chosen[index].path] = reason
@@ -134,6 +159,9 @@ class ModuleLooks:
         self._turn += 1
         keys = [key for group, _ in self._kept for key in group]
         tables = [table.to(device) for _, table in self._kept]
+        if self._rows is not None and self._read:
+            keys += self._read
+            tables.append(torch.from_numpy(self._rows.take()).float().to(device))
         self.forget()
         return keys, torch.cat(tables) if tables else torch.zeros(0, 4, device=device)
 

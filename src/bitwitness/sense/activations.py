@@ -11,8 +11,8 @@ import numpy as np
 
 from bitwitness.capture.light import LightStep, Looks, Vector
 from bitwitness.finding import Finding, Severity
-from bitwitness.site import Site
 from bitwitness.sense.selftest import NAMES, seen, self_test
+from bitwitness.site import Site
 from bitwitness.stats.history import History
 
 FEATURES = ("largest magnitude", "root mean square", "largest magnitude over the mean", "largest row", "share of zeros")

@@ -11,8 +11,8 @@ import numpy as np
 
 from bitwitness.capture.light import LightStep, Vector
 from bitwitness.finding import Finding, Severity
-from bitwitness.site import Site
 from bitwitness.sense.selftest import NAMES, seen, self_test
+from bitwitness.site import Site
 from bitwitness.stats.history import History
 
 FEATURES = ("L2 norm", "largest value")

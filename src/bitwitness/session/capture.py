@@ -87,7 +87,7 @@ class StepCapture(Instrument):
         """Read the parameters that ask for gradients now, as far as is wanted."""
         parameters = list(self.root.parameters.values())
         if self.wants.looks and self.looks is None:
-            self.looks = ModuleLooks(self.root.root)
+            self.looks = ModuleLooks(self.root.root, self.root.now)
         self._owners = Owners(parameters, self._optimizers)
         self._step = StepGradients(self.root, self.ranks.rank, looks=self.looks, norms_only=not self.wants.hashed)
 
@@ -274,7 +274,8 @@ class StepCapture(Instrument):
     @property
     def own_seconds(self) -> float:
         """Seconds that bitwitness attributes to itself so far, by `tap.timer.stopwatch`."""
-        return self._timed.seconds + self.root.own_seconds
+        looks = 0.0 if self.looks is None else self.looks.seconds
+        return self._timed.seconds + self.root.own_seconds + looks
 
     def _complete_step(self, record: StepRecord, scaler: GradScaler | None) -> CompleteStep:
         features = self._step.take()
