@@ -28,17 +28,18 @@ class LookedAt:
 def modules_to_look_at(root: nn.Module) -> list[LookedAt]:
     """Return the modules to look at, at most 8, in the model's order.
 
-    Members of a `torch.nn.ModuleList` (a model's blocks) and norms come first: what they return or were given is the stream
-    that all later layers read. Then whatever else has parameters of its own. Where there are too many of a kind, it is
-    thinned evenly. Scripted and compiled modules are left out, and what lies inside them.
+    Members of a `torch.nn.ModuleList` (a model's blocks) come first: what they return is the stream that all later layers read.
+    Then norms and whatever else has parameters of its own. Where there are too many of a kind, it is thinned evenly.
+    Scripted and compiled modules are left out, and what lies inside them.
     """
     stream, other = [], []
     for path, module in _visible(root, ""):
         if isinstance(module, torch.jit.ScriptModule):
             continue
-        block = _is_block(root, path, module)
-        if block or is_norm(module):
+        if _is_block(root, path, module):
             stream.append(LookedAt(path, module, _STREAM))
+        elif is_norm(module):
+            other.append(LookedAt(path, module, _STREAM))
         elif any(p is not None for p in module._parameters.values()):
             other.append(LookedAt(path, module, _OTHER))
     first = _thinned(

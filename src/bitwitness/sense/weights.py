@@ -20,15 +20,17 @@ FEATURES = ("L2 norm", "largest value")
 # as that one's gradient does.
 _FLOOR = (1e-3, 2e-3)
 _NAMED = 3  # suspicions of one step: the strongest say where to look, more say the same
+_FEW = 2  # parameters that move together through no fault: one strikes a single parameter
+_USUAL = 2.0  # deviations that this many are often off by, of some dozens
 _WARMUP = 20  # steps before it speaks: at first biases grow from nothing
 
 
 class WeightsSensor:
     """Suspects a parameter that moved from one step to the next by more than ``z`` deviations beyond its usual.
 
-    What moves all parameters (a jump of the learning rate, a checkpoint that is loaded) is taken off: scores are divided by
-    their median. Sees a corrupted weight at the next step's beginning. Does not see what leaves norm and largest value as they
-    are (a permutation, a sign of one among many), nor anything in sharded parameters.
+    What moves several parameters (a jump of the learning rate, a checkpoint that is loaded) is taken off: scores are divided by
+    the second largest of them. Sees a corrupted weight at the next step's beginning. Does not see what leaves norm and largest
+    value as they are (a permutation, a sign of one among many), nor anything in sharded parameters.
     """
 
     name = "weights"
@@ -43,8 +45,8 @@ class WeightsSensor:
         if moves is None or self.history.steps < _WARMUP:
             return []
         scores = self.history.scores(moves)
-        together = float(np.median(np.abs(scores[scores != 0]))) if scores.any() else 0.0
-        table = (scores / max(1.0, together)).reshape(2, -1)
+        table = scores.reshape(2, -1)
+        table = table / max(1.0, _together(np.abs(table).max(axis=0)))
         strongest = np.abs(table).max(axis=0)
         limit = self.history.threshold
         return [
@@ -90,6 +92,15 @@ class WeightsSensor:
         }
         site = Site.of_parameter(light.names[index], "param").at(rank=light.rank, step=light.step)
         return Finding(self.name, site, Severity.WARNING, message, evidence, light.step, light.rank)
+
+
+def _together(strongest: Vector) -> float:
+    """Return how far parameters moved together, in deviations, from the larger score of each, [P].
+
+    A learning rate that jumps moves those most that usually move least, so the median says too little. A fault is in one
+    parameter, and leaves the second largest where it is.
+    """
+    return float(np.sort(strongest)[-_FEW]) / _USUAL if len(strongest) >= _FEW else 0.0
 
 
 @self_test("weights", "how weights move from step to step")

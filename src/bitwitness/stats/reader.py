@@ -145,7 +145,7 @@ class Reader:
         return list(map(Figures._make, found.tolist()))
 
     def read_at(self, count: int, kinds: int, places: int, counts: int, found: int) -> None:
-        """Read ``count`` pieces of memory, and count what is not zero; the others are addresses of arrays as the library has them.
+        """Read ``count`` pieces of memory, and count what is not zero; the rest are addresses of arrays that the library takes.
 
         For who reads so often that arrays are kept: `stats/rowreader.py`.
         """
