@@ -16,11 +16,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from bitwitness.capture.looks import ModuleLooks
 from bitwitness.capture.norms import NormTap
 from bitwitness.finding import Severity
 from bitwitness.inject.patterns import corrupt
 from bitwitness.sense.checksum import ChecksumSensor
-from bitwitness.stats import features_of
+from bitwitness.stats import features_of, marks_of
 from bitwitness.tap.collector import GradientCollector
 from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.operators import OperatorTap
@@ -33,14 +34,22 @@ BAND = 0.1  # from here to HARMFUL: reported apart
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "flash_attention")
 
 
+_ARRAYS = ("l2", "absmax", "loss", "v1", "looks", "weights")
+
+
 @dataclass
 class Seen:
-    """What the sensors are given of one rank in one step: sizes [P] of its local gradients, V1's taps, the loss."""
+    """What the sensors are given of one rank in one step.
+
+    Sizes [P] of its local gradients, V1's taps, the loss, figures of modules' results [2, 4, M], marks of the weights [2, P].
+    """
 
     l2: np.ndarray[Any, Any]
     absmax: np.ndarray[Any, Any]
     loss: float
     v1: np.ndarray[Any, Any]
+    looks: np.ndarray[Any, Any]
+    weights: np.ndarray[Any, Any]
 
 
 @dataclass
@@ -51,6 +60,7 @@ class Part:
     ranks: int
     names: list[str]
     v1_sites: list[str]
+    modules: list[str]
     clean: list[list[Seen]] = field(default_factory=list)  # by step, by rank
     trials: list[dict[str, Any]] = field(default_factory=list)
     struck: list[Seen] = field(default_factory=list)  # beside trials
@@ -72,6 +82,12 @@ class Bench:
         self.step = 0
         self.collector = GradientCollector()
         self.norms = NormTap(self.model, self.collector)
+        self.looks = ModuleLooks(self.model)
+        self.marks = self.weigh()
+
+    def weigh(self) -> torch.Tensor:
+        """Return the marks of the weights, as the guard reads them when a step begins."""
+        return marks_of([p.detach() for p in self.parameters.values()], torch.device("cpu"))
 
     def loss(self, rank: int, batch: Batch) -> torch.Tensor:
         """Run a rank's forward, its random state its own."""
@@ -83,9 +99,13 @@ class Bench:
     def gradient(self, rank: int, batch: Batch) -> tuple[list[torch.Tensor], float]:
         """Return a rank's local gradient and loss; buffers are left as they were."""
         self.collector.drain()
+        self.looks.take(torch.device("cpu"))
+        self.marks = self.weigh()
         before = [buffer.clone() for buffer in self.model.buffers()]
         self.model.zero_grad()
+        self.looks.forward_begins()
         loss = self.loss(rank, batch)
+        self.looks.forward_ended()
         loss.backward()
         with torch.no_grad():
             for buffer, value in zip(self.model.buffers(), before, strict=True):
@@ -98,7 +118,11 @@ class Bench:
         """Describe a local gradient as the guard does."""
         sites, values = self.collector.drain()
         features = features_of(grads, hashed=False)
-        described = Seen(features.l2.numpy(), features.absmax.numpy(), loss, values.float().numpy())
+        keys, table = self.looks.take(torch.device("cpu"))
+        looks = self.looks.looks(keys, table.double().numpy(), 1.0).figures
+        described = Seen(
+            features.l2.numpy(), features.absmax.numpy(), loss, values.float().numpy(), looks, self.marks.numpy()
+        )
         return described, [str(site) for site in sites]
 
 
@@ -119,7 +143,7 @@ def collect(
         bench.model, lambda: bench.loss(0, subject.batches(1, torch.Generator().manual_seed(0), bench.text)[0])
     )
     due = sorted(rng.randrange(first, steps) for _ in range(trials))
-    part = Part(subject.name, ranks, list(bench.parameters), [])
+    part = Part(subject.name, ranks, list(bench.parameters), [], list(bench.looks.paths))
     with bench.norms:
         for step in range(steps):
             bench.step = step
@@ -164,6 +188,7 @@ def _try(
     seen, _ = bench.seen(grads, loss)
     if not len(seen.v1):  # the model did not run: only the gradient in memory was struck
         seen.v1 = part.clean[-1][rank].v1
+        seen.looks, seen.weights = part.clean[-1][rank].looks, part.clean[-1][rank].weights
     if not np.isfinite(loss):
         seen.loss = loss
     good = torch.cat([g.flatten() for g in clean[rank]]).double()
@@ -259,9 +284,12 @@ def save(part: Part, path: Any) -> None:
         l2=np.stack([s.l2 for s in flat]),
         absmax=np.stack([s.absmax for s in flat]),
         v1=np.stack([s.v1 for s in flat]),
+        looks=np.stack([s.looks for s in flat]),
+        weights=np.stack([s.weights for s in flat]),
         loss=np.array([s.loss for s in flat]),
         about=json.dumps(
             {"subject": part.subject, "ranks": part.ranks, "names": part.names, "v1_sites": part.v1_sites,
+             "modules": part.modules,
              "steps": len(part.clean), "trials": part.trials}
         ),
     )  # fmt: skip
@@ -273,11 +301,18 @@ def load(path: Any) -> Part:
     with np.load(path) as data:
         about = json.loads(str(data["about"]))
         flat = [
-            Seen(l2, absmax, float(loss), v1)
-            for l2, absmax, loss, v1 in zip(data["l2"], data["absmax"], data["loss"], data["v1"], strict=True)
+            Seen(l2, absmax, float(loss), v1, looks, weights)
+            for l2, absmax, loss, v1, looks, weights in zip(*(data[name] for name in _ARRAYS), strict=True)
         ]
     ranks, steps = about["ranks"], about["steps"]
     clean = [flat[step * ranks : (step + 1) * ranks] for step in range(steps)]
     return Part(
-        about["subject"], ranks, about["names"], about["v1_sites"], clean, about["trials"], flat[steps * ranks :]
+        about["subject"],
+        ranks,
+        about["names"],
+        about["v1_sites"],
+        about["modules"],
+        clean,
+        about["trials"],
+        flat[steps * ranks :],
     )

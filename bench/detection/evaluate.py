@@ -14,15 +14,18 @@ from typing import Any
 import numpy as np
 
 from bitwitness import Site
-from bitwitness.capture.light import LightStep
+from bitwitness.capture.light import LightStep, Looks
 from bitwitness.config import FeatureConfig, load_config
+from bitwitness.guard.sensors import STATISTICAL
+from bitwitness.sense.activations import ActivationsSensor
 from bitwitness.sense.feature import FeatureSensor
 from bitwitness.sense.nonfinite import NonfiniteSensor
 from bitwitness.sense.peers import PeersSensor
 from bitwitness.sense.trend import TrendSensor
+from bitwitness.sense.weights import WeightsSensor
 from detection.collect import Part, Seen
 
-LIGHT = ("trend", "nonfinite")
+LIGHT = ("trend", "nonfinite", "activations", "weights")
 REFERENCES = {
     "V1": FeatureConfig(schemes=("v1",)),
     "V2": FeatureConfig(schemes=("v2",)),
@@ -43,6 +46,9 @@ class Panel:
         self.sites = [Site.parse(site) for site in part.v1_sites]
         self.trend = TrendSensor(count, warmup=defaults.trend.warmup, z=defaults.trend.z)
         self.peers = PeersSensor(count, z=defaults.peers.z)
+        self.modules = tuple(part.modules)
+        self.activations = ActivationsSensor(len(part.modules), z=defaults.activations.z)
+        self.weights = WeightsSensor(count, z=defaults.weights.z)
         self.references = {
             name: FeatureSensor(config, part.names, communicates=part.ranks > 1) for name, config in REFERENCES.items()
         }
@@ -50,13 +56,18 @@ class Panel:
     def light(self, step: int, rank: int, seen: Seen) -> LightStep:
         """Return what the guard would hand to its sensors."""
         l2 = np.where(np.isinf(seen.l2) & np.isfinite(seen.absmax), seen.absmax, seen.l2).astype(np.float64)
-        return LightStep(step, rank, self.names, l2, seen.absmax.astype(np.float64), (seen.loss,))
+        looks = Looks(self.modules, seen.looks.astype(np.float64))
+        weights = seen.weights.astype(np.float64)
+        sizes = seen.absmax.astype(np.float64)
+        return LightStep(step, rank, self.names, l2, sizes, (seen.loss,), looks=looks, weights=weights)
 
     def ask(self, light: LightStep, total: Any, v1: Any) -> dict[str, bool]:
         """Ask every sensor about one step; none of them learns."""
         told = {
             "trend": bool(self.trend.look(light)),
             "nonfinite": bool(NonfiniteSensor().look(light)),
+            "activations": bool(self.activations.look(light)),
+            "weights": bool(self.weights.look(light)),
             "peers": bool(self.peers.look(light, total)),
         }
         for name, sensor in self.references.items():
@@ -66,7 +77,8 @@ class Panel:
 
     def learn(self, light: LightStep, total: Any, v1: Any, *, false_alarm: bool) -> None:
         """Let every sensor learn a clean step."""
-        self.trend.learn(light, false_alarm=false_alarm)
+        for sensor in (self.trend, self.activations, self.weights):
+            sensor.learn(light, false_alarm=false_alarm)
         self.peers.look(light, total)
         self.peers.learn(false_alarm=false_alarm)
         for sensor in self.references.values():
@@ -104,7 +116,7 @@ def evaluate(
             alarms["steps"] += 1
             for name, said in told.items():
                 alarms[name] += said
-            alarm |= told["trend"] or told["peers"]
+            alarm |= any(told[name] for name in STATISTICAL)
         for panel, light, seen in zip(panels, lights, row, strict=True):
             panel.learn(light, total, seen.v1, false_alarm=alarm)
     notice(part.subject)

@@ -105,6 +105,7 @@ class ForwardTap:
     def use(self, wants: Wants) -> None:
         """Keep what is wanted from the next forward on; what was begun without it cannot be run again."""
         self._alone = self._no_other_rank and wants.hashed
+        self._weighed = wants.looks
         self.capturer.use(wants.capture_limit, hashed=wants.hashed)
         self.window.use(taped=wants.taped, dropped=self._dropped if wants.unused else None)
 
@@ -209,8 +210,9 @@ class ForwardTap:
         parameters = list(self.parameters.values())
         record.versions = [p._version for p in parameters]
         record.training = [module.training for module in self.root.modules()]
-        if self._alone and not self.sharding.spread:
-            record.parameters = marks_of([p.detach() for p in parameters], self.device)
+        if (self._alone or self._weighed) and not self.sharding.spread:
+            record.weights = marks_of([p.detach() for p in parameters], self.device)
+            record.parameters = record.weights if self._alone else None
 
     # -- what `RootTap` adds -------------------------------------------------------------------------------------
 

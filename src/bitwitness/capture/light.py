@@ -14,6 +14,18 @@ Vector = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
+class Looks:
+    """What M modules computed in one step, as far as it was read.
+
+    ``figures``: float64 [2, 4, M], of results and of the gradients that came back to them (divided by the loss scale): largest
+    magnitude, root mean square, largest norm of a row, share of exact zeros. NaN where a module did not run.
+    """
+
+    modules: tuple[str, ...]
+    figures: Vector
+
+
+@dataclass(frozen=True, slots=True)
 class LightStep:
     """One rank's local gradients of one step, before reduction, clipping and unscaling.
 
@@ -21,7 +33,8 @@ class LightStep:
     arguments of the step's ``backward()`` calls that are scalars, divided by the loss scale. ``scaled`` tells that a
     gradient scaler is at work, under which an overflow is ordinary and the step is skipped by it; ``scale`` is its loss scale.
     ``buffers`` and ``reduced``: names of buffers, and of gradients after the reduction across ranks, that are not finite
-    (while the local ones are).
+    (while the local ones are). ``looks``: at modules' results, where these are looked at. ``weights``: the parameters' L2 and
+    largest value as the step began, float64 [2, P], where they were read.
     """
 
     step: int
@@ -34,6 +47,8 @@ class LightStep:
     scale: float = 1.0
     buffers: tuple[str, ...] = ()
     reduced: tuple[str, ...] = ()
+    looks: Looks | None = None
+    weights: Vector | None = None
 
     @property
     def finite_here(self) -> bool:

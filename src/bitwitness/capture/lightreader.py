@@ -9,6 +9,7 @@ import torch
 
 from bitwitness.capture.gradients import LocalGradients
 from bitwitness.capture.light import LightStep
+from bitwitness.capture.looks import ModuleLooks
 from bitwitness.capture.root import RootTap
 from bitwitness.stats import Features, total_of
 from bitwitness.stats.local import local_values
@@ -26,10 +27,13 @@ class LightReader:
         The root's taps.
     rank
         Whose steps these are.
+    looks
+        What looks at the root's modules, if anything does.
 
     """
 
-    def __init__(self, root: RootTap, gradients: LocalGradients, rank: int) -> None:
+    def __init__(self, root: RootTap, gradients: LocalGradients, rank: int, looks: ModuleLooks | None = None) -> None:
+        self._looks = looks
         self._root = root
         self._local = gradients
         self._rank = rank
@@ -44,7 +48,11 @@ class LightReader:
             buffers = self._told_now()
             sizes = torch.cat([features.l2, features.absmax, *self._totals(buffers)])
             ends = [local_values(loss.detach()).reshape(1).to(sizes.device, _wide(loss)) for loss in losses]
-            numbers = torch.cat([sizes, *ends]).cpu().double().numpy()
+            keys, table = ([], sizes.new_zeros(0)) if self._looks is None else self._looks.take(sizes.device)
+            weights = self._weights(sizes)
+            numbers = torch.cat([sizes, *ends, table.reshape(-1), weights.reshape(-1)]).cpu().double().numpy()
+        own = 2 * count + 3 + len(ends)
+        numbers, looked, weighed = np.split(numbers, [own, own + table.numel()])
         l2, absmax = numbers[:count] / scale, numbers[count : 2 * count] / scale
         # A float32 norm overflows where the values do not: the largest value is then the norm's better estimate.
         l2 = np.where(np.isinf(l2) & np.isfinite(absmax), absmax, l2)
@@ -62,7 +70,15 @@ class LightReader:
             scale=scale,
             reduced=() if np.isfinite(reduced) else self._bad(self._gradients()),
             buffers=() if np.isfinite(watched) else self._newly_bad(buffers),
+            looks=None if self._looks is None else self._looks.looks(keys, looked.reshape(-1, 4), scale),
+            weights=weighed.reshape(2, count) if len(weighed) else None,
         )
+
+    def _weights(self, sizes: torch.Tensor) -> torch.Tensor:
+        """Return the marks of the parameters as the step began, [2 P], if these very parameters were read then."""
+        marks = None if self._looks is None else self._root.record.weights
+        same = marks is not None and marks.shape[1] == len(self._names)
+        return marks.to(sizes.device).reshape(-1) if marks is not None and same else sizes.new_zeros(0)
 
     def _told_now(self) -> dict[str, torch.Tensor]:
         """Return the buffers of which it would be told now: one that stays bad is told of at the step that it went bad at."""

@@ -142,6 +142,8 @@ class StepRecord:
     graphs: dict[int, LossGraph] = field(default_factory=dict)
     sketches: dict[int, GraphSketch] = field(default_factory=dict)
     parameters: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+    """The same marks, where sensors want them; with other ranks to ask they are no evidence of a change."""
     nbytes: int = 0
     partners: set[int] = field(default_factory=set)
     """Ranks of the job with which this one exchanged something inside the forwards."""

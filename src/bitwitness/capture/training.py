@@ -17,13 +17,14 @@ class Wants:
     ``capture_limit``: bytes that one step's inputs, buffers and output gradients may take; beyond it the step cannot be run
     again. ``taped``: note what the script calls between the root's forward and the backward. ``hashed``: hash outputs and
     gradients, so that replays can be compared with them. ``unused``: look at losses and gradients, too, that the script
-    computes and does not use.
+    computes and does not use. ``looks``: look at what some modules compute, and at the weights that they do it with.
     """
 
     capture_limit: int
     taped: bool
     hashed: bool
     unused: bool
+    looks: bool = False
 
     def __or__(self, other: Wants) -> Wants:
         return Wants(
@@ -31,6 +32,7 @@ class Wants:
             taped=self.taped or other.taped,
             hashed=self.hashed or other.hashed,
             unused=self.unused or other.unused,
+            looks=self.looks or other.looks,
         )
 
 

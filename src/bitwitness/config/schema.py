@@ -63,6 +63,22 @@ class PeersConfig(Validated):
 
 
 @dataclass(frozen=True)
+class ActivationsConfig(Validated):
+    """What modules return, and its gradients, against their own history: deviations at which it speaks."""
+
+    enabled: bool = True
+    z: float = number(12.0, minimum=0, above=True)
+
+
+@dataclass(frozen=True)
+class WeightsConfig(Validated):
+    """How weights move from step to step, against how they usually do: deviations at which it speaks."""
+
+    enabled: bool = True
+    z: float = number(9.0, minimum=0, above=True)
+
+
+@dataclass(frozen=True)
 class NonfiniteConfig(Validated):
     """NaN and Inf in the loss, in gradients and buffers, followed back to the operator that made them.
 
@@ -213,6 +229,8 @@ class Config(Validated):
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     trend: TrendConfig = field(default_factory=TrendConfig)
     peers: PeersConfig = field(default_factory=PeersConfig)
+    activations: ActivationsConfig = field(default_factory=ActivationsConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
     nonfinite: NonfiniteConfig = field(default_factory=NonfiniteConfig)
     checksum: ChecksumConfig = field(default_factory=ChecksumConfig)
     replicas: ReplicasConfig = field(default_factory=ReplicasConfig)

@@ -55,7 +55,7 @@ def gaps_of(watch: GuardWatch) -> list[str]:
         )
     if (refused := watch.investigation.replayer.refused) is not None:
         gaps.append(refused)
-    gaps += [*sensors.exact.gaps(), *_compiled_gaps(watch)]
+    gaps += [*sensors.exact.gaps(), *_compiled_gaps(watch), *_unread_gaps(watch)]
     gaps += [*_state_gaps(watch), *_sharding_gaps(watch)]
     for reason, count in watch.reader.limits.most_common(5):
         gaps.append(f"{_share(count, watch)} are sensed but cannot be run again: {reason}")
@@ -91,6 +91,18 @@ def _sharding_gaps(watch: GuardWatch) -> list[str]:
         how = ", shard by shard," if sharding.mesh is not None else ""
         return [f"{sharding.problem}; gradients are watched{how} and on deep steps the operators"]
     return []
+
+
+def _unread_gaps(watch: GuardWatch) -> list[str]:
+    """Say what of the modules' results is not looked at on light steps."""
+    looks = watch.reader.looks
+    if looks is None:
+        return []
+    if watch.reader.root.regions.known:
+        return ["activations: not looked at, since hooks do not run inside compiled code"]
+    return [
+        f"activations: results of {path} cannot be read: {reason}" for path, reason in list(looks.unread.items())[:3]
+    ]
 
 
 def _refused(watch: Watch, most: int) -> list[str]:

@@ -66,12 +66,14 @@ class GuardWatch(Watch):
             taped=config.nonfinite.enabled or config.replay.enabled,
             hashed=True,
             unused=False,
+            looks=config.activations.enabled or config.weights.enabled,
         )
         super().__init__(session, ranks, reporter, config, wants=wants, deep=DeepSteps(config), optimizers=optimizers)
+        looked_at = 0 if self.reader.looks is None else len(self.reader.looks.paths)
         self.traffic = TrafficCount()
         self.self_tests: dict[str, str] = {}
         """What came of each sensor's self-test, by name; empty where none was made."""
-        self.sensors = Sensors(config, self.reader.root, ranks, reporter, clock)
+        self.sensors = Sensors(config, self.reader.root, ranks, reporter, clock, modules=looked_at)
         held = HeldState(self.reader.root.root)
         self.investigation = Investigation(config, self.reader.root, self.reader.gradients, ranks, reporter, held)
         deep = self.is_deep if self.deep.enabled else None

@@ -15,7 +15,6 @@ _VERSION = 3  # of what `learned` returns; another one is refused, since histori
 def learned(watch: GuardWatch) -> dict[str, Any]:
     """Return the histories of the light sensors, the model's own spread and the step; tensors and plain values only."""
     sensors, experiments = watch.sensors, watch.investigation.experiments
-    histories = {"trend": sensors.trend, "peers": sensors.peers}
     return {
         "version": _VERSION,
         "parameters": list(sensors.names),
@@ -25,10 +24,9 @@ def learned(watch: GuardWatch) -> dict[str, Any]:
         "histories": {
             name: {
                 key: value if isinstance(value, float) else torch.from_numpy(value)
-                for key, value in sensor.history.state().items()
+                for key, value in history.state().items()
             }
-            for name, sensor in histories.items()
-            if sensor is not None
+            for name, history in sensors.histories.items()
         },
     }
 
@@ -53,10 +51,10 @@ def relearn(watch: GuardWatch, state: dict[str, Any]) -> None:
             f"this guard state is of a model with {len(known)} parameters, this one has {len(names)}; the first that differs "
             f"is {odd[0]!r} there and {odd[1]!r} here; start without it"
         )
-    for name, sensor in (("trend", watch.sensors.trend), ("peers", watch.sensors.peers)):
+    for name, history in watch.sensors.histories.items():
         saved = state["histories"].get(name)
-        if sensor is not None and saved is not None:
-            sensor.history.load({k: v if isinstance(v, float) else v.numpy() for k, v in saved.items()})
+        if saved is not None and len(saved["mean"]) == len(history.mean):  # as many modules are looked at as then
+            history.load({k: v if isinstance(v, float) else v.numpy() for k, v in saved.items()})
     experiments = watch.investigation.experiments
     experiments.load(state["experiments"])
     watch.session.clock.go_on_with(int(state["step"]) + 1)

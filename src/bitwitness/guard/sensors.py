@@ -19,19 +19,24 @@ from bitwitness.guard.reference import ReferenceSchemes
 from bitwitness.guard.switches import Switches
 from bitwitness.nonfinite.approach import ApproachSensor
 from bitwitness.ranks import Ranks
+from bitwitness.sense.activations import ActivationsSensor
 from bitwitness.sense.checksum import ChecksumSensor
 from bitwitness.sense.nonfinite import NonfiniteSensor
 from bitwitness.sense.peers import PeersSensor
 from bitwitness.sense.trend import TrendSensor
+from bitwitness.sense.weights import WeightsSensor
 from bitwitness.session.reporter import Reporter
+from bitwitness.stats.history import History
 
 _PEERS_NEEDED = 3  # of two ranks that differ neither is the odd one
-STATISTICAL = ("trend", "peers")
+STATISTICAL = ("trend", "peers", "activations", "weights")
 """The sensors that judge by a history."""
+
+_Histories = tuple[TrendSensor | None, PeersSensor | None, WeightsSensor | None]
 
 
 class Sensors:
-    """Holds one root's sensors."""
+    """Holds one root's sensors; ``modules``: how many modules' results are looked at."""
 
     def __init__(
         self,
@@ -40,6 +45,8 @@ class Sensors:
         ranks: Ranks,
         reporter: Reporter,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        modules: int = 0,
     ) -> None:
         self.names = tuple(root.parameters)
         self.ever = set(self.names)
@@ -55,8 +62,10 @@ class Sensors:
         self.alone = False
         """Ask no other rank, for now."""
         self.nonfinite = NonfiniteSensor() if config.nonfinite.enabled else None
-        self.trend, self.peers = self._histories()
-        self._others: ByParameters[tuple[TrendSensor | None, PeersSensor | None]] = ByParameters()
+        wanted = config.activations.enabled and modules
+        self.activations = ActivationsSensor(modules, z=config.activations.z) if wanted else None
+        self.trend, self.peers, self.weights = self._histories()
+        self._others: ByParameters[_Histories] = ByParameters()
         self.exact = ExactSensors(config, ranks, self.switches)
         self.operators = OperatorSensors(
             root,
@@ -67,11 +76,12 @@ class Sensors:
         )
         self.reference = ReferenceSchemes(config, root, ranks, clock)
 
-    def _histories(self) -> tuple[TrendSensor | None, PeersSensor | None]:
+    def _histories(self) -> _Histories:
         config, count = self._config, len(self.names)
         trend = TrendSensor(count, warmup=config.trend.warmup, z=config.trend.z) if config.trend.enabled else None
         enough = self._ranks.size >= _PEERS_NEEDED
-        return trend, PeersSensor(count, z=config.peers.z) if config.peers.enabled and enough else None
+        peers = PeersSensor(count, z=config.peers.z) if config.peers.enabled and enough else None
+        return trend, peers, WeightsSensor(count, z=config.weights.z) if config.weights.enabled else None
 
     def follow(self) -> None:
         """Judge the root's parameters of now: by their own history, where just these were judged before.
@@ -81,10 +91,18 @@ class Sensors:
         self.turns += 1
         before, self.names = self.names, tuple(self._root.parameters)
         self.ever.update(self.names)
-        known = self._others.exchange(before, (self.trend, self.peers), self.names)
-        self.trend, self.peers = self._histories() if known is None else known
+        known = self._others.exchange(before, (self.trend, self.peers, self.weights), self.names)
+        self.trend, self.peers, self.weights = self._histories() if known is None else known
+        if self.weights is not None:
+            self.weights.forget_last()
         self.reference.close()
         self.reference = ReferenceSchemes(self._config, self._root, self._ranks, self._clock)
+
+    @property
+    def histories(self) -> dict[str, History]:
+        """What was learned of ordinary steps, by sensor."""
+        every = {"trend": self.trend, "peers": self.peers, "activations": self.activations, "weights": self.weights}
+        return {name: sensor.history for name, sensor in every.items() if sensor is not None}
 
     def close(self) -> None:
         """Remove the sensors' hooks and patches."""
@@ -104,6 +122,8 @@ class Sensors:
             "nonfinite": self.nonfinite,
             "trend": self.trend,
             "peers": self.peers,
+            "activations": self.activations,
+            "weights": self.weights,
             "feature": self._config.feature.schemes or None,
             "checksum": operators.checksum,
             "approach": operators.approach,
@@ -126,6 +146,8 @@ class Sensors:
         if self.trend is not None:
             self.unjudged += not self.trend.ripe
             findings += self.switches.ask("trend", partial(self.trend.look, light))
+        for sensor in self._steady:
+            findings += self.switches.ask(sensor.name, partial(sensor.look, light))
         if self.peers is not None and not self.alone:
             findings += self._compare(self.peers, light)
         failed = self.operators.failed_checksums(light) if deep else []
@@ -142,8 +164,15 @@ class Sensors:
         """
         if self.trend is not None:
             self.switches.ask("trend", partial(_quietly, partial(self.trend.learn, light, false_alarm=false_alarm)))
+        for sensor in self._steady:
+            self.switches.ask(sensor.name, partial(_quietly, partial(sensor.learn, light, false_alarm=false_alarm)))
         if self.peers is not None:
             self.switches.ask("peers", partial(_quietly, partial(self.peers.learn, false_alarm=false_alarm)))
+
+    @property
+    def _steady(self) -> list[ActivationsSensor | WeightsSensor]:
+        """The sensors of what a step computes with, and on the way."""
+        return [sensor for sensor in (self.activations, self.weights) if sensor is not None]
 
     def _compare(self, peers: PeersSensor, light: LightStep) -> list[Finding]:
         # The exchange happens whatever this rank's own state, so that the others do not wait for it.

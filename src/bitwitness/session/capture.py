@@ -17,9 +17,10 @@ from torch.optim.optimizer import Optimizer
 
 from bitwitness.capture.edits import BY_HAND, Edits
 from bitwitness.capture.gradients import LocalGradients
+from bitwitness.capture.looks import ModuleLooks
 from bitwitness.capture.lossgraph import LossGraph
 from bitwitness.capture.root import RootTap
-from bitwitness.capture.step import StepRecord
+from bitwitness.capture.step import ForwardRecord, StepRecord
 from bitwitness.capture.training import Wants
 from bitwitness.ranks import Ranks
 from bitwitness.session.gradients import StepGradients
@@ -76,6 +77,7 @@ class StepCapture(Instrument):
             retrained=self._parameters_changed,
         )
         self._timed = Timer(self.root.now)
+        self.looks: ModuleLooks | None = None
         self._read_anew()
         self._complete = False
         self._forwards_read = 0
@@ -84,8 +86,10 @@ class StepCapture(Instrument):
     def _read_anew(self) -> None:
         """Read the parameters that ask for gradients now, as far as is wanted."""
         parameters = list(self.root.parameters.values())
+        if self.wants.looks and self.looks is None:
+            self.looks = ModuleLooks(self.root.root, self.root.now)
         self._owners = Owners(parameters, self._optimizers)
-        self._step = StepGradients(self.root, self.ranks.rank, norms_only=not self.wants.hashed)
+        self._step = StepGradients(self.root, self.ranks.rank, looks=self.looks, norms_only=not self.wants.hashed)
 
     @property
     def gradients(self) -> LocalGradients:
@@ -116,6 +120,8 @@ class StepCapture(Instrument):
     def removed(self) -> None:
         """Remove every hook."""
         self.gradients.close()
+        if self.looks is not None:
+            self.looks.close()
         self.root.close()
 
     def forked(self) -> None:
@@ -148,12 +154,22 @@ class StepCapture(Instrument):
         if forward.kind is Kind.TRAINING:
             with self._safely("capture"):
                 record = self.root.begin(forward.part, forward.args, forward.kwargs)
+                self._look(record)
         yield
+        if self.looks is not None and outermost:
+            with self._safely("looks at modules"), self._timed():
+                self.looks.forward_ended()
         if record is not None and not forward.raised:
             with self._safely("capture"):
                 self.root.end(record, forward.result)
         if outermost:
             self.root.forward_ended(recorded=record is not None)
+
+    def _look(self, record: ForwardRecord | None) -> None:
+        """Look at the results of the modules that a training forward runs; not inside compiled code."""
+        if self.looks is not None and record is not None and not self.root.regions.present():
+            with self._timed():
+                self.looks.forward_begins()
 
     @contextmanager
     def around_backward(self, call: BackwardCall) -> Iterator[None]:
@@ -177,6 +193,8 @@ class StepCapture(Instrument):
         self._step.losses += [t.detach() for t in call.roots if isinstance(t, torch.Tensor) and t.numel() == 1]
         with self._safely("local gradients"), self._timed():
             self._step.edits.backward_ended()
+            if self.looks is not None:
+                self.looks.fold()
         if self._step.early:
             self._read(None)
 
@@ -256,7 +274,8 @@ class StepCapture(Instrument):
     @property
     def own_seconds(self) -> float:
         """Seconds that bitwitness attributes to itself so far, by `tap.timer.stopwatch`."""
-        return self._timed.seconds + self.root.own_seconds
+        looks = 0.0 if self.looks is None else self.looks.seconds
+        return self._timed.seconds + self.root.own_seconds + looks
 
     def _complete_step(self, record: StepRecord, scaler: GradScaler | None) -> CompleteStep:
         features = self._step.take()

@@ -12,6 +12,7 @@ from bitwitness.capture.edits import Edits
 from bitwitness.capture.gradients import LocalGradients
 from bitwitness.capture.light import LightStep
 from bitwitness.capture.lightreader import LightReader
+from bitwitness.capture.looks import ModuleLooks
 from bitwitness.capture.root import RootTap
 from bitwitness.stats import Features
 
@@ -25,19 +26,21 @@ class StepGradients:
         Whose gradients these are; of the parameters that it watches now.
     rank
         Whose steps these are.
+    looks
+        What looks at the root's modules, if anything does.
     norms_only
         No replay is to be compared with them: their norms are enough.
 
     """
 
-    def __init__(self, root: RootTap, rank: int, *, norms_only: bool) -> None:
+    def __init__(self, root: RootTap, rank: int, *, looks: ModuleLooks | None, norms_only: bool) -> None:
         parameters = list(root.parameters.values())
         ledger = root.ledger  # renewed with the parameters, as this is
         self.local = LocalGradients(
             root.wrapper, parameters, root.device, norms_only=norms_only, left=lambda: ledger.left
         )
         self.edits = Edits(root, self.local)
-        self._reader = LightReader(root, self.local, rank)
+        self._reader = LightReader(root, self.local, rank, looks)
         self.losses: list[torch.Tensor] = []
         """What the step's backwards began at, where that is one number."""
         self.early = False

@@ -48,7 +48,7 @@ class StepReader(StepCapture):
         self.root.use(self.wants)
         if self.session.clock.begun:
             self.root.record.give_up(CUT)
-        if self.wants.hashed != before.hashed:
+        if (self.wants.hashed, self.wants.looks) != (before.hashed, before.looks):
             self._parameters_changed()
 
     def leave(self, judge: StepJudge) -> None:

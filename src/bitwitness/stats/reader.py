@@ -20,7 +20,8 @@ from bitwitness.stats.sketch import BLOCK, first_weights
 
 LIBRARY = Path(__file__).parent / "native" / "reader.so"
 _VERSION = 2
-_KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+"""The library's numbers of the types that it reads."""
 _QUICK = 1 << 16
 """Elements up to which the interpreter's lock is kept: to have it back from another thread can take milliseconds."""
 _CPU = torch.device("cpu")
@@ -72,12 +73,12 @@ class Reader:
             library.bitwitness_fold.restype = None
             library.bitwitness_hash.argtypes = [pointer, count, pointer, pointer, count]
             library.bitwitness_hash.restype = ctypes.c_int64
-        self._weights = {kind: first_weights(BLOCK, _weighing(dtype), _CPU) for dtype, kind in _KINDS.items()}
+        self._weights = {kind: first_weights(BLOCK, _weighing(dtype), _CPU) for dtype, kind in KINDS.items()}
 
     def takes(self, values: Tensor) -> bool:
         """Tell whether a plain tensor is one that is read here: contiguous, of a common type, in memory."""
         return (
-            values.dtype in _KINDS
+            values.dtype in KINDS
             and values.is_cpu
             and values.is_contiguous()
             and not values.is_neg()  # whose sign is elsewhere
@@ -91,7 +92,7 @@ class Reader:
         float32 (of float64 for a float64), 16 side by side, and of float64 over these; of what is not finite the squares' sum
         is not, and the extremes mean nothing.
         """
-        kind, count = _KINDS[values.dtype], values.numel()
+        kind, count = KINDS[values.dtype], values.numel()
         found = _Found()
         weights = self._weights[kind].data_ptr() if signed else None
         library = self._quick if count <= _QUICK else self._long
@@ -114,7 +115,7 @@ class Reader:
 
     def sketch(self, values: Tensor) -> float:
         """Return the sketch that `read` takes, bit by bit."""
-        kind, count = _KINDS[values.dtype], values.numel()
+        kind, count = KINDS[values.dtype], values.numel()
         library = self._quick if count <= _QUICK else self._long
         found: float = library.bitwitness_sketch(kind, values.data_ptr(), count, self._weights[kind].data_ptr())
         return found
@@ -126,7 +127,7 @@ class Reader:
 
         ``before``: as many, of the same lengths and types, whose squared distances are taken, and which then hold the values.
         """
-        kinds = np.array([_KINDS[values.dtype] for values in tensors], dtype=np.int32)
+        kinds = np.array([KINDS[values.dtype] for values in tensors], dtype=np.int32)
         places = np.array([values.data_ptr() for values in tensors], dtype=np.uintp)
         counts = np.array([values.numel() for values in tensors], dtype=np.int64)
         old = None if before is None else np.array([values.data_ptr() for values in before], dtype=np.uintp)
@@ -142,6 +143,13 @@ class Reader:
             found.ctypes.data,
         )
         return list(map(Figures._make, found.tolist()))
+
+    def read_at(self, count: int, kinds: int, places: int, counts: int, found: int) -> None:
+        """Read ``count`` pieces of memory, and count what is not zero; the rest are addresses of arrays that the library takes.
+
+        For who reads so often that arrays are kept: `stats/rowreader.py`.
+        """
+        self._quick.bitwitness_read_all(count, kinds, places, counts, None, 1, found)
 
 
 @cache
