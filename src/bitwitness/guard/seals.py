@@ -1,8 +1,8 @@
 """What becomes of a broken seal: the script's own doing, which comes again or is done on every rank, or a proven corruption.
 
 Where other ranks hold the same tensors, they decide at once. Where none does, a number's highest exponent bit that flips alone
-is proof, for no script writes such. Any other one flipped bit in all that was sealed is watched for: if nothing changes without
-a trace in the next steps, no script did it, for scripts do what they do again.
+is proof, for no script writes such. One flipped bit of a mantissa in all that was sealed is watched for: if nothing changes
+without a trace in the next steps, no script did it, for scripts do what they do again.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class SealJudgement:
             self._leave([one.name for one in broken])
         elif len(broken) == 1 and broken[0].by_no_script:
             return [_finding(broken[0], step, self._rank, Severity.ERROR)]
-        elif self._suspected is not None or len(broken) > 1 or not broken[0].one_bit:
+        elif self._suspected is not None or len(broken) > 1 or not broken[0].of_mantissa:
             self._count(broken, step)
         else:
             finding = _finding(broken[0], step, self._rank, Severity.WARNING)

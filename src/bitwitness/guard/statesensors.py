@@ -128,7 +128,7 @@ class StateSensors:
             return []
         name = desync.name if isinstance(desync.name, Name) else Name(desync.name)
         site = name.site.at(rank=light.rank, step=light.step)
-        message = f"{name} and {desync.count - 1} more tensors differ between the ranks"
+        message = f"{name}{desync.others}: other bits than on other ranks"
         mine = in_hex(desync.hash_of(light.rank))
         return [Finding("replicas", site, Severity.ERROR, message, {"hash": mine}, light.step, light.rank)]
 

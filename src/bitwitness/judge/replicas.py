@@ -55,6 +55,12 @@ class Desync:
     positions: tuple[int, ...] = ()
     members: tuple[int, ...] = ()
 
+    @property
+    def others(self) -> str:
+        """How many more tensors differ, in words that follow the first one's name."""
+        more = self.count - 1
+        return f" and {more} more tensor{'s' * (more > 1)}" if more else ""
+
     def hash_of(self, rank: int) -> int:
         """Return the hash that a rank has of it; 0 of one that holds something else."""
         return dict(zip(self.members, self.hashes, strict=True)).get(rank, 0)

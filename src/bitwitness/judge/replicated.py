@@ -17,6 +17,7 @@ from bitwitness.capture.step import StepRecord
 from bitwitness.judge.replicas import Desync, find_desync
 from bitwitness.ranks import Ranks
 from bitwitness.sense.held import HeldState, Name, Reading, read
+from bitwitness.tap.compat import ignored_by_ddp
 from bitwitness.tap.sharded import Sharding
 
 OTHER_STATE = "the ranks' optimizers keep state of other parameters, or of other kinds (ZeroRedundancyOptimizer?)"
@@ -126,9 +127,9 @@ class Replicas:
         here = self._broadcasts and bool(record.forwards) and record.forwards[-1].broadcast
         if self._sharding.spread or bool(self._ranks.max(torch.tensor([float(not here)]))):
             return {}
-        names = [Name(name) for name, _ in self._root.named_buffers()]
-        pairs = zip(names, record.forwards[-1].buffers, strict=False)
-        return {name: value for name, value in pairs if isinstance(value, torch.Tensor)}
+        own = ignored_by_ddp(self._root)
+        pairs = zip([name for name, _ in self._root.named_buffers()], record.forwards[-1].buffers, strict=False)
+        return {Name(name): value for name, value in pairs if isinstance(value, torch.Tensor) and name not in own}
 
     # -- shards --------------------------------------------------------------------------------------------------
 

@@ -109,8 +109,8 @@ class VerdictBuilder:
         who = desync.ranks if desync.majority else ()
         named = f"rank {', '.join(map(str, who))}" if who else "no majority tells which rank"
         message = (
-            f"replicated state differs between ranks before step {step}: {name} and "
-            f"{desync.count - 1} more tensors; {named} holds other bits than the rest"
+            f"replicated state differs between ranks before step {step}: {name}{desync.others}; "
+            f"{named} holds other bits than the rest"
         )
         evidence = {
             "hashes_by_rank": [f"{value & _WORD:016x}" for value in desync.hashes],

@@ -44,6 +44,18 @@ class Broken:
         return self.few and self.change.word is not None and self.change.word.flipped == 1
 
     @property
+    def of_mantissa(self) -> bool:
+        """Whether exactly one bit of it has changed, and it is of a number's mantissa.
+
+        What changes a sign (``neg_``, ``abs_``), or multiplies by two, flips one bit of a sign or an exponent as well.
+        """
+        if not self.one_bit or self.change.word is None or not self.tensor.is_floating_point():
+            return False
+        word = self.change.word
+        bit = (word.before ^ word.after).bit_length() - 1
+        return bit % (8 * self.tensor.itemsize) < -math.log2(torch.finfo(self.tensor.dtype).eps)
+
+    @property
     def by_no_script(self) -> bool:
         """Whether a number's highest exponent bit alone has flipped: its size changed by 2^64 at the least, and no other bit.
 

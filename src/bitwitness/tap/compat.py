@@ -284,3 +284,11 @@ def save_alone(state_dict: dict[str, Any], **how: Any) -> None:
     from torch.distributed.checkpoint import state_dict_saver
 
     state_dict_saver._save_state_dict(state_dict, no_dist=True, **how)
+
+
+def ignored_by_ddp(module: torch.nn.Module) -> frozenset[str]:
+    """Return which parameters and buffers of a module the script had DistributedDataParallel leave to each rank.
+
+    ``_set_params_and_buffers_to_ignore_for_model`` is torch's only way to say so, and the attribute is where it keeps it.
+    """
+    return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
