@@ -142,6 +142,18 @@ def test_what_was_replaced_rewritten_copied_or_not_sealed_is_no_alarm(written: P
     assert "is a copy of a checkpoint that was sealed" in training.told(Finding)[0]
 
 
+def test_a_file_that_is_shorter_now_was_written_anew_though_its_time_was_kept(written: Path) -> None:
+    path = written / "model.pt"
+    found, kept = path.stat(), torch.load(path)
+    with path.open("wb") as file:  # by a program that strips the optimizer from it
+        torch.save(kept["model"], file)
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+    with Trained() as training:
+        torch.load(path)
+    assert not [one for one in training.said if isinstance(one, Verdict)]
+    assert "model.pt is not the sealed file any more" in training.told(Note)[0]
+
+
 def test_a_file_written_again_has_a_new_seal_and_seals_follow_their_files(tmp_path: Path, originals: None) -> None:
     del originals
     with Trained() as training:

@@ -22,7 +22,7 @@ from bitwitness.sense.seal import Seal
 ADAM = sys.modules["torch.optim.adam"]
 JOB = Path(__file__).parent / "jobs" / "state.py"
 STRUCK = ("weight", "exp_avg", "exp_avg_sq", "step")
-INNOCENT = ("clamped", "averages", "own state", "zero", "own buffers", "local sgd")
+INNOCENT = ("clamped", "averages", "own state", "zero", "own buffers", "local sgd", "ignored buffer")
 EXACT = ("seal", "replicas", "optimizer")
 
 

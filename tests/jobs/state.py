@@ -44,6 +44,9 @@ class Training:
             self.inner = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
             self.model = fully_shard(self.inner, mesh=mesh)
         else:
+            if case == "ignored buffer":  # beside BatchNorm's, which are broadcast
+                self.inner.register_buffer("mine", torch.tensor([self.rank]))
+                DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.inner, ["mine"])
             self.model = DistributedDataParallel(self.inner, broadcast_buffers=case != "own buffers")
         if case == "zero":
             parameters = self.model.parameters()
