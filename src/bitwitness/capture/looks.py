@@ -25,6 +25,7 @@ from bitwitness.stats import reader
 from bitwitness.stats.rowreader import RowReader
 from bitwitness.stats.rows import RowFigures, figures_of, sample
 from bitwitness.tap.hooks import ModuleHook
+from bitwitness.tap.modes import scripts_modes_off
 from bitwitness.tap.ownwork import in_own_work, in_replay, own_work
 
 _KEPT = 4096  # forwards and backwards whose figures wait for a reading; a script may never use its gradients
@@ -108,24 +109,26 @@ class ModuleLooks:
         """Bring what one forward or backward gave together, still on its device."""
         if self._open:
             seen, self._open = self._open, []
-            with own_work(), torch.no_grad():
+            with scripts_modes_off(), own_work(), torch.no_grad():
                 self._kept.append(([key for key, _ in seen], figures_of([figures for _, figures in seen])))
 
     def _came_out(self, index: int, _module: nn.Module, _args: Any, result: Any) -> None:
         if threading.get_ident() != self._thread or in_own_work():
             return
-        tensor = _first_tensor(result)
-        if tensor is None:
-            self._cannot_read(index, f"it returned no tensor but {type(result).__name__}")
-            return
-        self._look(index, 0, tensor)
-        if tensor.requires_grad and tensor.grad_fn is not None:
-            tensor.register_hook(_Arrival(self, index))
+        with scripts_modes_off():
+            tensor = _first_tensor(result)
+            if tensor is None:
+                self._cannot_read(index, f"it returned no tensor but {type(result).__name__}")
+                return
+            self._look(index, 0, tensor)
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(_Arrival(self, index))
 
     def gradient(self, index: int, grad: Tensor) -> None:
         """Look at the gradient that arrived at a module's result."""
         if not (self._closed or in_own_work() or in_replay()):
-            self._look(index, 1, grad)
+            with scripts_modes_off():
+                self._look(index, 1, grad)
 
     def _look(self, index: int, direction: int, tensor: Tensor) -> None:
         if self._chosen[index].path in self.unread:
