@@ -1,9 +1,15 @@
 """Where this process's training goes on: after the step of the checkpoint that it loaded.
 
-Steps are counted from there, so that a run that was resumed names the steps of the training and not those of its process.
+Under `bitwitness launch` steps are counted from there, so that an attempt names the steps of the training and not those of its
+process: the launcher resumes before a step that an attempt named. Elsewhere a process may train one model after another, and a
+checkpoint that it loaded says nothing of the next one's steps.
 """
 
 from __future__ import annotations
+
+import os
+
+_LAUNCHED = "BITWITNESS_SLOTS"  # `bitwitness launch` tells each rank the devices' slots
 
 _steps: list[
     int
@@ -11,8 +17,8 @@ _steps: list[
 
 
 def resumed_at() -> int:
-    """Return how many steps the training has behind it that this process did not run; 0 where it began anew."""
-    return _steps[-1] if _steps else 0
+    """Return how many steps a launched training has behind it that this process did not run; 0 where it began anew."""
+    return _steps[-1] if _steps and os.environ.get(_LAUNCHED) else 0
 
 
 def note_resumed(step: int) -> None:
