@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from extent import chosen
 from ranks import forked
 from torch import nn
 
@@ -231,7 +232,7 @@ def on_ranks(ranks: int, cases: tuple[str, ...], logs: Path) -> dict[str, list[d
     return {line["case"]: line["ranks"] for line in lines}
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=chosen([2, 3], [2]))
 def told(request, tmp_path_factory) -> dict[str, list[dict]]:
     return on_ranks(request.param, (*STRUCK, *INNOCENT), tmp_path_factory.mktemp("state"))
 
