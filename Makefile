@@ -69,6 +69,8 @@ detect: .stamp-venv
 
 campaign: .stamp-venv
 	$(BIN)/python bench/campaign.py
+	$(BIN)/python -W ignore bench/corrupt.py
+	$(BIN)/python bench/recovery_kills.py
 	$(BIN)/python bench/clean.py
 	$(BIN)/python bench/lost.py
 	$(BIN)/python -W ignore bench/trace_campaign.py
