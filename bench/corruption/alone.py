@@ -6,28 +6,24 @@ gradients, its update and its weights some steps later would have been.
 
 from __future__ import annotations
 
-import gc
-import io
-import os
 import random
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from detection.apart import forked, relative_error, unwatched
 from detection.faults import survey
 from detection.subjects import CONTEXT, TEXT
 from torch import nn
 
 from bitwitness import Finding, Guard, Note, TrainingStopped
 from bitwitness.demo.model import batch
-from bitwitness.finding import Severity
-from bitwitness.session.forked import lent_to_children
 from bitwitness.stats.digest import bit_hashes
 from bitwitness.testing import FaultyDevice
 from corruption.cells import WATCHFUL, Cell
+from corruption.heard import listen
 from corruption.references import CHECKSUM, PRODUCTS, References, their_checksum
 from corruption.strikes import COMPUTED, STATE, as_fault, draw, strike_state
 
@@ -90,6 +86,13 @@ class Training:
         """Return all parameters as one float64 vector."""
         return torch.cat([p.detach().flatten() for p in self.model.parameters()]).double()
 
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Compute something that is none of the training's."""
+        with unwatched(self.guard, self.model, self.optimizer, self.generator):
+            yield
+            self.references.forget()
+
     def digest(self) -> list[int]:
         """Return the bits of parameters and buffers, hashed."""
         held = [t.detach() for t in (*self.model.parameters(), *self.model.buffers())]
@@ -99,25 +102,6 @@ class Training:
 def settings(mode: str) -> dict[str, Any]:
     """Return the guard's settings: everything on every step, or the defaults."""
     return {"deep_every": 1} if mode == WATCHFUL else {}
-
-
-@contextmanager
-def without_guard(training: Training) -> Iterator[None]:
-    """Compute something that is none of the training's: its random state, batches and buffers are put back."""
-    state, random_state = training.generator.get_state(), torch.get_rng_state()
-    buffers = [b.clone() for b in training.model.buffers()]
-    training.guard.pause()
-    try:
-        yield
-    finally:
-        training.optimizer.zero_grad()
-        training.references.forget()
-        with torch.no_grad():
-            for buffer, value in zip(training.model.buffers(), buffers, strict=True):
-                buffer.copy_(value)
-        training.generator.set_state(state)
-        torch.set_rng_state(random_state)
-        training.guard.resume()
 
 
 def clean(training: Training) -> dict[str, Any]:
@@ -133,9 +117,13 @@ def clean(training: Training) -> dict[str, Any]:
 def trial(training: Training, drawn: dict[str, Any], seed: int, expected: dict[str, Any]) -> dict[str, Any]:
     """Train on with a fault, in a process that is thrown away."""
     found: dict[str, Any] = {"harm": 0.0, "struck": False, "steps": None, "as_clean": None, "references": {}}
-    findings, reporter = _listened(training)
+    findings: list[Finding | Note] = []
+    reporter = training.guard.reporter
+    assert reporter is not None
+    listen(training.guard, findings.append)
+    reporter.verdicts.clear()
     if drawn["place"] in COMPUTED and any(name in drawn["where"] for name in PRODUCTS):
-        with without_guard(training):
+        with training.unwatched():
             fault = as_fault(drawn, site=drawn["where"])
             if their_checksum(training.model, training.loss, fault, seed):
                 found["references"][CHECKSUM] = 1
@@ -151,7 +139,9 @@ def trial(training: Training, drawn: dict[str, Any], seed: int, expected: dict[s
                 step += 1
                 grads, loss = training.backward(device if recomputed and step == 1 else None)
                 if step == 1:  # at once: a step that is stopped at has no end
-                    found["harm"] = _error(expected["gradient"], torch.cat([g.flatten() for g in grads]).double())
+                    found["harm"] = relative_error(
+                        expected["gradient"], torch.cat([g.flatten() for g in grads]).double()
+                    )
                 for name in training.references.ask(training.steps, grads, loss):
                     found["references"].setdefault(name, step)
                 training.finish()
@@ -179,7 +169,7 @@ def _limit(
 ) -> int:
     """Return how many steps a trial lasts; of a struck optimizer state the harm is what it does to the first update."""
     if drawn["place"] == "optimizer state":
-        found["harm"] = _error(expected["update"], training.flat() - before)
+        found["harm"] = relative_error(expected["update"], training.flat() - before)
     if drawn["place"] in STATE:
         return LIMIT if found["harm"] > HARMFUL else 1 + _MORE
     return LIMIT if drawn["class"] != "transient" and found["harm"] > HARMFUL else _AFTER
@@ -190,57 +180,12 @@ def _where(drawn: dict[str, Any]) -> str:
     return where.partition("#")[0] if drawn["place"] in COMPUTED else where
 
 
-def _listened(training: Training) -> tuple[list[Any], Any]:
-    """Collect what the guard suspects from now on."""
-    reporter, heard = training.guard.reporter, []
-    assert reporter is not None
-    told = reporter.event
-
-    def event(said: Any, **more: Any) -> None:
-        suspects = isinstance(said, Finding) and said.severity is not Severity.INFO
-        if suspects or (isinstance(said, Note) and said.message.startswith("seal: inconclusive")):
-            heard.append(said)
-        told(said, **more)
-
-    reporter.event = event  # type: ignore[method-assign]
-    reporter.verdicts.clear()
-    return heard, reporter
-
-
-def _error(good: torch.Tensor, bad: torch.Tensor) -> float:
-    """Return the relative L2 error; infinite where it is not a number."""
-    error = float((bad - good).norm() / good.norm())
-    return error if error == error else float("inf")  # noqa: PLR0124 - NaN
-
-
-def forked(training: Training, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what a fork of this process computes; ``lost`` where it ended without an answer."""
-    read, write = os.pipe()
-    with lent_to_children(training.guard.session):
-        child = os.fork()
-    if child == 0:
-        try:
-            gc.disable()
-            signal.alarm(_DEADLINE)
-            answer = io.BytesIO()
-            torch.save(call(), answer)
-            with os.fdopen(write, "wb") as pipe:
-                pipe.write(answer.getvalue())
-        finally:
-            os._exit(0)
-    os.close(write)
-    with os.fdopen(read, "rb") as pipe:
-        text = pipe.read()
-    os.waitpid(child, 0)
-    return torch.load(io.BytesIO(text)) if text else {"lost": True}
-
-
 def campaign(cell: Cell, mode: str, seed: int, numbers: range) -> Iterator[dict[str, Any]]:
     """Yield an account of each trial; ``numbers`` are those of this cell and mode."""
     training = Training(cell, mode, seed)
     for _ in range(_SETTLED):
         training.step()
-    with without_guard(training):
+    with training.unwatched():
         places = survey(training.model, lambda: training.loss(torch.Generator().manual_seed(0)))
     wanted = wanted_of(training)
     stand, expected = -1, {}
@@ -248,11 +193,11 @@ def campaign(cell: Cell, mode: str, seed: int, numbers: range) -> Iterator[dict[
         if number // _STAND != stand:
             stand = number // _STAND
             training.step()
-            expected = forked(training, partial(clean, training))
+            expected = forked(training.guard, partial(clean, training), seconds=_DEADLINE)
         rng = random.Random(f"{seed} {cell.name} {mode} {number}")
         drawn = draw(rng, places, training.model, wanted)
         at = rng.randrange(1 << 30)
-        found = forked(training, partial(trial, training, drawn, at, expected))
+        found = forked(training.guard, partial(trial, training, drawn, at, expected), seconds=_DEADLINE)
         yield {"number": number, "cell": cell.name, "dtype": cell.dtype, "parallelism": cell.parallelism, "mode": mode,
                "rank": 0, **drawn, **found}  # fmt: skip
     training.guard.close()

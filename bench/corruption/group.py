@@ -22,23 +22,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from bitwitness import Guard, TrainingStopped
+from bitwitness import Guard, Note, TrainingStopped
 from bitwitness.demo.model import batch
-from bitwitness.finding import Severity
 from bitwitness.stats.digest import bit_hashes
+from bitwitness.stats.local import local_parts
 from bitwitness.testing import FaultyDevice, contained
 from corruption.cells import WATCHFUL, Cell
+from corruption.heard import listen
 from corruption.strikes import COMPUTED, RECEIVED, STATE, as_fault, draw, strike, strike_state
 
 STEPS = 14
 STRIKE = 11
 _PLACES = ("forward", "backward", "weight", "optimizer state", "received")
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor that may be sharded."""
-    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return part.detach()
 
 
 class Job:
@@ -78,7 +73,7 @@ class Job:
 
     def digest(self) -> list[int]:
         """Return the bits of what this rank holds, hashed."""
-        return bit_hashes([local(p) for p in self.model.parameters()]).tolist()  # type: ignore[no-any-return]
+        return bit_hashes(list(self.model.parameters())).tolist()  # type: ignore[no-any-return]
 
 
 def train(
@@ -94,15 +89,7 @@ def train(
             job.model, job.optimizer, act="protect", deep_every=1 if mode == WATCHFUL else 10,
             trend={"warmup": 6}, self_test=False,
         ).start()  # fmt: skip
-        assert guard.reporter is not None
-        guard.reporter.say = lambda _text: None  # type: ignore[method-assign]
-        told = guard.reporter.finding
-
-        def finding(said: Any) -> None:
-            notice(said)
-            told(said)
-
-        guard.reporter.finding = finding  # type: ignore[method-assign]
+        listen(guard, notice)
     mine = drawn is not None and drawn["rank"] == dist.get_rank()
     gradient = torch.zeros(0)
     try:
@@ -116,7 +103,7 @@ def train(
                 struck |= found is not None and strike(found, drawn, drawn["seed"])
             if step == STRIKE:
                 grads = [p.grad for p in job.model.parameters() if p.grad is not None]
-                gradient = torch.cat([local(g).flatten() for g in grads]).double()
+                gradient = torch.cat([local_parts(g)[0].flatten() for g in grads]).double()
             job.finish()
     except TrainingStopped:
         stopped = True
@@ -144,12 +131,13 @@ def run_trial(cell: Cell, number: int, drawn: dict[str, Any], mode: str) -> dict
         weights, _, guard, stopped, struck = train(cell, number, drawn, STEPS, mode, heard.append)
     struck |= any(firing.changed for firing in device.fired)
     assert guard is not None
-    suspected = [f for f in heard if f.severity is not Severity.INFO and f.step >= STRIKE]
+    suspected = [said for said in heard if isinstance(said, Note) or said.step >= STRIKE]
+    steps = [STRIKE if isinstance(said, Note) else said.step for said in suspected]
     return {
         "harm": harm if harm == harm else float("inf"),  # noqa: PLR0124 - NaN
         "struck": struck, "equal": weights == clean, "stopped": stopped,
-        "steps": min((f.step for f in suspected), default=None), "sensors": sorted({f.sensor for f in suspected}),
-        "early": sum(f.step < STRIKE for f in heard), "texts": [f"{f.site}: {f.message}" for f in suspected],
+        "steps": min(steps, default=None), "sensors": sorted({f.sensor for f in suspected}),
+        "early": len(heard) - len(suspected), "texts": [f"{f.site}: {f.message}" for f in suspected],
         "verdicts": [
             {"cause": str(v.cause), "ranks": list(v.ranks), "action": str(v.action), "why": v.message}
             for v in guard.verdicts

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from detection.faults import Places
+from detection.faults import SORTS, Places, change
 from torch import nn
 
 from bitwitness.inject.patterns import corrupt
+from bitwitness.stats.local import local_parts
 from bitwitness.testing import Fault, from_mapping
 
 COMPUTED = ("forward", "backward", "recomputed")
@@ -22,16 +23,6 @@ RECEIVED = ("received",)
 """What a collective delivered to one rank."""
 CLASSES = ("transient", "persistent", "intermittent")
 _BITS = 12  # from the top: the sign, the exponent, the highest bits of the mantissa
-_CHANGES: tuple[dict[str, Any], ...] = (
-    {"kind": "nullify"},
-    {"kind": "multiply", "factor": 64.0},
-    {"kind": "multiply", "factor": -30.0},
-    {"kind": "multiply", "factor": 1e4},
-    {"kind": "stuck_at", "bit": -3, "value": 1},
-    {"kind": "multiply_max"},
-    {"kind": "permute"},
-)
-_SHAPES = ("row", "column", "tile", "warp")
 
 
 def draw(rng: random.Random, places: Places, model: nn.Module, wanted: Sequence[str]) -> dict[str, Any]:
@@ -46,11 +37,8 @@ def draw(rng: random.Random, places: Places, model: nn.Module, wanted: Sequence[
             [n for n, b in model.named_buffers() if b.is_floating_point()] if place == "buffer" else places.parameters
         )
         where, kind = rng.choice(names), "transient"
-    sort = rng.choice(("flip", "pattern"))
-    if sort == "flip":
-        fault: dict[str, Any] = {"kind": "bitflip", "bit": -1 - rng.randrange(_BITS)}
-    else:
-        fault = {**rng.choice(_CHANGES), "pattern": rng.choice(_SHAPES)}
+    sort = rng.choice(SORTS)
+    fault = change(rng, sort, _BITS)
     if place in COMPUTED and kind != "transient":
         fault["element"] = rng.randrange(64)
     if kind == "intermittent":
@@ -66,7 +54,7 @@ def as_fault(drawn: dict[str, Any], **more: Any) -> Fault:
 
 def strike(tensor: torch.Tensor, drawn: dict[str, Any], seed: int) -> bool:
     """Change bits of a tensor behind everybody's back: no version is counted; return whether any changed."""
-    local = getattr(tensor, "_local_tensor", tensor).detach()
+    local = local_parts(tensor.detach())[0]
     struck = corrupt(local, from_mapping({"fault": [drawn["fault"]]})[0], np.random.default_rng(seed))
     if struck is None or torch.equal(struck.view(torch.uint8), local.contiguous().view(torch.uint8)):
         return False

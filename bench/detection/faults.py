@@ -83,8 +83,11 @@ def draw(rng: random.Random, places: Places, classes: Sequence[tuple[str, str]] 
         where = rng.choice(places.operators[place])
     else:
         where = rng.choice(places.modules if place == "activation gradient" else places.parameters)
+    return {"place": place, "sort": sort, "where": where, "fault": change(rng, sort)}
+
+
+def change(rng: random.Random, sort: str, bits: int = _BITS) -> dict[str, Any]:
+    """Return what a fault does to a value, as a user would declare it; a flip is of one of the ``bits`` highest."""
     if sort == "flip":
-        fault: dict[str, Any] = {"kind": "bitflip", "bit": -1 - rng.randrange(_BITS)}
-    else:
-        fault = {**rng.choice(_CHANGES), "pattern": rng.choice(_SHAPES)}
-    return {"place": place, "sort": sort, "where": where, "fault": fault}
+        return {"kind": "bitflip", "bit": -1 - rng.randrange(bits)}
+    return {**rng.choice(_CHANGES), "pattern": rng.choice(_SHAPES)}

@@ -6,9 +6,8 @@ operator wrongly, at the same element every time; it trains on until the first s
 
 from __future__ import annotations
 
-import json
-import os
 import random
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +15,8 @@ from torch import nn
 
 from bitwitness import Guard
 from bitwitness.demo.model import batch
-from bitwitness.session.forked import lent_to_children
 from bitwitness.testing import FaultyDevice, from_mapping
+from detection.apart import forked, relative_error, unwatched
 from detection.faults import SORTS, draw, survey
 from detection.subjects import CONTEXT, TEXT, Subject
 
@@ -57,25 +56,15 @@ class Loop:
 
 def trial(loop: Loop, drawn: dict[str, Any], seed: int) -> dict[str, Any]:
     """Train on with a fault, in this process, which is thrown away afterwards."""
-    state, random_state = loop.generator.get_state(), torch.get_rng_state()
-    loop.guard.pause()
-    buffers = [b.clone() for b in loop.model.buffers()]
-    clean = torch.cat([g.flatten() for g in loop.backward()]).double()
-    loop.optimizer.zero_grad()
-    with torch.no_grad():
-        for buffer, value in zip(loop.model.buffers(), buffers, strict=True):
-            buffer.copy_(value)
-    loop.generator.set_state(state)
-    torch.set_rng_state(random_state)
-    loop.guard.resume()
+    with unwatched(loop.guard, loop.model, loop.optimizer, loop.generator):
+        clean = torch.cat([g.flatten() for g in loop.backward()]).double()
     fault = from_mapping({"fault": [{"element": seed % 4096, **drawn["fault"], "site": drawn["where"]}]})
     found: dict[str, Any] = {"harm": 0.0, "steps": None, "sensors": [], "verdicts": []}
     with FaultyDevice(fault, seed=seed, model=loop.model):
         for step in range(LIMIT):
             faulty = torch.cat([g.flatten() for g in loop.backward()]).double()
             if step == 0:
-                harm = float((faulty - clean).norm() / clean.norm())
-                found["harm"] = harm if harm == harm else float("inf")  # noqa: PLR0124 - NaN
+                found["harm"] = relative_error(clean, faulty)
                 if not found["harm"] > 1.0:
                     return found
             loop.step()
@@ -83,26 +72,6 @@ def trial(loop: Loop, drawn: dict[str, Any], seed: int) -> dict[str, Any]:
             if table["suspicions"]:
                 return found | {"steps": step + 1, "verdicts": table["verdicts"]}
     return found
-
-
-def forked(loop: Loop, drawn: dict[str, Any], seed: int) -> dict[str, Any]:
-    """Run a trial in a fork of this process."""
-    read, write = os.pipe()
-    with lent_to_children(loop.guard.session):
-        child = os.fork()
-    if child == 0:
-        try:
-            os.write(write, json.dumps(trial(loop, drawn, seed)).encode())
-        finally:
-            os._exit(0)
-    os.close(write)
-    text = b""
-    while part := os.read(read, 1 << 16):
-        text += part
-    os.close(read)
-    os.waitpid(child, 0)
-    result: dict[str, Any] = json.loads(text) if text else {"harm": 0.0, "lost": True}
-    return result
 
 
 def campaign(subjects: list[Subject], wanted: int, seed: int) -> list[dict[str, Any]]:
@@ -120,7 +89,7 @@ def campaign(subjects: list[Subject], wanted: int, seed: int) -> list[dict[str, 
         harmful = 0
         for _ in range(60 * each):
             drawn = draw(rng, places, _CLASSES)
-            found = forked(loop, drawn, rng.randrange(1 << 30))
+            found = {"harm": 0.0} | forked(loop.guard, partial(trial, loop, drawn, rng.randrange(1 << 30)))
             if found["harm"] > 1.0:
                 harmful += 1
                 results.append({"subject": subject.name, **drawn, **found})
