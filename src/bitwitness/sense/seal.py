@@ -49,11 +49,7 @@ class Broken:
 
         What changes a sign (``neg_``, ``abs_``), or multiplies by two, flips one bit of a sign or an exponent as well.
         """
-        if not self.one_bit or self.change.word is None or not self.tensor.is_floating_point():
-            return False
-        word = self.change.word
-        bit = (word.before ^ word.after).bit_length() - 1
-        return bit % (8 * self.tensor.itemsize) < -math.log2(torch.finfo(self.tensor.dtype).eps)
+        return self.few and self._flipped[0] in range(_mantissa_bits(self.tensor.dtype))
 
     @property
     def by_no_script(self) -> bool:
@@ -61,13 +57,17 @@ class Broken:
 
         Zero and powers of two do not count: a script that writes 2 for 0, or infinity for 1, flips no other bit either.
         """
+        bit, before = self._flipped
+        return bit == 8 * self.tensor.itemsize - 2 and bool(before & (1 << _mantissa_bits(self.tensor.dtype)) - 1)
+
+    @property
+    def _flipped(self) -> tuple[int, int]:
+        """Which bit of a floating number has flipped alone, from the lowest, and the number's bits before; -1 if none has."""
         word = self.change.word
         if word is None or word.flipped != 1 or not self.tensor.is_floating_point():
-            return False
-        width = 8 * self.tensor.itemsize
-        bit = (word.before ^ word.after).bit_length() - 1
-        mantissa = (1 << int(-math.log2(torch.finfo(self.tensor.dtype).eps))) - 1
-        return bit % width == width - 2 and bool(word.before >> bit // width * width & mantissa)
+            return -1, 0
+        place, bit = divmod((word.before ^ word.after).bit_length() - 1, 8 * self.tensor.itemsize)
+        return bit, word.before >> place * 8 * self.tensor.itemsize
 
     def evidence(self) -> dict[str, object]:
         """Return what is known of the change, ready for JSON."""
@@ -88,6 +88,10 @@ class Broken:
             "bits_flipped": word.flipped,
         }
         return told
+
+
+def _mantissa_bits(dtype: torch.dtype) -> int:
+    return round(-math.log2(torch.finfo(dtype).eps)) if dtype.is_floating_point else 0
 
 
 class Seal:
