@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
+from bitwitness.config.variables import SLOTS
 from bitwitness.finding import Device
 
-SLOTS = "BITWITNESS_SLOTS"
-"""Numbers of the devices that a launcher put this node's ranks on, ``0,2,3``: local rank 1 computes on device 2."""
 _IDENTITIES = ("/etc/machine-id", "/var/lib/dbus/machine-id", "/sys/class/dmi/id/product_uuid")
 
 

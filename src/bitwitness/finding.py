@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -111,7 +111,7 @@ class Verdict:
             "message": self.message,
             "cause": str(self.cause),
             "ranks": list(self.ranks),
-            "devices": [{"host": d.host, "index": d.index, "uuid": d.uuid, "kind": d.kind} for d in self.devices],
+            "devices": [asdict(device) for device in self.devices],
             "action": str(self.action),
             "evidence": to_jsonable(self.evidence),
         }

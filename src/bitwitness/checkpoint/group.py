@@ -60,10 +60,6 @@ class Together:
         text = self._text(problem or "", first)
         return f"rank {first}: {text}"
 
-    def number(self, mine: int) -> int:
-        """Return the lowest rank's number; collective."""
-        return int(self.numbers([mine])[0])
-
     def numbers(self, mine: list[int]) -> list[int]:
         """Return the lowest rank's numbers, however many; collective."""
         if self.group is None:

@@ -13,14 +13,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from bitwitness.checkpoint.group import Together, together
-from bitwitness.checkpoint.manifest import read_manifest, seal_of
+from bitwitness.checkpoint.manifest import seal_of
 from bitwitness.checkpoint.own import ours
 from bitwitness.checkpoint.planners import PlainLoadPlanner
 from bitwitness.checkpoint.resumed import note_resumed
 from bitwitness.checkpoint.saving import reason_of
-from bitwitness.checkpoint.steps import bound, name_of, say, steps_in, why_not
+from bitwitness.checkpoint.steps import bound, looked_at, name_of, steps_in
+from bitwitness.checkpoint.verifying import Checked
 from bitwitness.errors import UnreadError, UsageError
-from bitwitness.files.shown import shown
+from bitwitness.files.shown import say, shown
 from bitwitness.store.dcp import METADATA, DcpChunks
 from bitwitness.store.entry import inside
 
@@ -66,16 +67,17 @@ def load(
     ranks.wait()
     place = Path(where)
     if (place / METADATA).exists() or seal_of(place).exists():
-        if (problem := ranks.worst(why_not(place, (ranks.rank, ranks.size)))) is not None:
+        checked, mine = looked_at(place, (ranks.rank, ranks.size))
+        if (problem := ranks.worst(mine)) is not None or checked is None:
             raise UnreadError(f"{problem}; nothing was loaded")
-        return _load(state_dict, place, ranks)
+        return _load(state_dict, checked, ranks)
     limit = bound(before)
     steps = ranks.numbers([step for step in steps_in(place) if limit is None or step < limit])
     for step in steps:
-        checkpoint = place / name_of(step)
-        problem = ranks.worst(why_not(checkpoint, (ranks.rank, ranks.size)))
-        if problem is None:
-            return _load(state_dict, checkpoint, ranks)
+        checked, mine = looked_at(place / name_of(step), (ranks.rank, ranks.size))
+        problem = ranks.worst(mine)
+        if problem is None and checked is not None:
+            return _load(state_dict, checked, ranks)
         if ranks.rank == 0:
             say(f"{problem}; it is refused, and the one before is taken")
     if steps:
@@ -86,11 +88,11 @@ def load(
     return None
 
 
-def _load(state_dict: dict[str, Any], checkpoint: Path, ranks: Together) -> int:
-    manifest = read_manifest(checkpoint)
-    if manifest.kind != "dcp":
+def _load(state_dict: dict[str, Any], checked: Checked, ranks: Together) -> int:
+    checkpoint, step = checked.path, checked.step or 0
+    if checked.kind != "dcp":
         raise UsageError(
-            f"{shown(checkpoint)} is of kind {manifest.kind}; load() reads those of torch.distributed.checkpoint, as save() "
+            f"{shown(checkpoint)} is of kind {checked.kind}; load() reads those of torch.distributed.checkpoint, as save() "
             "writes them: verify() this one, and read it as it was written"
         )
     for name in DcpChunks(checkpoint).files:  # its metadata name nothing that could run
@@ -110,5 +112,5 @@ def _load(state_dict: dict[str, Any], checkpoint: Path, ranks: Together) -> int:
             f"{shown(checkpoint)} is intact, and could not be loaded into this state: {shown(reason_of(error))}; what is "
             "neither a tensor nor a plain value is not read, for unpickling it could run code. The state may be loaded in part"
         ) from error
-    note_resumed(manifest.step or 0)
-    return manifest.step or 0
+    note_resumed(step)
+    return step

@@ -73,8 +73,6 @@ class Manifest:
         What was sealed.
     step
         The training's, where it is known.
-    checked
-        Whether the tensors were compared when the files were hashed, so that a file with its bytes has its tensors.
     of
         Which save it belongs to: the SHA-256 of a DCP checkpoint's metadata; empty for other kinds.
     parts
@@ -86,7 +84,6 @@ class Manifest:
     files: Mapping[str, SealedFile]
     tensors: tuple[SealedTensor, ...] = ()
     step: int | None = None
-    checked: bool = True
     of: str = ""
     parts: int = 0
     problems: tuple[str, ...] = field(default=(), compare=False)
@@ -109,7 +106,6 @@ def write_manifest(place: Path, manifest: Manifest) -> None:
         "format": FORMAT,
         "kind": manifest.kind,
         "step": manifest.step,
-        "checked": manifest.checked,
         "of": manifest.of,
         "parts": manifest.parts,
         "files": {
@@ -201,7 +197,6 @@ def _manifest(fields: Mapping[str, Any], folder: Path) -> Manifest:
         files,
         tuple(tensors),
         None if step is None else _count(step),
-        bool(fields["checked"]),
         str(fields["of"]),
         parts,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-_LAUNCHED = "BITWITNESS_SLOTS"  # `bitwitness launch` tells each rank the devices' slots
+from bitwitness.config.variables import SLOTS
 
 _steps: list[
     int
@@ -18,7 +18,7 @@ _steps: list[
 
 def resumed_at() -> int:
     """Return how many steps a launched training has behind it that this process did not run; 0 where it began anew."""
-    return _steps[-1] if _steps and os.environ.get(_LAUNCHED) else 0
+    return _steps[-1] if _steps and os.environ.get(SLOTS) else 0
 
 
 def note_resumed(step: int) -> None:

@@ -20,16 +20,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.stateful import Stateful
 
-from bitwitness.checkpoint.contents import Contents, contents_of, hashes_in, named
+from bitwitness.checkpoint.contents import Contents, hashes_in, named
 from bitwitness.checkpoint.group import Together, together
 from bitwitness.checkpoint.manifest import Manifest, part_of, seal_of, write_manifest
 from bitwitness.checkpoint.own import ours
 from bitwitness.checkpoint.planners import HashingSavePlanner
-from bitwitness.checkpoint.sealing import save_of, sealed_files
-from bitwitness.checkpoint.steps import clear, keep_newest, name_of, old_name, part_name, say
+from bitwitness.checkpoint.sealing import sealed_files
+from bitwitness.checkpoint.steps import clear, keep_newest, name_of, old_name, part_name
 from bitwitness.errors import BitwitnessError, UnwrittenError, UsageError
 from bitwitness.files.reading import listed
-from bitwitness.files.shown import quoted, shown
+from bitwitness.files.shown import quoted, say, shown
 from bitwitness.files.writing import sync_folder
 from bitwitness.store.dcp import METADATA
 from bitwitness.tap.compat import save_alone
@@ -209,8 +209,7 @@ class _Save:
         """Hash what this rank wrote, and hold what can be read back of it against what was in memory."""
         prefix = f"__{self._ranks.rank}_"
         own = [entry.name for entry in listed(self._part, "a checkpoint") if entry.name.startswith(prefix)]
-        whole = contents_of(self._part)
-        contents = Contents(whole.kind, whole.folder, tuple(own))
+        contents = Contents("dcp", self._part, tuple(own))
         files = sealed_files(contents)
         found = hashes_in(contents)
         back = {one.key: one.hash for one in found.sealed}
@@ -221,27 +220,16 @@ class _Save:
                     f"{named(one.name, one.offsets)} in {shown(found.home.get(one.key, self._part))} is not what was in memory "
                     f"when it was read back ({why}): memory, bus or disk of this machine damaged it on the way"
                 )
-        of = save_of(whole)
+        metadata = sealed_files(Contents("dcp", self._part, (METADATA,)))
+        of, tensors = metadata[METADATA].sha256, tuple(self._planner.sealed)
         if self._ranks.size == 1:
-            self._manifest = Manifest("dcp", files, tuple(self._planner.sealed), self.step, checked=True, of=of)
+            self._manifest = Manifest("dcp", files | metadata, tensors, self.step, of=of)
             return
-        self._manifest = Manifest("dcp", {}, (), self.step, checked=True, of=of, parts=self._ranks.size)
-        mine = Manifest("dcp", files, tuple(self._planner.sealed), self.step, checked=True, of=of)
-        write_manifest(part_of(self._part, self._ranks.rank), mine)
+        self._manifest = Manifest("dcp", metadata, (), self.step, of=of, parts=self._ranks.size)
+        write_manifest(part_of(self._part, self._ranks.rank), Manifest("dcp", files, tensors, self.step, of=of))
 
     def _publish(self) -> None:
-        metadata = sealed_files(contents_of(self._part), (METADATA,))
-        manifest = self._manifest
-        sealed = Manifest(
-            manifest.kind,
-            {**manifest.files, **metadata},
-            manifest.tensors,
-            self.step,
-            checked=True,
-            of=manifest.of,
-            parts=manifest.parts,
-        )
-        write_manifest(seal_of(self._part), sealed)
+        write_manifest(seal_of(self._part), self._manifest)
         sync_folder(self._part)
         place, aside = self._folder / name_of(self.step), self._folder / old_name(self.step)
         if os.path.lexists(place):

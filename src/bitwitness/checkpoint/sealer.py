@@ -16,9 +16,9 @@ from pathlib import Path
 
 from bitwitness.checkpoint.contents import Contents, contents_of, hashes_in
 from bitwitness.checkpoint.filehash import hash_file
-from bitwitness.checkpoint.manifest import Manifest, SealedFile, SealedTensor, part_of, seal_of, write_manifest
+from bitwitness.checkpoint.manifest import Manifest, SealedTensor, part_of, seal_of, write_manifest
 from bitwitness.checkpoint.own import ours
-from bitwitness.checkpoint.sealing import save_of
+from bitwitness.checkpoint.sealing import sealed_files
 from bitwitness.errors import UsageError
 from bitwitness.store.dcp import METADATA
 
@@ -159,15 +159,11 @@ class Sealer:
     def _dcp(self, written: Written) -> Callable[[Path], list[tuple[Path, Manifest]]] | None:
         whole = contents_of(written.path)
         own = tuple(name for name in whole.files if name.startswith(f"__{written.rank}_"))
-        names = (*own, METADATA) if written.rank == 0 else own
-        files: dict[str, SealedFile] = {}
-        for name in names:
-            if (hashed := hash_file(whole.folder / name)) is None:
-                return None
-            files[name] = hashed
+        names = (*own, METADATA)
+        files = sealed_files(Contents("dcp", whole.folder, names))
         if not self._same(Contents("dcp", whole.folder, own), written, ""):
             return None
-        of = save_of(whole)
+        of = files[METADATA].sha256
         if written.size == 1:
             return lambda now: [(seal_of(now), Manifest("dcp", files, written.tensors, of=of))]
         mine = Manifest("dcp", {name: files[name] for name in own}, written.tensors, of=of)

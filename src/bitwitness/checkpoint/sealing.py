@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from pathlib import Path
 
@@ -11,11 +10,8 @@ from bitwitness.checkpoint.filehash import hash_file
 from bitwitness.checkpoint.manifest import Manifest, SealedFile, seal_of, write_manifest
 from bitwitness.checkpoint.own import ours
 from bitwitness.errors import UnreadError, UsageError
-from bitwitness.files.reading import read_bytes
 from bitwitness.files.shown import shown
 from bitwitness.store.dcp import METADATA
-
-_LARGEST_METADATA = 512 << 20
 
 
 def seal(path: str | os.PathLike[str], *, step: int | None = None) -> Manifest:
@@ -55,15 +51,16 @@ def seal(path: str | os.PathLike[str], *, step: int | None = None) -> Manifest:
     unopened = next((why for (name, _, _), why in found.unread.items() if not name), None)
     if unopened is not None and contents.kind != "torch":
         raise UnreadError(f"{shown(place)} cannot be sealed: {unopened}")
-    manifest = Manifest(contents.kind, files, tuple(found.sealed), step, checked=True, of=save_of(contents))
+    of = files[METADATA].sha256 if contents.kind == "dcp" else ""  # every save's metadata hold a number of its own
+    manifest = Manifest(contents.kind, files, tuple(found.sealed), step, of=of)
     write_manifest(seal_of(place), manifest)
     return manifest
 
 
-def sealed_files(contents: Contents, names: tuple[str, ...] | None = None) -> dict[str, SealedFile]:
-    """Hash a checkpoint's files, or those named; raises `UnreadError` where one changes meanwhile or cannot be read."""
+def sealed_files(contents: Contents) -> dict[str, SealedFile]:
+    """Hash a checkpoint's files; raises `UnreadError` where one changes meanwhile or cannot be read."""
     files = {}
-    for name in contents.files if names is None else names:
+    for name in contents.files:
         try:
             one = hash_file(contents.folder / name)
         except UnreadError:
@@ -78,11 +75,3 @@ def sealed_files(contents: Contents, names: tuple[str, ...] | None = None) -> di
             )
         files[name] = one
     return files
-
-
-def save_of(contents: Contents) -> str:
-    """Return which save a DCP checkpoint is of: every save's metadata hold a number of its own."""
-    if contents.kind != "dcp":
-        return ""
-    data = read_bytes(contents.folder / METADATA, "the .metadata of a DCP checkpoint", _LARGEST_METADATA)
-    return hashlib.sha256(data, usedforsecurity=False).hexdigest()

@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from bitwitness.checkpoint.manifest import seal_of
-from bitwitness.checkpoint.verifying import verify
+from bitwitness.checkpoint.verifying import Checked, verify
+from bitwitness.config.variables import RESUME_BEFORE
 from bitwitness.errors import ConfigError, UsageError
 from bitwitness.files.reading import listed
-from bitwitness.files.shown import quoted, shown
+from bitwitness.files.shown import quoted, say
 
-RESUME_BEFORE = "BITWITNESS_RESUME_BEFORE"
-"""The environment variable by which a launcher says at which step a fault left its first trace."""
 _NAME = re.compile(r"step-(\d{8,18})", re.ASCII)
 _PART = re.compile(r"\.step-\d{8,18}\.(?:part|old)", re.ASCII)
 
@@ -99,27 +97,23 @@ def latest(
     for step in steps_in(place):
         if limit is not None and step >= limit:
             continue
-        problem = why_not(place / name_of(step))
+        _, problem = looked_at(place / name_of(step))
         if problem is None:
             return place / name_of(step)
         (refused or say)(f"{problem}; it is refused, and the one before is looked at")
     return None
 
 
-def why_not(checkpoint: Path, share: tuple[int, int] = (0, 1)) -> str | None:
-    """Return what is wrong with a checkpoint, or None; ``share``: of the files that are this rank's to look at."""
+def looked_at(checkpoint: Path, share: tuple[int, int] = (0, 1)) -> tuple[Checked | None, str | None]:
+    """Return what a checkpoint's seal says of it, and what is wrong with it, or None.
+
+    ``share``: of the files that are this rank's to look at.
+    """
     try:
         checked = verify(checkpoint, share=share)
     except UsageError as error:
-        return str(error)
-    return None if checked.intact else str(checked)
-
-
-def say(text: str) -> None:
-    """Print a line on stderr, if there is anybody to read it."""
-    with suppress(OSError, ValueError, AttributeError):
-        sys.stderr.write(f"bitwitness: {shown(text, None)}\n")
-        sys.stderr.flush()
+        return None, str(error)
+    return checked, None if checked.intact else str(checked)
 
 
 def clear(folder: Path) -> None:

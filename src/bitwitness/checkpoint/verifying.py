@@ -140,9 +140,6 @@ def _verified(place: Path, share: tuple[int, int]) -> Checked:
             bad[name] = found
     contents = Contents(manifest.kind, folder, tuple(manifest.files))
     checked.damage = list(_by_tensor(contents, manifest, bad))
-    if not manifest.checked:
-        good = tuple(name for name in names if name not in bad)
-        checked.damage += _differing(manifest, hashes_in(contents, good), "")
     return checked
 
 
@@ -188,20 +185,17 @@ def _by_tensor(contents: Contents, manifest: Manifest, bad: dict[str, Damage]) -
         yield from own or [one]
 
 
-def _differing(manifest: Manifest, found: TensorHashes, file: str, known: Damage | None = None) -> Iterator[Damage]:
-    """Yield the tensors that are not what was sealed; ``file``: of this one alone."""
+def _differing(manifest: Manifest, found: TensorHashes, file: str, known: Damage) -> Iterator[Damage]:
+    """Yield the tensors of a damaged file that are not what was sealed."""
     actual = {one.key: one.hash for one in found.sealed}
-    same: Identity = "other" if known is None else known.identity
-    cause = "" if known is None else f"; {known.what}"
     for one in manifest.tensors:
-        home = one.file or found.home.get(one.key, "")
-        if not home or (file and home != file):
+        if (one.file or found.home.get(one.key, "")) != file:
             continue
+        what = None
         if one.key in found.unread:
-            yield Damage(
-                home, one.name, f"{named(one.name, one.offsets)} cannot be read: {found.unread[one.key]}{cause}", same
-            )
+            what = f"cannot be read: {found.unread[one.key]}"
         elif one.key in actual and actual[one.key] != one.hash:
-            yield Damage(
-                home, one.name, f"{named(one.name, one.offsets)} is not what was written (its bits differ){cause}", same
-            )
+            what = "is not what was written (its bits differ)"
+        if what is not None:
+            what = f"{named(one.name, one.offsets)} {what}; {known.what}"
+            yield Damage(file, one.name, what, known.identity)

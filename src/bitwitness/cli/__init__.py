@@ -29,9 +29,10 @@ from bitwitness.cli import (
     verify_op,
     view,
 )
-from bitwitness.cli.exitcode import CODES, ended, flushed, say, shown_streams
+from bitwitness.cli.exitcode import CODES, ended, flushed, shown_streams
 from bitwitness.cli.script import torch_lacks, unusable
 from bitwitness.errors import UsageError
+from bitwitness.files.shown import say
 from bitwitness.version import __version__
 
 _RUNS = {"compare": 2, "checkpoint": 2}

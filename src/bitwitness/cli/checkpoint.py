@@ -9,6 +9,8 @@ from bitwitness.cli.options import add_json, add_quiet, answer
 from bitwitness.errors import EXIT_FINDINGS, EXIT_UNREAD, UnreadError
 from bitwitness.files.shown import shown
 
+_CODES = {"fine": 0, "findings": EXIT_FINDINGS, "unread": EXIT_UNREAD}
+
 
 def add_parser(verbs: Any) -> None:
     """Add the verb."""
@@ -62,7 +64,7 @@ def _verify(args: argparse.Namespace) -> int:
     status = "findings" if checked.damage else "unread" if checked.unchecked else "fine"
     problems = [*map(str, checked.damage), *checked.unchecked]
     answer(args, lambda: {"status": status, "problems": problems, **checked.to_dict()}, lambda: print(checked))
-    return {"fine": 0, "findings": EXIT_FINDINGS, "unread": EXIT_UNREAD}[status]
+    return _CODES[status]
 
 
 def _list(args: argparse.Namespace) -> int:
@@ -100,4 +102,4 @@ def _list(args: argparse.Namespace) -> int:
 
     found = {"status": status, "problems": problems, "checkpoints": rows, "newest": newest}
     answer(args, lambda: found, show)
-    return {"fine": 0, "findings": EXIT_FINDINGS, "unread": EXIT_UNREAD}[status]
+    return _CODES[status]

@@ -25,7 +25,7 @@ from bitwitness.errors import (
     EXIT_UNWRITTEN,
     UsageError,
 )
-from bitwitness.files.shown import shown, shown_lines
+from bitwitness.files.shown import say, shown, shown_lines
 
 CODES = (
     (0, "all that was asked for was read, looked at, and is fine"),
@@ -158,13 +158,6 @@ def _failed(error: BaseException) -> int:
         where = "its traceback could not be written"
     say(f"failed, which is our fault and says nothing about your numbers ({what}); {where}: please report it")
     return EXIT_INTERNAL
-
-
-def say(text: str) -> None:
-    """Print one line to stderr, if there is anybody to read it."""
-    with suppress(OSError, ValueError, AttributeError):
-        sys.stderr.write(f"bitwitness: {shown(text, None)}\n")
-        sys.stderr.flush()
 
 
 def _drop_output() -> None:

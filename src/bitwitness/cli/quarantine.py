@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bitwitness.cli.launch import duration
 from bitwitness.cli.options import add_json, add_quiet, answer
 from bitwitness.errors import EXIT_FINDINGS, UsageError
 from bitwitness.files.shown import shown
-from bitwitness.launch.quarantine import Quarantine
+
+if TYPE_CHECKING:
+    from bitwitness.launch.quarantine import Quarantine
 
 
 def add_parser(verbs: Any) -> None:
@@ -42,7 +44,7 @@ def main(args: argparse.Namespace) -> int:
     """Do it; return the exit code."""
     import socket
 
-    from bitwitness.launch.quarantine import device_named
+    from bitwitness.launch.quarantine import Quarantine, device_named
 
     quarantine = Quarantine(args.quarantine)
     if args.what in ("check", "serve"):

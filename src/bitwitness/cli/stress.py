@@ -159,11 +159,11 @@ def _recorded(run: str) -> tuple[Mapping[str, Any], ...]:
 
 def _outside() -> tuple[Outside, str]:
     """Return what device processes are given, and which faults are injected, in words."""
-    from bitwitness.inject.device import ENVIRONMENT
+    from bitwitness.config.variables import INJECT
     from bitwitness.inject.faults import load_faults
     from bitwitness.stress.catalogue import Outside
 
-    path = os.environ.get(ENVIRONMENT)
+    path = os.environ.get(INJECT)
     if not path:
         return Outside(recorded=recorded_call), ""
     faults = load_faults(path)
@@ -234,7 +234,7 @@ class _Lines:
 
 def _write_golden(path: str, outcome: Outcome, found: Answer) -> None:
     """Write the fingerprints of devices in which nothing was found."""
-    from bitwitness.cli.exitcode import say
+    from bitwitness.files.shown import say
     from bitwitness.files.writing import target_of
     from bitwitness.stress.golden import golden_of, write_golden
 

@@ -18,6 +18,7 @@ from bitwitness.config.reference import read_reference
 from bitwitness.config.schema import Config, all_kinds, from_flat, to_dict
 from bitwitness.config.validated import sections_of
 from bitwitness.config.values import nearest
+from bitwitness.config.variables import NOT_SETTINGS
 from bitwitness.errors import ConfigError, UsageError
 from bitwitness.files.reading import read_text
 from bitwitness.files.shown import quoted, shown
@@ -26,8 +27,6 @@ _MOST_BYTES = 1 << 20
 _MOST_DOTS = 100  # of a key in TOML, whose reader takes a time that is the square of their number
 
 PREFIX = "BITWITNESS_"
-NOT_SETTINGS = frozenset({"BITWITNESS_INJECT", "BITWITNESS_QUARANTINE", "BITWITNESS_RESUME_BEFORE", "BITWITNESS_SLOTS"})
-"""Variables of that prefix which mean something else."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bitwitness.errors import UsageError
 from bitwitness.files.shown import shown
+from bitwitness.launch.child import end_with_parent
 
 _PATIENCE_S = 35.0  # torchrun gives its ranks 30 s
 
@@ -81,7 +80,7 @@ def torchrun(
     ]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(environment or {})}
     quiet = None if echo else subprocess.DEVNULL
-    agent = subprocess.Popen(command, env=env, stderr=quiet, stdout=quiet, preexec_fn=_end_with_parent)  # noqa: S603, PLW1509
+    agent = subprocess.Popen(command, env=env, stderr=quiet, stdout=quiet, preexec_fn=end_with_parent)  # noqa: S603, PLW1509
     with _ended_with_us(agent):
         code = agent.wait()
     return Launched(code, sorted(logs.rglob("std*.log")))
@@ -98,7 +97,7 @@ def bitwitness(arguments: list[str], environment: dict[str, str]) -> Iterator[su
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        preexec_fn=_end_with_parent,  # noqa: PLW1509
+        preexec_fn=end_with_parent,  # noqa: PLW1509
     )
     with process, _ended_with_us(process):
         yield process
@@ -116,9 +115,3 @@ def _ended_with_us(agent: subprocess.Popen[Any]) -> Iterator[subprocess.Popen[An
         except subprocess.TimeoutExpired:
             agent.kill()
         raise
-
-
-def _end_with_parent() -> None:
-    """Have torchrun asked to end where this process is killed (Linux: PR_SET_PDEATHSIG)."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)

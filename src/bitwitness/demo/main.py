@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bitwitness.config import load_config
+from bitwitness.config.variables import INJECT
 from bitwitness.demo.launch import Launched, bitwitness, fresh_folder, torchrun
 from bitwitness.demo.story import finished_alike, tell
 from bitwitness.files.shown import shown
@@ -86,7 +87,7 @@ def _launch_guarded(out: Path, guarded: Path, steps: int) -> int:
     """Launch it, show verdicts and what the launcher says as they come; return its exit code."""
     order = ["launch", "--nproc-per-node", str(RANKS), "--spares", "1", "--standalone", "--out", str(out / "runs")]
     own = ["--quarantine", str(out / "quarantine.json"), "-m", SCRIPT, "--steps", str(steps), "--out", str(guarded)]
-    variables = {"BITWITNESS_INJECT": str(out / "faults.toml"), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    variables = {INJECT: str(out / "faults.toml"), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     with bitwitness([*order, *own], {**os.environ, **variables}) as process:
         assert process.stdout is not None  # noqa: S101 - it is asked for
         for line in process.stdout:

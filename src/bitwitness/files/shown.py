@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import suppress
+
 _LONGEST = 300  # characters of one quoted piece: two lines of a terminal
 # Beginnings that make spreadsheets compute a cell; names in a recording may come from somebody else.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
@@ -44,3 +47,10 @@ def harmless(text: str) -> str:
 def escaped(character: str) -> str:
     """Return a character as an escape that Python reads."""
     return character.encode("unicode_escape").decode("ascii")
+
+
+def say(text: str) -> None:
+    """Print one line to stderr, if there is anybody to read it."""
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(f"bitwitness: {shown(text, None)}\n")
+        sys.stderr.flush()

@@ -22,6 +22,7 @@ from torch.amp import GradScaler
 from torch.nn.modules import module as nn_module
 from torch.optim.optimizer import Optimizer
 
+from bitwitness.config.variables import INJECT
 from bitwitness.inject.faults import Fault, load_faults
 from bitwitness.inject.outputs import change_contribution, computed, computes, delivered, is_collective, stored
 from bitwitness.inject.patterns import corrupt, count_changed, reaches
@@ -39,7 +40,6 @@ from bitwitness.tap.opwindow import run_eagerly
 from bitwitness.tap.ownwork import REFERENCE, own_work
 from bitwitness.tap.traffic import world_size
 
-ENVIRONMENT = "BITWITNESS_INJECT"
 _OPERATOR_PHASES = ("forward", "backward", "comm")
 
 
@@ -108,7 +108,7 @@ class FaultyDevice:
             The file cannot be read or is not understood.
 
         """
-        path = os.environ.get(ENVIRONMENT)
+        path = os.environ.get(INJECT)
         return cls(load_faults(path), rank, clock, seed) if path else None
 
     def __enter__(self) -> Self:

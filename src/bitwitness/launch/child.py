@@ -36,7 +36,7 @@ def run_bounded(command: list[str], environment: dict[str, str], shutdown_s: flo
     """
     adopts = _prctl(_SUBREAPER, 1)
     before = set(children_of(os.getpid()))
-    agent = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=_end_with_parent)  # noqa: S603, PLW1509
+    agent = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=end_with_parent)  # noqa: S603, PLW1509
     try:
         return _await(agent, shutdown_s, watched)
     except BaseException:
@@ -110,8 +110,8 @@ def _end_orphans(before: set[int]) -> None:
         time.sleep(0.05)
 
 
-def _end_with_parent() -> None:
-    """Have the agent asked to end where this process is killed."""
+def end_with_parent() -> None:
+    """Have a child process, which calls this, asked to end where its parent is killed (Linux)."""
     _prctl(_DEATH_SIGNAL, signal.SIGTERM)
 
 

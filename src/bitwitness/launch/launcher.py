@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
-from bitwitness.errors import EXIT_CONVICTED, EXIT_INTERRUPTED, EXIT_TERMINATED, UsageError
+from bitwitness.config.variables import RESUME_BEFORE
+from bitwitness.errors import EXIT_CONVICTED, EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_TERMINATED, UsageError
 from bitwitness.files.shown import shown
 from bitwitness.finding import Device
 from bitwitness.launch.child import run_bounded
@@ -22,7 +23,6 @@ from bitwitness.launch.order import Order, Report, read_report, write_order
 from bitwitness.launch.quarantine import EXPIRES, Quarantine, key_of
 
 _OTHERS_S = 20.0  # beyond the time that other nodes' ranks have to end
-RESUME_BEFORE = "BITWITNESS_RESUME_BEFORE"
 """Tells the ranks of a relaunch which checkpoints are to be trusted: those of before this step."""
 
 
@@ -204,7 +204,7 @@ def _interruption(error: BaseException) -> tuple[str, int]:
     if isinstance(error, UsageError):
         return "failed", error.exit_code
     if isinstance(error, Exception):
-        return "failed", 70
+        return "failed", EXIT_INTERNAL
     return "terminated", EXIT_TERMINATED
 
 

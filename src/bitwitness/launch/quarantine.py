@@ -18,6 +18,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
+from bitwitness.config.variables import QUARANTINE
 from bitwitness.errors import UnreadError, UnwrittenError, UsageError
 from bitwitness.files.reading import read_object
 from bitwitness.files.shown import shown
@@ -25,7 +26,6 @@ from bitwitness.files.writing import write_text
 from bitwitness.finding import Device
 from bitwitness.store.claim import make_folder, open_private
 
-ENVIRONMENT = "BITWITNESS_QUARANTINE"
 EXPIRES = timedelta(days=7)
 _REMEMBERED = timedelta(days=90)  # what has expired or was cleared: the verdict behind it is not to put it back
 _SCHEMA = 1
@@ -121,7 +121,7 @@ def device_named(name: str) -> Device:
 def default_file(environ: Mapping[str, str] | None = None) -> Path:
     """Return where the list is: ``BITWITNESS_QUARANTINE``, else in the user's state folder."""
     environ = os.environ if environ is None else environ
-    if given := environ.get(ENVIRONMENT):
+    if given := environ.get(QUARANTINE):
         return Path(given)
     state = environ.get("XDG_STATE_HOME", "")
     base = (

@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from bitwitness.device import SLOTS, slots_told, this_device
+from bitwitness.config.variables import SLOTS
+from bitwitness.device import slots_told, this_device
 from bitwitness.errors import UsageError
 from bitwitness.files.shown import shown
 from bitwitness.finding import Device

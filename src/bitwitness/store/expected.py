@@ -22,7 +22,6 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-PEERS_NEEDED = 3
 _REPLICAS = ("replicas",)
 
 

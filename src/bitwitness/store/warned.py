@@ -15,7 +15,7 @@ import os
 import socket
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +68,11 @@ class Warned:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it ready for JSON."""
-        identity = {name: getattr(self.device, name) for name in ("host", "index", "uuid", "kind")}
         cleared = None
         if self.cleared is not None:
             cleared = {"time": self.cleared.time, "by": self.cleared.by, "reason": self.cleared.reason}
         return {
-            "device": identity,
+            "device": asdict(self.device),
             "rank": self.rank,
             "health_status": "Warning" if self.on else "OK",
             "error_code": self.code,

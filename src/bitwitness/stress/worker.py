@@ -8,7 +8,7 @@ import signal
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -99,12 +99,7 @@ class _Device:
 
     def told(self) -> Answer:
         """Return who this is."""
-        who = this_device(self._where)
-        return {
-            "pid": os.getpid(),
-            "device": {"host": who.host, "index": who.index, "uuid": who.uuid, "kind": who.kind},
-            "model": model_of(self._where),
-        }
+        return {"pid": os.getpid(), "device": asdict(this_device(self._where)), "model": model_of(self._where)}
 
     def answer(self, asked: Mapping[str, Any]) -> Answer:
         """Do what is asked; what goes wrong is an answer, too."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import datetime
 from typing import Any
 from zlib import crc32
@@ -75,14 +76,11 @@ def _event(kind: str, status: str, time: str, device: Device | None, run: str, o
         "bitwitness": {
             **ours,
             "run": run,
-            "device": None if device is None else {name: getattr(device, name) for name in _IDENTITY},
+            "device": None if device is None else asdict(device),
             "npu_name": None if device is None else npu_name(device),
             "version": __version__,
         },
     }
-
-
-_IDENTITY = ("host", "index", "uuid", "kind")
 
 
 def _entry(device: Device, time: str) -> dict[str, Any]:
