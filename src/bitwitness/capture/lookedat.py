@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from bitwitness.capture.norms import is_norm
+from bitwitness.tap.compiled import is_compiled
 
 _MODULES = 8  # each look costs some 0.1 ms, and more of them were seen to find hardly more
 # Elements that are read of one result: of a stream, which all later layers add to, more than of the rest. A tile of a
@@ -32,34 +33,29 @@ def modules_to_look_at(root: nn.Module) -> list[LookedAt]:
     Then norms and whatever else has parameters of its own. Where there are too many of a kind, it is thinned evenly.
     Scripted and compiled modules are left out, and what lies inside them.
     """
-    stream, other = [], []
-    for path, module in _visible(root, ""):
-        if isinstance(module, torch.jit.ScriptModule):
-            continue
+    stream, other, visible = [], [], _visible(root)
+    for path, module in visible:
         if _is_block(root, path, module):
             stream.append(LookedAt(path, module, _STREAM))
         elif is_norm(module):
             other.append(LookedAt(path, module, _STREAM))
         elif any(p is not None for p in module._parameters.values()):
             other.append(LookedAt(path, module, _OTHER))
-    first = _thinned(
-        stream, _MODULES if not other else _MODULES // 2 if len(other) > _MODULES // 2 else _MODULES - len(other)
-    )
+    first = _thinned(stream, _MODULES - min(len(other), _MODULES // 2))
     chosen = {one.path: one for one in (*first, *_thinned(other, _MODULES - len(first)))}
-    return [chosen[path] for path, _ in _visible(root, "") if path in chosen]
+    return [chosen[path] for path, _ in visible if path in chosen]
 
 
-def _visible(module: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
-    """Return a module's parts with their paths, each once, without what compilers have taken over."""
+def _visible(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return a model's parts with their paths, each once, without what compilers have taken over."""
     found: dict[int, tuple[str, nn.Module]] = {}
-    _collect(module, path, found)
+    _collect(root, "", found)
     return list(found.values())
 
 
 def _collect(module: nn.Module, path: str, found: dict[int, tuple[str, nn.Module]]) -> None:
     for name, child in module.named_children():
-        closed = isinstance(child, torch.jit.ScriptModule) or child._compiled_call_impl is not None
-        if closed or "_orig_mod" in child._modules or id(child) in found:
+        if isinstance(child, torch.jit.ScriptModule) or is_compiled(child) or id(child) in found:
             continue
         inner = f"{path}.{name}" if path else name
         found[id(child)] = (inner, child)
@@ -77,4 +73,4 @@ def _thinned(members: list[LookedAt], most: int) -> list[LookedAt]:
     count = len(members)
     if count <= most:
         return members
-    return [members[count - 1 - (count - 1) * i // max(most - 1, 1)] for i in range(most)] if most else []
+    return [members[count - 1 - (count - 1) * i // max(most - 1, 1)] for i in range(most)]

@@ -109,7 +109,7 @@ class ModuleLooks:
         """Bring what one forward or backward gave together, still on its device."""
         if self._open:
             seen, self._open = self._open, []
-            with scripts_modes_off(), own_work(), torch.no_grad():
+            with own_work(), torch.no_grad():
                 self._kept.append(([key for key, _ in seen], figures_of([figures for _, figures in seen])))
 
     def _came_out(self, index: int, _module: nn.Module, _args: Any, result: Any) -> None:

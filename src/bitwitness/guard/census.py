@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -60,19 +61,15 @@ class Census:
     def __init__(self) -> None:
         self._calls: Counter[OpOverload] = Counter()
         self._elements: defaultdict[OpOverload, int] = defaultdict(int)
-        self.unsized = 0
-        """Calls whose result would not tell its size."""
 
     def __call__(self, func: OpOverload, result: Any) -> None:
         """Count one call; nothing is read of its numbers."""
         self._calls[func] += 1
-        try:
+        with suppress(Exception):  # a tensor of the script's own class, say: this runs inside its training
             if isinstance(result, torch.Tensor):
                 self._elements[func] += result.numel()
             elif isinstance(result, tuple | list) and (tensors := tensors_in(result)):
                 self._elements[func] += tensors[0].numel()
-        except Exception:  # a tensor of the script's own class, say: this runs inside its training
-            self.unsized += 1
 
     def collectives(self) -> dict[str, int]:
         """Return the collectives that were called on deep steps, by name."""

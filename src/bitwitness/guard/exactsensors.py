@@ -13,7 +13,6 @@ from bitwitness.ranks import Ranks
 from bitwitness.sense.collective import CollectiveSensor, Noted
 from bitwitness.sense.exchanged import Comparison, Mismatch
 from bitwitness.sense.recompute import RecomputeSensor
-from bitwitness.site import Site
 from bitwitness.tap.compat import OpOverload
 from bitwitness.tap.exchanges import ExchangeTap
 from bitwitness.tap.modules import ModuleTracker
@@ -37,8 +36,7 @@ class ExactSensors:
 
     def __init__(self, config: Config, ranks: Ranks, switches: Switches) -> None:
         self._ranks, self._switches = ranks, switches
-        self._asked = config.collective.enabled and ranks.size > 1
-        self.collective = CollectiveSensor() if self._asked else None
+        self.collective = CollectiveSensor() if config.collective.enabled and ranks.size > 1 else None
         self.comparison = Comparison()
         self.recompute = RecomputeSensor() if config.recompute.enabled else None
         self.exchanges: ExchangeTap | None = None
@@ -85,7 +83,6 @@ class ExactSensors:
             self.exchanges.open()
         if self.regions is not None and "recompute" not in self._switches.off:
             self.regions.open()
-            self.regions.pass_began()
 
     def pass_ended(self) -> None:
         """Say that the forward or backward has ended."""
@@ -107,23 +104,23 @@ class ExactSensors:
         found: list[Finding] = []
         if self.recompute is not None:
             found += self._switches.ask("recompute", partial(self.recompute.drain, light.step, light.rank))
-        noted: list[Noted] = []
         if self.collective is not None:
-            self._switches.ask("collective", partial(_take, self.collective, noted))
-        # The comparison happens whatever this rank's own state, so that the others do not wait for it.
-        if self._asked and not alone:
-            self.mismatch = self.comparison.compare(self._ranks, noted)
+            noted: list[Noted] = []
+            sensor = self.collective
+            self._switches.do("collective", lambda: noted.extend(sensor.drain()))
+            # The comparison happens whatever this rank's own state, so that the others do not wait for it.
+            if not alone:
+                self.mismatch = self.comparison.compare(self._ranks, noted)
         return found + self._told(light)
 
     def _told(self, light: LightStep) -> list[Finding]:
         wrong = self.mismatch
         if wrong is None or self._ranks.rank not in (wrong.ranks or (0,)):
             return []
-        site = Site(".", str(wrong.evidence["op"]), int(wrong.evidence["call"]), "backward", "out0")
         return [
             Finding(
                 "collective",
-                site.at(rank=light.rank, step=light.step),
+                wrong.site.at(rank=light.rank, step=light.step),
                 Severity.ERROR,
                 wrong.text,
                 wrong.evidence,
@@ -167,8 +164,3 @@ class ExactSensors:
                 f"recompute: {sum(off.values())} values of checkpointed regions do not repeat their bits ({names})"
             )
         return lines
-
-
-def _take(sensor: CollectiveSensor, into: list[Noted]) -> list[Finding]:
-    into += sensor.drain()
-    return []

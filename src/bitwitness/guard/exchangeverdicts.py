@@ -13,7 +13,6 @@ from bitwitness.finding import Cause, Device
 from bitwitness.judge.decide import Judgement
 from bitwitness.judge.verdict import FAULT_CODE, Outcome
 from bitwitness.sense.exchanged import Mismatch
-from bitwitness.site import Site
 
 _REPEATED = 3
 """Mismatches of one rank that make it persistent, as many as of other transients (`judge.judge`)."""
@@ -71,7 +70,7 @@ class ExchangeVerdicts:
             ranks=ranks,
             devices=tuple(devices[rank] for rank in ranks),
             message=message,
-            site=Site(".", str(wrong.evidence["op"]), int(wrong.evidence["call"]), "backward", "out0"),
+            site=wrong.site,
             evidence=evidence,
             fault_code=FAULT_CODE,
         )

@@ -163,11 +163,11 @@ class Sensors:
         cautious together, so that the rate of false alarms does not grow with the number of ranks.
         """
         if self.trend is not None:
-            self.switches.ask("trend", partial(_quietly, partial(self.trend.learn, light, false_alarm=false_alarm)))
+            self.switches.do("trend", partial(self.trend.learn, light, false_alarm=false_alarm))
         for sensor in self._steady:
-            self.switches.ask(sensor.name, partial(_quietly, partial(sensor.learn, light, false_alarm=false_alarm)))
+            self.switches.do(sensor.name, partial(sensor.learn, light, false_alarm=false_alarm))
         if self.peers is not None:
-            self.switches.ask("peers", partial(_quietly, partial(self.peers.learn, false_alarm=false_alarm)))
+            self.switches.do("peers", partial(self.peers.learn, false_alarm=false_alarm))
 
     @property
     def _steady(self) -> list[ActivationsSensor | WeightsSensor]:
@@ -184,8 +184,3 @@ def _checksum(config: Config) -> ChecksumSensor | None:
     if not config.checksum.enabled:
         return None
     return ChecksumSensor("signs" if config.checksum.scheme == "bitwitness" else "reference")
-
-
-def _quietly(learn: Callable[[], None]) -> list[Finding]:
-    learn()
-    return []

@@ -21,7 +21,7 @@ from bitwitness.guard.seals import SealJudgement
 from bitwitness.guard.switches import Switches
 from bitwitness.judge.replicas import Desync
 from bitwitness.ranks import Ranks
-from bitwitness.sense.held import HeldState, Name, Reading, read
+from bitwitness.sense.held import HeldState, Reading, read
 from bitwitness.sense.optimizerstep import OptimizerSensor
 from bitwitness.sense.seal import Broken, Seal
 from bitwitness.session.reporter import Reporter
@@ -75,24 +75,13 @@ class StateSensors:
 
     # -- which steps ---------------------------------------------------------------------------------------------
 
-    def _due(self, number: int, every: int | None) -> bool:
+    def _due(self, number: int, every: int | None, *, deep: bool | None = None) -> bool:
+        """Tell whether a step is looked at; ``deep``: whether it is a deep one, where that is settled."""
         if every is not None:
             return number % every == 0
         if self._deep is None:
             return number % RAREST == 2
-        return self._deep(number)
-
-    def _replicas_due(self, number: int, *, deep: bool) -> bool:
-        """Tell whether ranks compare their state on a step: the same steps on all of them."""
-        if not self._config.replicas.enabled:
-            return False
-        fixed = self._config.replicas.every is not None or self._deep is None
-        return self._due(number, self._config.replicas.every) if fixed else deep
-
-    def _optimizer_due(self, number: int, *, deep: bool) -> bool:
-        every = self._config.update.every
-        fixed = every is not None or self._deep is None
-        return self._config.update.enabled and (self._due(number, every) if fixed else deep)
+        return self._deep(number) if deep is None else deep
 
     def _seal_due(self, number: int) -> bool:
         return self._config.seal.enabled and (self.seals.watching or self._due(number, self._config.seal.every))
@@ -104,10 +93,12 @@ class StateSensors:
 
         ``compare`` asks the other ranks; None where they do not look. ``deep``: the step is a deep one, on all ranks.
         """
-        self._recompute = self._optimizer_due(record.number, deep=deep)
+        update, replicas = self._config.update, self._config.replicas
+        self._recompute = update.enabled and self._due(record.number, update.every, deep=deep)
         proven, self._proven = self._proven, []
         sealed, self._sealed = self._sealed, WeakKeyDictionary()
-        due = compare is not None and self._replicas_due(record.number, deep=deep)
+        several = replicas.enabled and self._ranks.size > 1
+        due = compare is not None and several and self._due(record.number, replicas.every, deep=deep)
         if not due and not len(sealed):
             return proven
         reading = read(self._held.parameters() | self._held.optimizer())
@@ -126,9 +117,8 @@ class StateSensors:
     def _told(self, desync: Desync, light: LightStep) -> list[Finding]:
         if self._ranks.rank not in (desync.ranks or (0,)):
             return []
-        name = desync.name if isinstance(desync.name, Name) else Name(desync.name)
-        site = name.site.at(rank=light.rank, step=light.step)
-        message = f"{name}{desync.others}: other bits than on other ranks"
+        site = desync.site.at(rank=light.rank, step=light.step)
+        message = f"{desync.name}{desync.others}: other bits than on other ranks"
         mine = in_hex(desync.hash_of(light.rank))
         return [Finding("replicas", site, Severity.ERROR, message, {"hash": mine}, light.step, light.rank)]
 
@@ -136,6 +126,8 @@ class StateSensors:
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Let go of what an optimizer is about to write."""
+        if not len(self._sealed):
+            return
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
         names = {name for name, p in self._held.named().items() if id(p) in mine}
         for seal in self._sealed.values():
@@ -145,7 +137,7 @@ class StateSensors:
         """Keep what an optimizer is about to step, on a step that is looked at; gradients are as it will use them."""
         if self._recompute:
             with self.timed():
-                self._switches.ask("optimizer", partial(_quietly, partial(self.optimizer.before, optimizer)))
+                self._switches.do("optimizer", partial(self.optimizer.before, optimizer))
 
     def _recomputed(self, optimizer: Optimizer, step: int) -> None:
         """Hold a step against its recomputation; what is proven is said at the next look, which all ranks share."""
@@ -169,14 +161,13 @@ class StateSensors:
                 self._recomputed(optimizer, step)
         if self._seal_due(number):
             with self.timed():
-                self._switches.ask("seal", partial(self._seal, optimizer))
+                self._switches.do("seal", partial(self._seal, optimizer))
 
-    def _seal(self, optimizer: Optimizer) -> list[Finding]:
+    def _seal(self, optimizer: Optimizer) -> None:
         tensors = self._held.parameters_of(optimizer) | self._held.optimizer(optimizer)
         kept = {name: tensor for name, tensor in tensors.items() if name not in self.seals.by_script}
         self._sealed[optimizer] = seal = Seal(kept)
         self.sealed_tensors, self.sealed_bytes = len(seal), seal.bytes
-        return []
 
     def charge(self) -> float:
         """Return the seconds that were spent outside of the steps' holds since the last time."""
@@ -196,8 +187,3 @@ class StateSensors:
                 "within_rounding": sensor.near,
             },
         }
-
-
-def _quietly(action: Callable[[], None]) -> list[Finding]:
-    action()
-    return []

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from bitwitness.ranks import Ranks
 from bitwitness.sense.held import Name
+from bitwitness.site import Site
 from bitwitness.stats import bit_hash, norms_of
 from bitwitness.stats.digest import bit_hashes
 
@@ -60,6 +61,11 @@ class Desync:
         """How many more tensors differ, in words that follow the first one's name."""
         more = self.count - 1
         return f" and {more} more tensor{'s' * (more > 1)}" if more else ""
+
+    @property
+    def site(self) -> Site:
+        """Where the first one is."""
+        return (self.name if isinstance(self.name, Name) else Name(self.name)).site
 
     def hash_of(self, rank: int) -> int:
         """Return the hash that a rank has of it; 0 of one that holds something else."""

@@ -86,7 +86,7 @@ class Replicas:
         optimizer = [name for name in reading.tensors if name.key and self._is_shared(name) and name not in self.apart]
         self.compared += 1
         self.tensors, self.bytes = len(parameters) + len(optimizer), reading.bytes
-        alike = self._alike(parameters), self._alike(optimizer)
+        alike = self._alike(parameters, optimizer)
         if not alike[0]:
             return None  # parts of a pipeline, say: nobody holds what another does
         buffers = self._buffers(record)
@@ -115,12 +115,12 @@ class Replicas:
         self._known |= set(names)
         return None
 
-    def _alike(self, names: list[Name]) -> bool:
-        """Tell whether all ranks have the same names, in one order; collective."""
-        digest = hashlib.sha256("\n".join(map(repr, names)).encode()).digest()
-        mine = torch.frombuffer(bytearray(digest[:8]), dtype=torch.int64)
-        low_high = self._ranks.max(torch.cat([mine, ~mine]))
-        return bool(low_high[0] == ~low_high[1])
+    def _alike(self, *several: list[Name]) -> list[bool]:
+        """Tell, of each list, whether all ranks have the same names, in one order; collective."""
+        digests = [hashlib.sha256("\n".join(map(repr, names)).encode()).digest()[:8] for names in several]
+        mine = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.int64)
+        most, least = self._ranks.max(torch.cat([mine, ~mine])).chunk(2)
+        return (most == ~least).tolist()
 
     def _buffers(self, record: StepRecord) -> dict[Name, torch.Tensor]:
         """Return the buffers of the last forward, if they were made the same on all ranks before it; collective."""

@@ -19,8 +19,8 @@ from bitwitness.judge.localize import Located
 from bitwitness.judge.replicas import Desync
 from bitwitness.ranks import Ranks
 from bitwitness.replay.run import Replayer
-from bitwitness.sense.held import Name
 from bitwitness.site import Site
+from bitwitness.stats import in_hex
 
 FAULT_CODE = "80818C00"
 """The error code of the reference systems' alert for a device that computes wrongly (`respond.reference_log`)."""
@@ -28,7 +28,6 @@ TRAINED_APART = (
     "the ranks share no gradients and hold other weights (local SGD?): each senses its own, nothing is run again"
 )
 _NUMBERED = re.compile(r"\b(ranks? )(\d+(?:, \d+)*)")  # every message and key names ranks in this way
-_WORD = (1 << 64) - 1  # hashes are int64; their bits are shown
 
 
 @dataclass(slots=True)
@@ -105,15 +104,14 @@ class VerdictBuilder:
 
     def corrupt_state(self, step: int, desync: Desync, findings: list[Finding]) -> Outcome:
         """Return the outcome of replicas that differ; without a majority it names no rank."""
-        name = desync.name if isinstance(desync.name, Name) else Name(desync.name)
         who = desync.ranks if desync.majority else ()
         named = f"rank {', '.join(map(str, who))}" if who else "no majority tells which rank"
         message = (
-            f"replicated state differs between ranks before step {step}: {name}{desync.others}; "
+            f"replicated state differs between ranks before step {step}: {desync.name}{desync.others}; "
             f"{named} holds other bits than the rest"
         )
         evidence = {
-            "hashes_by_rank": [f"{value & _WORD:016x}" for value in desync.hashes],
+            "hashes_by_rank": [in_hex(value) for value in desync.hashes],
             "tensors_that_differ": desync.count,
             "suspicions_here": [finding.message for finding in findings],
         }
@@ -124,7 +122,7 @@ class VerdictBuilder:
             tuple(self._devices[rank] for rank in who),
             Action.REPORTED,
             message,
-            name.site,
+            desync.site,
             evidence=evidence,
             fault_code=FAULT_CODE,
         )
@@ -183,7 +181,7 @@ class VerdictBuilder:
         return {
             "parameter": list(self._replayer.parameters)[worst],
             "l2_by_execution": {name: float(x.l2[worst]) for name, x in made},
-            "hash_by_execution": {name: f"{int(x.digest[worst]) & _WORD:016x}" for name, x in made},
+            "hash_by_execution": {name: in_hex(x.digest[worst]) for name, x in made},
         }
 
     def concluded(

@@ -22,6 +22,7 @@ from torch import Tensor
 from bitwitness.sense.conserved import Projector, bits_of, may_overflow, piece_length, same_integers, sums, tolerance
 from bitwitness.sense.selftest import self_test
 from bitwitness.stats import bit_hash
+from bitwitness.stats.digest import joined
 from bitwitness.tap.exchange import Exchange
 
 _SUMS = ("sum", "avg")
@@ -149,7 +150,7 @@ class CollectiveSensor:
         if exchange.op in ("all_reduce", "broadcast"):
             noted.word = bit_hash(received[0])
         if exchange.op == "all_gather":
-            noted.word = _hash_of_all(received)
+            noted.word = joined([bit_hash(tensor) for tensor in received])
             noted.own.append(bit_hash(_pieces(received, size)[noted.rank]))
         elif exchange.op == "all_to_all":
             hashes = [bit_hash(piece) for piece in _pieces(received, size, exchange.sizes_received)]
@@ -163,7 +164,8 @@ class CollectiveSensor:
             if noted.reduction in ("max", "min"):
                 before, after = noted.kept
                 beyond = (after < before) if noted.reduction == "max" else (after > before)
-                noted.own = [beyond.any(), beyond.any() & False]
+                hit = beyond.any()
+                noted.own = [hit, torch.zeros_like(hit)]
                 noted.kept = ()
         noted.over = True
 
@@ -187,13 +189,6 @@ def _pieces(tensors: list[Tensor], size: int, rows: list[int] | None = None) -> 
     if rows:
         return list(whole.split(rows))
     return list(whole.reshape(-1).split(max(1, whole.numel() // size)))[:size] if whole.numel() else [whole] * size
-
-
-def _hash_of_all(tensors: list[Tensor]) -> Tensor:
-    found = bit_hash(tensors[0])
-    for tensor in tensors[1:]:
-        found = found * 3 + bit_hash(tensor)
-    return found
 
 
 def described(noted: Noted) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from bitwitness.ranks import Ranks
 from bitwitness.sense.collective import Noted, described
+from bitwitness.site import Site
+from bitwitness.stats import in_hex
 
 _LEAST = -(1 << 63)
 _MOST_WORDS = 1 << 16  # of one deep step, over all groups
@@ -33,6 +35,11 @@ class Mismatch:
     text: str
     ranks: tuple[int, ...]
     evidence: dict[str, Any]
+
+    @property
+    def site(self) -> Site:
+        """Which call it was."""
+        return Site(".", str(self.evidence["op"]), int(self.evidence["call"]), "backward", "out0")
 
 
 @dataclass(slots=True)
@@ -163,7 +170,7 @@ class Comparison:
         pieces = [row[3] for row in rows if row[3]]
         if evidence["op"] == "all_reduce" and evidence["reduction"] in ("sum", "avg") and pieces:
             evidence |= named_element(ranks, call, pieces[0] - 1)
-        evidence["hashes_by_rank"] = [f"{rows[rank][2] & (1 << 64) - 1:016x}" for rank in members]
+        evidence["hashes_by_rank"] = [in_hex(rows[rank][2]) for rank in members]
         evidence["contradicted_on"] = [rank for rank in members if rows[rank][1] & _CONTRADICTS]
         return Mismatch(_text(evidence, odd, members), odd, evidence)
 
@@ -194,7 +201,7 @@ def named_element(ranks: Ranks, call: Noted | None, piece: int) -> dict[str, Any
     if not given.numel():
         given = torch.zeros(length, dtype=torch.float64)
     exact = ranks.sum(given)
-    rows = torch.zeros(3, dtype=torch.float64)
+    rows = torch.zeros(4, dtype=torch.float64)
     if call is not None and here:
         exact = exact / (len(call.group) if call.reduction == "avg" else 1)
         got = call.kept[1][part].double().cpu()
@@ -202,8 +209,6 @@ def named_element(ranks: Ranks, call: Noted | None, piece: int) -> dict[str, Any
         at = int(gap.argmax())
         rows = torch.stack([gap[at], got[at], exact[at]])
         rows = torch.cat([rows, torch.tensor([float(part.start + at)], dtype=torch.float64)])
-    else:
-        rows = torch.zeros(4, dtype=torch.float64)
     table = ranks.gather(rows)
     worst = table[int(table[:, 0].nan_to_num(nan=0.0).argmax())].tolist()
     return {"element": int(worst[3]), "value": worst[1], "expected": worst[2]}

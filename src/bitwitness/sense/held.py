@@ -103,13 +103,7 @@ def read(tensors: dict[Name, torch.Tensor]) -> Reading:
     batch = HashBatch()
     for tensor in tensors.values():
         batch.add(tensor)
-    hashes, places = torch.zeros(len(tensors), dtype=torch.int64), dict[torch.device, list[int]]()
-    found = batch.finish()
-    for index, value in enumerate(found):
-        places.setdefault(value.device, []).append(index)
-    for mine in places.values():  # one transfer a device
-        hashes[mine] = torch.stack([found[index] for index in mine]).cpu()
-    return Reading(tensors, batch, hashes)
+    return Reading(tensors, batch, batch.on_host())
 
 
 def _held(optimizers: Iterable[Optimizer]) -> set[int]:

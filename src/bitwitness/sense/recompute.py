@@ -55,7 +55,6 @@ class RecomputeSensor:
         self._batch = HashBatch()
         self._seen: dict[tuple[int, int], _Seen] = {}
         self._values: dict[tuple[str, int], _Known] = {}
-        self._alive: list[Region] = []
         self.compared = 0
         """Regions that were recomputed and compared so far, each forward's by itself."""
         self.tensors: Counter[str] = Counter()
@@ -70,7 +69,6 @@ class RecomputeSensor:
             return
         key = id(region), position
         if not again:
-            self._alive.append(region)
             self._seen[key] = _Seen(region, position, tuple(tensor.shape), tensor.dtype, len(self._batch))
             self._batch.add(tensor)
         elif (seen := self._seen.get(key)) is not None and seen.again is None:
@@ -83,8 +81,8 @@ class RecomputeSensor:
     def drain(self, step: int, rank: int) -> list[Finding]:
         """Return what came out otherwise in this step; waits for the device once."""
         pairs = [seen for seen in self._seen.values() if seen.again is not None]
-        hashes = [int(value) for value in torch.stack(self._batch.finish()).tolist()] if len(self._batch) else []
-        self._batch, self._seen, self._alive = HashBatch(), {}, []
+        hashes = self._batch.on_host().tolist()
+        self._batch, self._seen = HashBatch(), {}
         self.tensors["compared"] += len(pairs)
         by_region: dict[int, list[_Seen]] = {}
         for seen in pairs:

@@ -116,6 +116,17 @@ class HashBatch:
     def __len__(self) -> int:
         return len(self._flats)
 
+    @torch.no_grad()
+    def on_host(self) -> Tensor:
+        """Return the hashes in the order of adding, int64 [N] on the host; one transfer a device, each waited for."""
+        found, places = self.finish(), dict[torch.device, list[int]]()
+        hashes = torch.zeros(len(found), dtype=torch.int64)
+        for index, value in enumerate(found):
+            places.setdefault(value.device, []).append(index)
+        for mine in places.values():
+            hashes[mine] = torch.stack([found[index] for index in mine]).cpu()
+        return hashes
+
     def kept(self, index: int) -> tuple[Tensor, Fold | None]:
         """Return what is kept of a tensor: its `flat_bits` if it is small, else a stand-in, and its sums."""
         return self._flats[index], self._folds.get(index)

@@ -53,7 +53,6 @@ class Exchange:
     sizes_received: list[int] = field(default_factory=list)
     noted: dict[str, Any] = field(default_factory=dict)
     versions: tuple[int, ...] = ()
-    over: bool = False
 
     @property
     def in_place(self) -> bool:

@@ -65,17 +65,8 @@ class ExchangeTap:
         self._waited: dict[int, tuple[Any, Exchange]] = {}
         self._inside = threading.local()
         self._running: list[Exchange] = []
-        self.unwaited = 0
-        """Collectives whose handle nobody waited for in Python, as those of communication hooks."""
-        self.changed = 0
-        """Those whose tensors were changed before they could be looked at."""
         self.other: Counter[str] = Counter()
         """Those that are not understood, by their names."""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether collectives are shown now."""
-        return self._stack is not None
 
     def open(self) -> None:
         """Show collectives from now on, as the first of a step."""
@@ -98,7 +89,6 @@ class ExchangeTap:
         stack, self._stack = self._stack, None
         if stack is not None:
             stack.close()
-        self.unwaited += len(self._waited)
         self._waited.clear()
         self._running.clear()
 
@@ -157,12 +147,10 @@ class ExchangeTap:
         return wait
 
     def _end(self, exchange: Exchange, unchanged: bool) -> None:
-        self.changed += not unchanged
         try:
             if unchanged:
                 with own_work(), torch.no_grad():
                     self._ended(exchange)
-                exchange.over = True
         except Exception as error:
             self._failed(error)
         exchange.sent, exchange.received = [], []

@@ -59,7 +59,8 @@ class RecomputeTap:
         self._frames: WeakKeyDictionary[Any, Region] = WeakKeyDictionary()
 
     def open(self) -> None:
-        """Show regions from now on."""
+        """Show regions from now on, numbered anew; a forward or a backward begins."""
+        self._numbers.clear()
         if self._stack is not None or "torch.utils.checkpoint" not in sys.modules:
             return
         self._stack = ExitStack()
@@ -75,10 +76,6 @@ class RecomputeTap:
         stack, self._stack = self._stack, None
         if stack is not None:
             stack.close()
-
-    def pass_began(self) -> None:
-        """Say that a forward begins: regions are numbered anew."""
-        self._numbers.clear()
 
     def _region(self) -> Region:
         path = self._tracker.running
