@@ -266,3 +266,10 @@ def test_shards_that_hsdp_replicates_are_compared(tmp_path: Path) -> None:
     for case in ("hsdp weight", "hsdp exp_avg"):
         step, cause, ranks, _, message = told[case][0]["verdicts"][0]
         assert (step, cause, ranks) == (7, "corrupt_state", [1]), message
+
+
+def test_a_shard_that_nobody_else_holds_is_sealed_by_its_rank(tmp_path: Path) -> None:
+    told = on_ranks(2, ("fsdp", "fsdp weight"), tmp_path)
+    assert not told["fsdp"][0]["verdicts"]
+    step, cause, ranks, site, message = told["fsdp weight"][0]["verdicts"][0]
+    assert (step, cause, ranks, site) == (7, "corrupt_state", [1], "0/weight#0:param.value"), message

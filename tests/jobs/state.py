@@ -39,8 +39,9 @@ class Training:
         self.case, self.rank = case, dist.get_rank()
         self.inner = net()
         self.ema = [p.detach().clone() for p in self.inner.parameters()]
-        if case.startswith("hsdp"):
-            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        if case.startswith(("hsdp", "fsdp")):
+            shape = ("replicate", "shard") if case.startswith("hsdp") else ("shard",)
+            mesh = init_device_mesh("cpu", (2,) * len(shape), mesh_dim_names=shape)
             self.inner = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
             self.model = fully_shard(self.inner, mesh=mesh)
         else:
@@ -61,6 +62,8 @@ class Training:
         if step == WHEN and self.rank == WHO:
             if self.case in ("weight", "hsdp weight"):
                 flip(weight.to_local() if self.case.startswith("hsdp") else weight, 1003, 5)
+            if self.case == "fsdp weight":  # nobody else holds it: the highest exponent bit
+                flip(weight.to_local(), 1003, 6)
             if self.case in ("exp_avg", "exp_avg_sq", "hsdp exp_avg"):
                 kept = state[self.case.rpartition(" ")[2]]
                 flip(kept.to_local() if self.case.startswith("hsdp") else kept, 1003, 5)

@@ -109,7 +109,7 @@ class StateSensors:
         def ask() -> list[Finding]:
             broken.extend(one for seal in sealed.values() for one in seal.broken(reading))
             self.sealed_steps += 1
-            compared = due and self._ranks.size > 1
+            compared = all(one.name in reading.compared for one in broken)
             return self.seals.judge(broken, light.step, compared=compared, desync=desync is not None)
 
         return proven + findings + (self._switches.ask("seal", ask) if len(sealed) else [])

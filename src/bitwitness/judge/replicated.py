@@ -89,6 +89,7 @@ class Replicas:
         alike = self._alike(parameters, optimizer)
         if not alike[0]:
             return None  # parts of a pipeline, say: nobody holds what another does
+        reading.compared = frozenset(parameters)
         buffers = self._buffers(record)
         names: list[Any] = [*parameters, *buffers]
         hashes = torch.cat([reading.of(parameters), read(buffers).hashes])
@@ -98,7 +99,9 @@ class Replicas:
         if not alike[1]:
             self.left_out = OTHER_STATE
             return None
-        return self._compare_optimizer(optimizer, reading)
+        desync = self._compare_optimizer(optimizer, reading)
+        reading.compared |= self._known.intersection(optimizer)
+        return desync
 
     def _compare_optimizer(self, names: list[Name], reading: Reading) -> Desync | None:
         """Compare optimizer state; what differs at the first time is the ranks' own. Collective."""

@@ -36,11 +36,15 @@ class Name(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Reading:
-    """Tensors as they were when they were read: ``hashes`` int64 [N] on the host, in the order of ``tensors``."""
+    """Tensors as they were when they were read.
+
+    ``hashes``: int64 [N] on the host, in the order of ``tensors``. ``compared``: those that other ranks were asked about.
+    """
 
     tensors: dict[Name, torch.Tensor]
     batch: HashBatch
     hashes: torch.Tensor
+    compared: frozenset[Name] = frozenset()
 
     def of(self, names: Iterable[Name]) -> torch.Tensor:
         """Return the hashes of some."""
