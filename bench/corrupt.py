@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 from corruption import alone, files, group
+from corruption.accounts import begun
 from corruption.cells import ALONE, GROUPS, MODES
-from corruption.table import figure, page
+from corruption.table import figure, is_wrong, page
 
 SHARES = {"alone": 0.86, "group": 0.06, "checkpoint": 0.08}
 """Of the faults: a trial among ranks takes ten times as long as one of one process."""
@@ -45,7 +46,7 @@ def alone_part(task: tuple[int, str, int, int, Path]) -> str:
     cell = ALONE[index]
     torch.set_num_threads(1)
     path = folder / f"alone-{_plain(cell.name)}-{_plain(mode)}.jsonl"
-    done = len(path.read_text().splitlines()) if path.exists() else 0
+    done = begun(path)
     if done < count:
         with path.open("a") as file:
             for account in alone.campaign(cell, mode, seed, range(done, count)):
@@ -96,7 +97,7 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "corrupt.md").write_text(told)
     (args.out / "corrupt.svg").write_text(figure(accounts))
-    return int(any(account.get("result") == "wrong" for account in accounts))
+    return int(any(map(is_wrong, accounts)))
 
 
 if __name__ == "__main__":

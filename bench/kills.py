@@ -45,7 +45,7 @@ def left(mark: str) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
-            if mark.encode() in path.read_bytes():
+            if mark.encode() in path.read_bytes().split(b"\0"):
                 found.append(int(path.parent.name))
         except OSError:
             continue
@@ -87,7 +87,7 @@ def trial(draw: random.Random, folder: Path) -> tuple[str, str | None]:
         listening = signal.signal(signal.SIGINT, signal.default_int_handler)
         job = subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=log, start_new_session=True)
         signal.signal(signal.SIGINT, listening)
-    run = folder / "out" / ("guarded/run" if name == "demo" else "")
+    run = folder / "out" / ("runs/attempt-1" if name == "demo" else "")
     started = time.monotonic()
     while not (run / "run.json").exists() and time.monotonic() - started < BEGUN_S:
         time.sleep(0.05)

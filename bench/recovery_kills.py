@@ -26,6 +26,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from kills import left
+
 import bitwitness as bw
 
 HERE = Path(__file__).parent
@@ -69,13 +71,12 @@ class Job:
 
     def processes(self) -> list[int]:
         """Return all living processes of the job: those whose environment names its faults, ranks and launcher."""
-        marker, found = f"BITWITNESS_INJECT={self.folder / 'faults.toml'}".encode(), []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdecimal():
-                with suppress(OSError):
-                    if marker in (entry / "environ").read_bytes().split(b"\0"):
-                        found.append(int(entry.name))
-        return sorted(found)
+        return sorted(left(f"BITWITNESS_INJECT={self.folder / 'faults.toml'}"))
+
+    def await_conviction(self) -> None:
+        """Wait until a device is in quarantine, the job has ended, or the deadline is over."""
+        while not self.convicted and self.process.poll() is None and time.monotonic() - self.began < _DEADLINE:
+            time.sleep(0.05)
 
     def wait(self, seconds: float) -> int | None:
         """Return the launcher's exit code, or None where it did not end in time."""
@@ -103,8 +104,7 @@ def trial(folder: Path, ranks: int, steps: int, rng: random.Random, window: floa
     """Run a job, kill one of its processes within ``window`` seconds from the conviction on; return what came of it."""
     job = Job(folder, ranks, steps)
     try:
-        while not job.convicted and job.process.poll() is None and time.monotonic() - job.began < _DEADLINE:
-            time.sleep(0.05)
+        job.await_conviction()
         time.sleep(rng.random() * window)
         living = job.processes()
         victim = rng.choice(living) if living and rng.random() < 0.85 else job.process.pid
@@ -113,14 +113,14 @@ def trial(folder: Path, ranks: int, steps: int, rng: random.Random, window: floa
             os.kill(victim, signal.SIGKILL)
         code = job.wait(_DEADLINE)
         until = time.monotonic() + _LEFT
-        while (left := job.processes()) and time.monotonic() < until:
+        while (remaining := job.processes()) and time.monotonic() < until:
             time.sleep(0.2)
-        return judged(job, code, left, there) | {"who": "launcher" if victim == job.process.pid else "rank"}
+        return judged(job, code, remaining, there) | {"who": "launcher" if victim == job.process.pid else "rank"}
     finally:
         job.end()
 
 
-def judged(job: Job, code: int | None, left: list[int], there: list[str]) -> dict[str, Any]:
+def judged(job: Job, code: int | None, remaining: list[int], there: list[str]) -> dict[str, Any]:
     """Say what is wrong with how a job ended; nothing, if all is well."""
     problems, now = [], job.sealed()
     lines = [line for line in (job.folder / "log").read_text(errors="replace").splitlines() if line.strip()]
@@ -130,8 +130,8 @@ def judged(job: Job, code: int | None, left: list[int], there: list[str]) -> dic
         problems.append("code 0, and no final loss")
     elif code not in (0, -signal.SIGKILL) and not any("bitwitness" in line for line in lines[-30:]):
         problems.append("no word of why it ended")
-    if left:
-        problems.append(f"{len(left)} processes are left")
+    if remaining:
+        problems.append(f"{len(remaining)} processes are left")
     if lost := [name for name in there if name not in now and name != there[0]]:
         problems.append(f"lost: {lost}")
     for name in now:
@@ -155,13 +155,12 @@ def main() -> int:
     args = parser.parse_args()
     scratch, told = Path(tempfile.mkdtemp(prefix="recovery-")), []
     try:
-        for number in range(-1, args.trials):  # the first without a kill: how long a recovery takes
+        (scratch / "undisturbed").mkdir()
+        window, usual = undisturbed(scratch / "undisturbed", args.ranks, args.steps)  # how long a recovery takes
+        print(f"undisturbed: {usual}, {window:.1f} s from conviction to end", flush=True)
+        for number in range(args.trials):
             folder = scratch / str(number)
             folder.mkdir()
-            if number < 0:
-                window, usual = undisturbed(folder, args.ranks, args.steps)
-                print(f"undisturbed: {usual}, {window:.1f} s from conviction to end", flush=True)
-                continue
             found = trial(folder, args.ranks, args.steps, random.Random(f"{args.seed} {number}"), window)
             told.append(found)
             print(json.dumps({"trial": number, **found}), flush=True)
@@ -185,8 +184,7 @@ def undisturbed(folder: Path, ranks: int, steps: int) -> tuple[float, str]:
     """Return how many seconds pass from the conviction to the end of a job that nobody disturbs, and how that ended."""
     job = Job(folder, ranks, steps)
     try:
-        while not job.convicted and job.process.poll() is None and time.monotonic() - job.began < _DEADLINE:
-            time.sleep(0.05)
+        job.await_conviction()
         convicted = time.monotonic()
         code = job.wait(_DEADLINE)
         final = folder / "final.json"

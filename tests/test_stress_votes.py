@@ -10,8 +10,8 @@ from bitwitness.stress.conclude import concluded
 from bitwitness.stress.difference import difference
 from bitwitness.stress.golden import Golden
 from bitwitness.stress.known import delivered, settled
-from bitwitness.stress.tally import Seen, Slots
-from bitwitness.stress.truth import Truths, fingerprint_of
+from bitwitness.stress.tally import Seen, Slots, fingerprint_of
+from bitwitness.stress.truth import Truths
 from bitwitness.stress.verdict import Remark
 from bitwitness.stress.vote import voted
 from bitwitness.stress.workload import Workload

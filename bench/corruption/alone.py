@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 from detection.apart import forked, relative_error, unwatched
+from detection.collect import HARMFUL
 from detection.faults import survey
+from detection.persistent import LIMIT
 from detection.subjects import CONTEXT, TEXT
 from torch import nn
 
@@ -24,12 +26,9 @@ from bitwitness.stats.digest import bit_hashes
 from bitwitness.testing import FaultyDevice
 from corruption.cells import WATCHFUL, Cell
 from corruption.heard import listen
-from corruption.references import CHECKSUM, PRODUCTS, References, their_checksum
+from corruption.references import CHECKSUM, References, is_product, their_checksum
 from corruption.strikes import COMPUTED, STATE, as_fault, draw, strike_state
 
-HARMFUL = 1.0
-LIMIT = 100
-"""Steps within which a fault that stays is to be seen at the default budget."""
 _SETTLED = 40
 _AFTER = 3  # steps of a trial whose fault does no harm, or is over
 _MORE = 9  # steps after a first suspicion: a lone flipped bit is proven by eight quiet ones
@@ -122,7 +121,7 @@ def trial(training: Training, drawn: dict[str, Any], seed: int, expected: dict[s
     assert reporter is not None
     listen(training.guard, findings.append)
     reporter.verdicts.clear()
-    if drawn["place"] in COMPUTED and any(name in drawn["where"] for name in PRODUCTS):
+    if is_product(drawn):
         with training.unwatched():
             fault = as_fault(drawn, site=drawn["where"])
             if their_checksum(training.model, training.loss, fault, seed):

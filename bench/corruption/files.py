@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 import bitwitness as bw
 from bitwitness.demo.model import ByteGPT
+from corruption.accounts import begun
 
 FORMATS = ("dcp", "safetensors", "torch.save")
 CHANGES = ("bit", "byte", "zeroed block", "random block", "swapped blocks", "cut")
@@ -70,7 +71,7 @@ def _newest(kind: str, folder: Path, rng: random.Random) -> tuple[Path, Path]:
 
 def campaign(seed: int, count: int, lines: Path) -> None:
     """Run the trials that are not there yet, a line each."""
-    done = len(lines.read_text().splitlines()) if lines.exists() else 0
+    done = begun(lines)
     scratch = Path(tempfile.mkdtemp(prefix="corrupt-"))
     try:
         for kind in FORMATS:

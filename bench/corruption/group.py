@@ -27,6 +27,7 @@ from bitwitness.demo.model import batch
 from bitwitness.stats.digest import bit_hashes
 from bitwitness.stats.local import local_parts
 from bitwitness.testing import FaultyDevice, contained
+from corruption.accounts import begun
 from corruption.cells import WATCHFUL, Cell
 from corruption.heard import listen
 from corruption.strikes import COMPUTED, RECEIVED, STATE, as_fault, draw, strike, strike_state
@@ -160,14 +161,12 @@ def merged(told: list[dict[str, Any]], drawn: dict[str, Any]) -> dict[str, Any]:
 
 
 @contained()
-def worker(cell: Cell, seed: int, count: int, lines: Path) -> None:
-    """Run the trials that are not there yet on this rank; rank 0 writes a line a trial."""
+def worker(cell: Cell, seed: int, numbers: range, lines: Path) -> None:
+    """Run trials on this rank; rank 0 writes a line a trial."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    done = len(lines.read_text().splitlines()) if lines.exists() else 0
-    dist.barrier()
     places = _places(cell)
-    for number in range(done, count):
+    for number in numbers:
         rng = random.Random(f"{seed} {cell.name} {number}")
         mode = WATCHFUL if number % 2 else "every tenth step"
         drawn = {**draw(rng, places, cell.subject.model(), _PLACES),
@@ -189,10 +188,10 @@ def _places(cell: Cell) -> Places:
 
 
 def campaign(cell: Cell, seed: int, count: int, lines: Path) -> None:
-    """Run one cell's trials; ranks are forks of this process."""
+    """Run one cell's trials that are not there yet; ranks are forks of this process."""
     scratch = Path(tempfile.mkdtemp(prefix="corrupt-"))
     try:
-        if not together(cell.ranks, partial(worker, cell, seed, count, lines), scratch):
+        if not together(cell.ranks, partial(worker, cell, seed, range(begun(lines), count), lines), scratch):
             logs = "\n".join(log.read_text()[-2000:] for log in sorted(scratch.glob("rank*.log")))
             raise RuntimeError(f"{cell.name}: a rank failed\n{logs}")
     finally:

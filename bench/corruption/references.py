@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from detection.collect import PRODUCTS
 from detection.evaluate import REFERENCES
 from torch import nn
 
@@ -20,8 +21,8 @@ from bitwitness.tap.collector import GradientCollector
 from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.operators import OperatorTap
 from bitwitness.testing import FaultyDevice
+from corruption.strikes import COMPUTED
 
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "flash_attention")
 CHECKSUM = "their checksum"
 
 
@@ -62,6 +63,11 @@ class References:
             if sensor.look(light, known, taps):
                 told.append(name)
         return told
+
+
+def is_product(trial: dict[str, Any]) -> bool:
+    """Tell whether an operator is struck at whose result their checksum looks."""
+    return trial["place"] in COMPUTED and any(name in trial["where"] for name in PRODUCTS)
 
 
 def their_checksum(model: nn.Module, loss: Any, fault: Any, seed: int) -> bool:

@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from detection.collect import HARMFUL
 from detection.evaluate import REFERENCES, wilson
+from detection.persistent import LIMIT
 from detection.report import percent, table
 
 from corruption.cells import BUDGET, WATCHFUL
-from corruption.references import CHECKSUM
+from corruption.references import CHECKSUM, is_product
 from corruption.strikes import STATE
 
-HARMFUL = 1.0
-HUNDRED = 100
 Accounts = Sequence[dict[str, Any]]
 PLACES = ("forward", "backward", "recomputed", "weight", "optimizer state", "buffer", "received", "checkpoint")
 _HARDWARE = {"transient_hardware", "persistent_hardware"}
@@ -45,7 +45,7 @@ def _judged(account: dict[str, Any], verdict: dict[str, Any]) -> str:
     return "right"
 
 
-def seen(account: dict[str, Any], within: int = HUNDRED) -> bool:
+def seen(account: dict[str, Any], within: int = LIMIT) -> bool:
     """Tell whether somebody suspected within so many steps."""
     return account["steps"] is not None and account["steps"] <= within
 
@@ -86,7 +86,7 @@ def _row(name: str, these: Accounts) -> list[str]:
     healed = [a for a in these if any(v["action"] == "healed" for v in a["verdicts"]) and a["class"] == "transient"]
     asked = [a for a in these if a["references"] is not None]
     loud = [a for a in asked if a["harm"] > HARMFUL]
-    products = [a for a in asked if any(p in a["where"] for p in ("mm#", "linear#", "attention"))]
+    products = [a for a in asked if is_product(a)]
     return [
         name, str(len(these)), _share(these, lambda a: seen(a, 1)), _share(these, seen),
         str(len(harmful)), _share(harmful, lambda a: seen(a, 1)), _share(harmful, seen),
@@ -117,12 +117,17 @@ def by_reference(accounts: Accounts) -> str:
     return table(["scheme", f"of {len(these)} that changed a bit", f"of {len(harmful)} harmful"], rows)
 
 
+def is_wrong(account: dict[str, Any]) -> bool:
+    """Tell whether a trial that gave an answer has a wrong verdict."""
+    return not account.get("lost") and account.get("verdicts") is not None and judged(account) == "wrong"
+
+
 def odd(accounts: Accounts) -> list[str]:
     """Return a line for each wrong verdict, lost trial and alarm before a fault."""
     lines = []
     for a in accounts:
-        if a.get("lost") or (a.get("verdicts") is not None and judged(a) == "wrong"):
-            what = "lost" if a.get("lost") else "wrong"
+        what = "lost" if a.get("lost") else "wrong" if is_wrong(a) else "early alarm" if a.get("early") else ""
+        if what:
             lines.append(f"- {what}: {a['cell']}, {a['mode']}, trial {a['number']}: {a['fault']} at {a['where']} "
                          f"(rank {a['rank']}): {a.get('verdicts')}")  # fmt: skip
     return lines

@@ -31,7 +31,7 @@ from detection.subjects import TEXT, Batch, Subject
 
 HARMFUL = 1.0
 BAND = 0.1  # from here to HARMFUL: reported apart
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "flash_attention")
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "flash_attention")
 
 
 _ARRAYS = ("l2", "absmax", "loss", "v1", "looks", "weights")
@@ -195,7 +195,7 @@ def _try(
     bad = torch.cat([g.flatten() for g in grads]).double()
     harm = float((bad - good).norm() / good.norm())
     trial |= {"rank": rank, "step": bench.step, "seed": seed, "harm": harm if np.isfinite(harm) else float("inf")}
-    trial["product"] = trial["place"] in ("forward", "backward") and any(op in trial["where"] for op in _PRODUCTS)
+    trial["product"] = trial["place"] in ("forward", "backward") and any(op in trial["where"] for op in PRODUCTS)
     if trial["harm"] > BAND and trial["place"] in ("forward", "backward"):
         trial |= _checksums(bench, trial, rank, seed, batches[rank])
     part.trials.append(trial)

@@ -30,9 +30,12 @@ class Answer:
     diagnosis: Diagnosis | None = None
     emulated: str = ""
 
+    def _faults(self, one: DeviceProcess) -> list[Fault]:
+        return [fault for fault in self.outcome.faults if fault.slot == one.slot]
+
     def verdict(self, one: DeviceProcess) -> str:
         """Return the verdict on a device."""
-        faults = [fault for fault in self.outcome.faults if fault.slot == one.slot]
+        faults = self._faults(one)
         if any(fault.certain for fault in faults):
             return FAULTY
         if faults:
@@ -68,7 +71,7 @@ class Answer:
 
     def _faulty(self) -> Iterator[str]:
         for one in self.outcome.devices:
-            faults = [fault for fault in self.outcome.faults if fault.slot == one.slot]
+            faults = self._faults(one)
             if faults:
                 yield _replace(one, faults, certain=self.verdict(one) == FAULTY)
         if self.diagnosis is not None and self.diagnosis.faulty:
@@ -130,7 +133,7 @@ class Answer:
         }
 
     def _device(self, one: DeviceProcess) -> dict[str, Any]:
-        faults = [fault for fault in self.outcome.faults if fault.slot == one.slot]
+        faults = self._faults(one)
         return {
             "slot": one.slot,
             "verdict": self.verdict(one),

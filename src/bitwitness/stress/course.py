@@ -17,12 +17,11 @@ from bitwitness.stress.golden import Golden
 from bitwitness.stress.process import DeviceProcess, DeviceProcesses
 from bitwitness.stress.tally import Seen, Slots
 from bitwitness.stress.truth import Truths
-from bitwitness.stress.verdict import UNDECIDED, Fault, Remark
+from bitwitness.stress.verdict import MANY, UNDECIDED, Fault, Remark
 from bitwitness.stress.workload import VARIANTS, Workload
 
 _MOST_KEPT = 8  # results of one workload and input whose values are kept to be compared
 _AGAIN = 8  # runs more, on all devices, of what has just differed: how it varies is part of the answer
-_VOTERS = 3  # devices among which there is a majority; of fewer, float64 looks at the first results, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +125,10 @@ class _Test:
     def _group(self, processes: DeviceProcesses) -> None:
         """Have the devices join one group; without all of them there is none."""
         count = len(self._plan.devices)
-        told = {"do": "group", "generation": 0, "ranks": count, "seconds": self._plan.deadline / 2}
         if len(processes.living) < count:
             self._grouped = "not all devices could be used"
             return
-        answers = processes.ask({slot: {**told, "rank": slot} for slot in range(count)})
+        answers = processes.ask({slot: {"do": "group"} for slot in range(count)})
         self._grouped = next((one["raised"] for one in answers.values() if "raised" in one), "")
         if len(answers) < count:
             self._grouped = "a device was lost"
@@ -168,9 +166,7 @@ class _Test:
         workload = self._workloads[seen.workload]
         asked = {"do": "run", "workload": seen.workload, "variant": seen.variant, "repeats": repeats, "pass": number}
         before = len(processes.living)
-        answers = processes.ask(
-            {one.slot: {**asked, "rank": one.slot if workload.collective else 0} for one in processes.living}
-        )
+        answers = processes.ask({one.slot: asked for one in processes.living})
         for slot, answer in answers.items():
             seen.nondeterministic = seen.nondeterministic or answer.get("nondeterministic", "")
             if "runs" in answer:
@@ -209,7 +205,7 @@ class _Test:
     def _look(self, processes: DeviceProcesses, seen: Seen, runs: Mapping[int, list[str]]) -> None:
         """Fetch the values behind results that differ, and have float64 judge them."""
         exact = self._workloads[seen.workload].exact
-        few = len(self._plan.devices) < _VOTERS and not exact
+        few = len(self._plan.devices) < MANY and not exact  # float64 looks at the first results, too
         differs = self._differs(seen)
         if not differs and not few:
             return

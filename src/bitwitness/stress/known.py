@@ -7,14 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from bitwitness.stress.collectives import SUMS, sources_of
-from bitwitness.stress.difference import Difference, difference
 from bitwitness.stress.tally import Seen, Slots
-from bitwitness.stress.verdict import EXACT, SOFTWARE, WRONG, Fault, Found, Remark, fault_of
+from bitwitness.stress.verdict import EXACT, MANY, SOFTWARE, WRONG, Fault, Found, Remark, fault_of, first_difference
 from bitwitness.stress.workload import Workload
 
 Due = Callable[[Seen, int], tuple[str, Callable[[], Slots]]]
 """What a device is due: a fingerprint, and what makes the values behind it."""
-_MANY = 3
 
 
 def exactly(seen: Seen, workload: Workload, due: Due) -> Found:
@@ -30,7 +28,9 @@ def exactly(seen: Seen, workload: Workload, due: Due) -> Found:
         wrong = [one for one in seen.counts[slot] if one != right]
         if wrong:
             certain = len(slots) > 1 or right in seen.counts[slot]
-            faults.append(fault_of(seen, workload, slot, EXACT, {right}, _first(seen, values, wrong), certain=certain))
+            faults.append(
+                fault_of(seen, workload, slot, EXACT, {right}, first_difference(seen, values(), wrong), certain=certain)
+            )
     return faults, []
 
 
@@ -52,7 +52,7 @@ def delivered(seen: Seen, workload: Workload, due: Due) -> tuple[list[Fault], li
         right, values = due(seen, slot)
         others = [one for one in seen.counts[slot] if one != right]
         if others:
-            differs = _first(seen, values, others)
+            differs = first_difference(seen, values(), others)
             wrong[slot] = fault_of(seen, workload, slot, EXACT, {right}, differs)
             for place in differs.at if differs is not None else []:
                 for source in sources_of(workload.name, tuple(place), seen.variant, len(ranks)):
@@ -75,7 +75,7 @@ def _named(name: str, receivers: set[int], by_source: dict[int, set[int]], ranks
     for source, of in by_source.items():
         if len(of) >= max(2, ranks - 1):  # all but itself, at least, received it wrongly
             named.add(source)
-        elif of == {source} or (name != "all_to_all" and len(of) == 1 and ranks >= _MANY):
+        elif of == {source} or (name != "all_to_all" and len(of) == 1 and ranks >= MANY):
             named |= of
     return named
 
@@ -100,8 +100,3 @@ def settled(suspicions: Sequence[Suspicion], convicted: set[int]) -> Found:
 
 def _listed(slots: Sequence[int]) -> str:
     return ", ".join(map(str, slots))
-
-
-def _first(seen: Seen, due: Callable[[], Slots], wrong: list[str]) -> Difference | None:
-    values = due()
-    return next((difference(values, seen.values[one]) for one in wrong if one in seen.values), None)

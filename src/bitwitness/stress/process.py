@@ -109,7 +109,7 @@ class DeviceProcesses:
             one = self.all[slot]
             one.device, one.model, one.core = Device(**answer["device"]), answer["model"], answer["core"]
 
-    def ask(self, asked: Mapping[int, Mapping[str, Any]], seconds: float | None = None) -> dict[int, Answer]:
+    def ask(self, asked: Mapping[int, Mapping[str, Any]]) -> dict[int, Answer]:
         """Ask devices, by slot, at once; return the answers of those that gave one. The others are lost from here on."""
         waiting = set()
         for slot, what in asked.items():
@@ -118,7 +118,7 @@ class DeviceProcesses:
                 waiting.add(slot)
             except (OSError, ValueError):
                 self._lose(slot, self._how(slot))
-        return self._gather(waiting, seconds or self._plan.deadline)
+        return self._gather(waiting, self._plan.deadline)
 
     def _gather(self, waiting: set[int], seconds: float) -> dict[int, Answer]:
         found: dict[int, Answer] = {}

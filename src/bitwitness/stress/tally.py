@@ -9,6 +9,8 @@ from datetime import UTC, datetime
 
 from torch import Tensor
 
+from bitwitness.stats.digest import bit_hashes, in_hex, joined
+
 Slots = dict[str, Tensor]
 
 
@@ -64,6 +66,7 @@ class Seen:
         """All of them, of all devices."""
         return {fingerprint for count in self.counts.values() for fingerprint in count}
 
-    def unsteady(self) -> set[int]:
-        """Return the devices that contradict themselves."""
-        return {slot for slot, count in self.counts.items() if len(count) > 1}
+
+def fingerprint_of(values: Slots) -> str:
+    """Return the fingerprint of results: the same by a device process and by the host."""
+    return in_hex(joined(list(bit_hashes(list(values.values())))))

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import torch
-
-from bitwitness.stats.digest import bit_hashes, in_hex, joined
-from bitwitness.stress.tally import Seen, Slots
+from bitwitness.stress.tally import Seen, Slots, fingerprint_of
 from bitwitness.stress.workload import Workload
 from bitwitness.tap.ownwork import REFERENCE, own_work
 from bitwitness.trial.call import Results
@@ -61,9 +58,3 @@ class Truths:
                 del self._oracles[next(iter(self._oracles))]
             self._oracles[key] = Oracle(self._workloads[seen.workload].call(seen.variant, 0), like)
         return self._oracles[key]
-
-
-def fingerprint_of(values: Slots) -> str:
-    """Return the fingerprint of results, as device processes make it."""
-    with torch.no_grad():
-        return in_hex(joined(list(bit_hashes([value.detach() for value in values.values()]))))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bitwitness.stress.difference import Difference
-from bitwitness.stress.tally import First, Seen
+from bitwitness.stress.difference import Difference, difference
+from bitwitness.stress.tally import First, Seen, Slots
 from bitwitness.stress.workload import Workload
 
 EXACT, MAJORITY, OWN_RUNS, FLOAT64, GOLDEN = "exact", "majority", "own runs", "float64", "golden"
@@ -23,6 +24,10 @@ HOW = {
 WRONG, UNDECIDED, SOFTWARE, SPREAD = "wrong", "undecided", "software", "spread"
 """Kinds of remarks: something is wrong and no device can be named; nothing is proven; all devices do it alike; an operator that
 does not repeat its bits, by design."""
+
+
+MANY = 3
+"""Devices of which a majority can be told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +80,11 @@ class Remark:
 
 
 Found = tuple[list[Fault], list[Remark]]
+
+
+def first_difference(seen: Seen, right: Slots, wrong: Sequence[str]) -> Difference | None:
+    """Return how the first of the wrong results whose values are known differs from what is right."""
+    return next((difference(right, seen.values[one]) for one in wrong if one in seen.values), None)
 
 
 def fault_of(

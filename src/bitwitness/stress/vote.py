@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from bitwitness.stress.difference import Difference, difference
+from bitwitness.stress.difference import Difference
 from bitwitness.stress.tally import Seen
 from bitwitness.stress.verdict import (
     FLOAT64,
     MAJORITY,
+    MANY,
     OWN_RUNS,
     SOFTWARE,
     SPREAD,
@@ -24,10 +25,9 @@ from bitwitness.stress.verdict import (
     Found,
     Remark,
     fault_of,
+    first_difference,
 )
 from bitwitness.stress.workload import Workload
-
-_MANY = 3  # devices of which a majority can be told
 
 
 def voted(seen: Seen, workload: Workload, slots: Sequence[int]) -> Found:
@@ -54,7 +54,7 @@ class _Vote:
 
     def _agreed(self) -> str | None:
         fingerprint, votes = Counter(self._usual.values()).most_common(1)[0]
-        wanted = len(self._slots) if len(self._slots) < _MANY else len(self._slots) / 2
+        wanted = len(self._slots) if len(self._slots) < MANY else len(self._slots) / 2
         return fingerprint if votes > wanted or votes == len(self._slots) else None
 
     def _varying(self) -> Found:
@@ -87,10 +87,11 @@ class _Vote:
         """Return the fault of a device some of whose results float64 finds wrong, if some result of anybody's is right."""
         within = self._seen.within
         right = {one for one in self._seen.fingerprints if within.get(one) is not False}
-        if not any(within.get(one) for one in right) or all(one in right for one in self._seen.counts[slot]):
+        wrong = [one for one in self._seen.counts[slot] if one not in right]
+        if not wrong or not any(within.get(one) for one in right):
             return None
         known = next(one for one in right if within.get(one))
-        return self._fault(slot, FLOAT64, right, known)
+        return fault_of(self._seen, self._workload, slot, FLOAT64, right, self._differs(known, wrong))
 
     def _without_agreement(self) -> Found:
         """Judge devices of which no majority agrees."""
@@ -117,12 +118,12 @@ class _Vote:
                 proof = FLOAT64
             elif self._unsteady == [slot]:
                 proof = OWN_RUNS
-            elif slot not in self._unsteady and len(self._slots) >= _MANY and differs is not None and differs.confined:
+            elif slot not in self._unsteady and len(self._slots) >= MANY and differs is not None and differs.confined:
                 proof = MAJORITY
             else:
                 remarks.append(self._undecided(slot, differs))
                 continue
-            faults.append(self._fault(slot, proof, {agreed}, agreed))
+            faults.append(fault_of(self._seen, self._workload, slot, proof, {agreed}, differs))
         return faults, remarks
 
     def _undecided(self, slot: int, differs: Difference | None) -> Remark:
@@ -137,12 +138,6 @@ class _Vote:
         text = f"{self._workload.key}: all devices compute it {how}: its kernels are to blame, no device"
         return Remark(SOFTWARE, tuple(self._slots), self._workload.key, text)
 
-    def _fault(self, slot: int, proof: str, right: set[str], known: str) -> Fault:
-        wrong = [one for one in self._seen.counts[slot] if one not in right]
-        return fault_of(self._seen, self._workload, slot, proof, right, self._differs(known, wrong))
-
     def _differs(self, known: str, wrong: list[str]) -> Difference | None:
         values = self._seen.values
-        if known not in values:
-            return None
-        return next((difference(values[known], values[one]) for one in wrong if one in values), None)
+        return first_difference(self._seen, values[known], wrong) if known in values else None

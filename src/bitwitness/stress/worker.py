@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from bitwitness.device import this_device
-from bitwitness.stats.digest import bit_hashes, in_hex, joined
 from bitwitness.stress.catalogue import Outside, Plan, SetPass, workloads_of
 from bitwitness.stress.model import model_of
+from bitwitness.stress.tally import fingerprint_of
 from bitwitness.stress.workload import Workload
 from bitwitness.tap.compat import tree_map
 from bitwitness.tap.ownwork import REFERENCE, own_work
@@ -117,20 +117,20 @@ class _Device:
         """Run a workload several times; return a fingerprint for each run."""
         self._set_pass(asked["pass"])
         self._kept.clear()
-        copied, given = self._prepared(self._workloads[asked["workload"]], asked["variant"], asked["rank"])
+        copied, given = self._prepared(self._workloads[asked["workload"]], asked["variant"])
         runs: list[str] = []
         for _ in range(asked["repeats"]):
             results = copied.run(copied.call.fn, given)
             slots = {name: tensor.detach() for name, tensor in results.slots().items()}
-            runs.append(in_hex(joined(list(bit_hashes(list(slots.values()))))))
+            runs.append(fingerprint_of(slots))
             if runs[-1] not in self._kept and len(self._kept) < _MOST_KEPT:
                 self._kept[runs[-1]] = slots
         return {"runs": runs}
 
-    def _prepared(self, workload: Workload, variant: int, rank: int) -> tuple[Copied, list[Tensor | None]]:
+    def _prepared(self, workload: Workload, variant: int) -> tuple[Copied, list[Tensor | None]]:
         """Return the work with its inputs on the device, and its output gradients: drawn once, by the host."""
         with own_work(REFERENCE):  # what the host draws is no emulated device's to spoil
-            call = workload.call(variant, rank)
+            call = workload.call(variant, self._slot if workload.collective else 0)
             copied = self._moved(call.on(lambda tensor: as_laid_out(tensor).to(self._where)))
             if not any(copy.requires_grad for copy in copied.copies):
                 return copied, []
@@ -159,17 +159,15 @@ class _Device:
             }
         }
 
-    def _group(self, asked: Mapping[str, Any]) -> Answer:
-        """Enter the group of the devices that are left."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        limit = timedelta(seconds=asked["seconds"])
+    def _group(self, _asked: Mapping[str, Any]) -> Answer:
+        """Enter the group of all devices."""
+        limit = timedelta(seconds=self._plan.deadline / 2)
         store = TCPStore("127.0.0.1", self._port, is_master=False, timeout=limit)
         dist.init_process_group(
             _BACKENDS.get(self._plan.kind, "gloo"),
-            store=PrefixStore(f"group{asked['generation']}", store),
-            rank=asked["rank"],
-            world_size=asked["ranks"],
+            store=PrefixStore("group", store),
+            rank=self._slot,
+            world_size=len(self._plan.devices),
             timeout=limit,
         )
         return {}
