@@ -19,6 +19,7 @@ class Receiver:
         self.events: list[dict] = []
         self.asked = 0
         self._kept: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
@@ -29,11 +30,22 @@ class Receiver:
                 return
             self.asked += 1
             self._kept.append(one)  # a connection that hangs is not to be closed by being forgotten
-            threading.Thread(target=self._safely, args=(one,), daemon=True).start()
+            self._threads.append(threading.Thread(target=self._safely, args=(one,), daemon=True))
+            self._threads[-1].start()
 
     def _safely(self, one: socket.socket) -> None:
         with suppress(OSError):
             self.behave(self, one)
+
+    def end(self) -> None:
+        """Hang up on everybody, and see every thread end: one that goes on would be the script's to whoever tests after."""
+        for one in self._kept:
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+        for thread in self._threads:
+            thread.join(10.0)
+            assert not thread.is_alive()
 
     def wait(self, count: int, seconds: float = 10.0) -> list[dict]:
         until = time.monotonic() + seconds
@@ -47,13 +59,17 @@ def at_socket(path: Path, behave: Callable[[Receiver, socket.socket], None]) -> 
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(path))
         listening.listen()
-        yield Receiver(listening, behave)
+        receiver = Receiver(listening, behave)
+        yield receiver
+    receiver.end()
 
 
 @contextmanager
 def at_port(behave: Callable[[Receiver, socket.socket], None]) -> Iterator[tuple[Receiver, int]]:
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        yield Receiver(listening, behave), listening.getsockname()[1]
+        receiver = Receiver(listening, behave)
+        yield receiver, listening.getsockname()[1]
+    receiver.end()
 
 
 def takes(to: Receiver, one: socket.socket) -> None:
@@ -71,6 +87,14 @@ def closes(to: Receiver, one: socket.socket) -> None:
     one.close()
 
 
+def received(one: socket.socket) -> bytes:
+    """Return what comes next; raise OSError where the other has gone: nothing will come any more."""
+    data = one.recv(65536)
+    if not data:
+        raise ConnectionError("closed by who sent")
+    return data
+
+
 def answers(status: str, drip: float = 0.0) -> Callable[[Receiver, socket.socket], None]:
     """Read a request and answer it with a status, a byte each ``drip`` seconds."""
 
@@ -78,13 +102,13 @@ def answers(status: str, drip: float = 0.0) -> Callable[[Receiver, socket.socket
         with one:
             text = b""
             while b"\r\n\r\n" not in text:
-                text += one.recv(65536)
+                text += received(one)
             head, _, body = text.partition(b"\r\n\r\n")
             length = next(
                 int(row.split(b":")[1]) for row in head.split(b"\r\n") if row.lower().startswith(b"content-length")
             )
             while len(body) < length:
-                body += one.recv(65536)
+                body += received(one)
             if status.startswith("2"):
                 to.events.append(json.loads(body))
             answer = f"HTTP/1.1 {status}\r\nContent-Length: 0\r\n\r\n".encode()
