@@ -6,10 +6,11 @@ import json
 import os
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import pytest
 import ranks
@@ -22,6 +23,7 @@ from torch import nn
 
 import bitwitness as bw
 from bitwitness import Cause, Finding, Note, Verdict
+from bitwitness.checkpoint import sealer
 from bitwitness.finding import Event
 
 pytestmark = pytest.mark.filterwarnings(
@@ -172,6 +174,27 @@ def test_a_file_written_again_has_a_new_seal_and_seals_follow_their_files(tmp_pa
     ]
     assert bw.checkpoint.verify(tmp_path / "whole" / "in.pt").intact
     assert not [one for one in training.said if isinstance(one, Finding | Verdict)]
+
+
+def test_a_file_that_is_renamed_while_it_is_looked_for_is_sealed_under_its_new_name(
+    tmp_path: Path, originals: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del originals
+    original, looked_for, renamed = sealer.hash_file, threading.Event(), threading.Event()
+
+    def late(path: Path, *more: Any, **options: Any) -> Any:
+        if path.name == "part":
+            looked_for.set()
+            assert renamed.wait(30)
+        return original(path, *more, **options)
+
+    monkeypatch.setattr(sealer, "hash_file", late)
+    with Trained() as training:
+        torch.save({"model": training.net.state_dict()}, tmp_path / "part")
+        assert looked_for.wait(30)
+        os.replace(tmp_path / "part", tmp_path / "model.pt")  # noqa: PTH105 - as scripts do
+        renamed.set()
+    assert (tmp_path / "model.pt.seal.json").exists()
 
 
 def test_what_is_changed_between_memory_and_disk_is_told_and_not_sealed(

@@ -112,6 +112,8 @@ class Sealer:
                 written = self._known.pop(name)
                 written.path = Path(new + name[len(old) :])
                 self._known[os.path.abspath(written.path)] = written
+                if not written.done:  # it may just have been looked for under its old name
+                    self._jobs.put(written)
             written_here = self._known.get(new)
             if written_here is None or written_here.path.is_dir():
                 return
@@ -134,6 +136,8 @@ class Sealer:
                     self._failed(error)
 
     def _seal(self, written: Written) -> None:
+        if written.done:
+            return
         made = self._dcp(written) if written.kind == "dcp" else self._file(written)
         if made is None:
             return
