@@ -20,7 +20,8 @@ class Receiver:
         self.asked = 0
         self._kept: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
 
     def _listen(self) -> None:
         while True:
@@ -30,8 +31,9 @@ class Receiver:
                 return
             self.asked += 1
             self._kept.append(one)  # a connection that hangs is not to be closed by being forgotten
-            self._threads.append(threading.Thread(target=self._safely, args=(one,), daemon=True))
-            self._threads[-1].start()
+            thread = threading.Thread(target=self._safely, args=(one,), daemon=True)
+            thread.start()
+            self._threads.append(thread)
 
     def _safely(self, one: socket.socket) -> None:
         with suppress(OSError):
@@ -39,11 +41,14 @@ class Receiver:
 
     def end(self) -> None:
         """Hang up on everybody, and see every thread end: one that goes on would be the script's to whoever tests after."""
+        with suppress(OSError):
+            self.listening.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+        self._listener.join(10.0)
         for one in self._kept:
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
             one.close()
-        for thread in self._threads:
+        for thread in (self._listener, *self._threads):
             thread.join(10.0)
             assert not thread.is_alive()
 
@@ -61,7 +66,7 @@ def at_socket(path: Path, behave: Callable[[Receiver, socket.socket], None]) -> 
         listening.listen()
         receiver = Receiver(listening, behave)
         yield receiver
-    receiver.end()
+        receiver.end()
 
 
 @contextmanager
@@ -69,7 +74,7 @@ def at_port(behave: Callable[[Receiver, socket.socket], None]) -> Iterator[tuple
     with socket.create_server(("127.0.0.1", 0)) as listening:
         receiver = Receiver(listening, behave)
         yield receiver, listening.getsockname()[1]
-    receiver.end()
+        receiver.end()
 
 
 def takes(to: Receiver, one: socket.socket) -> None:
