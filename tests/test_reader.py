@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bitwitness.stats import Moving, figures_of, reader
+from bitwitness.stats.products import pairs, products
 
 ROOT = Path(__file__).parent.parent
 NATIVE = ROOT / "src" / "bitwitness" / "stats" / "native"
@@ -113,8 +114,7 @@ def test_the_bits_are_those_of_every_processor(tmp_path: Path) -> None:
     """As for a processor without wide registers, and with other optimisation."""
     plain = tmp_path / "plain.so"
     source = (NATIVE / "reader.c").read_text()
-    for header in ("figures.h", "fold.h"):
-        source = source.replace(f'#include "{header}"', f'#include "{NATIVE}/{header}"')
+    source = source.replace('#include "', f'#include "{NATIVE}/')
     narrow = tmp_path / "reader.c"
     narrow.write_text(source.replace('target_clones("avx512f", "avx2", "default")', "noinline"))
     flags = ["-std=c11", "-O1", "-ffp-contract=off", "-fPIC", "-shared"]
@@ -125,6 +125,13 @@ def test_the_bits_are_those_of_every_processor(tmp_path: Path) -> None:
             values = torch.randn(count).to(dtype)
             assert other.read(values, signed=True, zeros=True) == compiled().read(values, signed=True, zeros=True)
             assert other.sketch(values) == compiled().sketch(values)
+        matrix = torch.randn(1, 37, 531).to(dtype)
+        for x in (matrix, matrix.mT):
+            v = torch.randn(x.shape[-1], dtype=torch.float64 if dtype is torch.float64 else torch.float32)
+            ours, theirs = v.new_empty(2, 1, x.shape[1]), v.new_empty(2, 1, x.shape[1])
+            compiled().products(x, v, *ours)
+            other.products(x, v, *theirs)
+            assert torch.equal(ours, theirs)
 
 
 def test_a_library_of_other_sources_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,3 +176,64 @@ def test_without_a_compiler_the_package_is_built_and_says_what_it_lacks(tmp_path
         with_it = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)
         assert with_it.returncode == 0, with_it.stderr
         assert len([path for path in (copy / "dist").glob("*.whl") if "linux" in path.name]) == 1
+
+
+@needs_it
+@given(
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
+    st.integers(1, 70), st.integers(1, 1100), st.integers(0, 3), st.sampled_from(["rows", "columns", "a part", "shared"]),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_products_and_squares_of_rows_in_one_reading(dtype: torch.dtype, m: int, k: int, batch: int, kind: str) -> None:
+    g = torch.Generator().manual_seed(m * k)
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    size = (batch, m, k) if batch else (m, k)
+    x = torch.randn(size, generator=g).to(dtype)
+    if kind == "columns":
+        x = torch.randn((*size[:-2], k, m), generator=g).to(dtype).mT
+    elif kind == "a part":
+        x = torch.randn((*size[:-1], k + 5), generator=g).to(dtype)[..., 3 : 3 + k]
+    v = torch.randn((batch, k) if batch and kind != "shared" else (k,), generator=g).to(wide)
+    found = products(x, v)
+    assert found is not None
+    exact = (x.double() * (v.double()[:, None] if v.dim() == 2 else v.double())).sum(-1)
+    squares = x.double().square().sum(-1)
+    assert torch.allclose(found[1].double(), squares, rtol=1e-5)
+    assert (
+        (found[0].double() - exact).abs() <= 1e-5 * squares.sqrt() * v.double().norm(dim=-1, keepdim=True) + 1e-30
+    ).all()
+
+
+@needs_it
+def test_what_is_not_finite_shows_in_the_row_that_holds_it() -> None:
+    for x in (torch.ones(40, 300), torch.ones(300, 40).t()):
+        x[7, 250] = float("inf")
+        x[9, 0] = float("nan")
+        sums, squares = products(x, torch.ones(300)) or ()
+        assert sums[7] == float("inf")
+        assert sums[9].isnan()
+        assert [i for i in range(40) if not squares[i].isfinite()] == [7, 9]
+
+
+@needs_it
+def test_pairs_of_rows_in_any_order_of_heads() -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        x = torch.randn(2, 5, 3, 24).to(dtype).transpose(1, 2)
+        y = torch.randn(2, 3, 5, 24).to(dtype)
+        dots, xx, yy = pairs(x, y) or ()
+        for found, exact in ((dots, x.double() * y.double()), (xx, x.double().square()), (yy, y.double().square())):
+            assert torch.allclose(found.double(), exact.sum(-1), rtol=1e-4, atol=1e-4)
+
+
+def test_matrices_that_the_reader_does_not_take_are_left_to_torch() -> None:
+    v = torch.ones(6)
+    odd = [
+        torch.ones(4, 6, dtype=torch.int32),
+        torch.ones(8, 12)[::2, ::2],
+        torch.ones(6),
+        torch.ones(4, 6, device="meta"),
+    ]
+    assert [products(x, v) for x in odd] == [None] * 4
+    assert products(torch.ones(4, 6), v.double()) is None
+    assert pairs(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4).double()) is None
+    assert pairs(torch.ones(1, 2, 4, 3).mT, torch.ones(1, 2, 3, 4)) is None

@@ -115,8 +115,7 @@ class ApproachSensor:
 
     def _measure(self, tensor: torch.Tensor, seen: _NarrowResult, wide: torch.Tensor | None) -> None:
         values = local_values(tensor.detach())
-        flat = values.reshape(-1)
-        sample = flat[:: max(1, flat.numel() // _SAMPLE)].float().abs()
+        sample = _sampled(values).float().abs()
         if values.dtype.itemsize == 1:
             values = values.float()
         low, high = torch.aminmax(values)
@@ -124,8 +123,7 @@ class ApproachSensor:
         subnormal = ((sample > 0) & (sample < tiny)).float().mean()
         lost = torch.zeros_like(subnormal)
         if wide is not None and wide.numel() == tensor.numel():
-            before = wide.detach().reshape(-1)[:: max(1, flat.numel() // _SAMPLE)]
-            lost = ((before != 0) & (sample == 0)).float().mean()
+            lost = ((_sampled(wide.detach()) != 0) & (sample == 0)).float().mean()
         key = key_of(tensor)
         self._known.setdefault(key[0], {})[key] = len(self._seen)
         self._seen.append(seen)
@@ -237,6 +235,15 @@ class ApproachSensor:
             for (op, dtype), known in self.classes.items()
         ]
         return sorted(rows, key=lambda row: -float(str(row["share_of_maximum"])))
+
+
+def _sampled(values: torch.Tensor) -> torch.Tensor:
+    """Return some `_SAMPLE` elements, the same ones of tensors of one shape, and copy no others whatever the strides."""
+    every = max(1, values.numel() // _SAMPLE)
+    if values.is_contiguous():
+        return values.reshape(-1)[::every]
+    places = torch.arange(0, values.numel(), every, device=values.device)
+    return values[torch.unravel_index(places, values.shape)]
 
 
 def _advice(dtype: torch.dtype) -> str:

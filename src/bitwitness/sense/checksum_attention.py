@@ -15,15 +15,16 @@ smallest and the largest V, being their convex combination.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from bitwitness.numerics import unit_roundoff
 from bitwitness.oracle.kernels import named_arguments
-from bitwitness.sense.checksum_product import row_norms
+from bitwitness.sense.checksum_product import UNDERFLOW, row_norms
 from bitwitness.sense.invariant import Invariant, Signs, largest
+from bitwitness.stats.products import pairs
 from bitwitness.tap.operators import OpCall
 
 FORWARD = frozenset(
@@ -75,6 +76,19 @@ def check_backward(call: OpCall, signs: Signs) -> list[Invariant]:
     return _Backward(named, gradients, signs).invariants()
 
 
+class _Pair(NamedTuple):
+    """The dot products of the rows of two tensors, ``[batch, heads, length]``, and upper bounds of either's norms."""
+
+    dots: Tensor
+    norms: tuple[Tensor, Tensor]
+    width: int
+
+    @property
+    def rounding(self) -> Tensor:
+        """The squares of what rounding the products may leave, over u."""
+        return self.dots.square() + (self.norms[0] * self.norms[1]).square() / self.width
+
+
 class _Backward:
     """The sizes that several identities share, ``[batch, heads, length]`` each."""
 
@@ -84,8 +98,10 @@ class _Backward:
         self._dq, self._dk, self._dv = gradients
         self._named = named
         self._signs = signs
-        tensors = (self._q, self._k, self._v, self._grad, self._out, self._dq, self._dk, self._dv)
-        self._nq, self._nk, self._nv, self._ng, self._no, self._ndq, self._ndk, self._ndv = map(row_norms, tensors)
+        self._grad_out, self._dv_v = _paired(self._grad, self._out), _paired(self._dv, self._v)
+        self._dq_q, self._dk_k = _paired(self._dq, self._q), _paired(self._dk, self._k)
+        self._ng, self._no, self._ndv, self._nv = *self._grad_out.norms, *self._dv_v.norms
+        self._nq, self._ndk, self._nk = self._dq_q.norms[1], *self._dk_k.norms
         self._heads = int(self._k.shape[1])
         # |S| is at most |Q||K|: its relative error is multiplied by that when it is exponentiated.
         scores = _scale(named) * self._nq.amax() * self._nk.amax()
@@ -101,32 +117,19 @@ class _Backward:
         self._tame = bound + math.log(length * max(_scale(named), 1.0)) < _LOG_ROOT
 
     def invariants(self) -> list[Invariant]:
-        grad_out, grad_out_square = self._pair(self._grad, self._out, self._ng, self._no)
         checks = [
-            self._equal(
-                "<dO, O> = <dV, V>", (grad_out, grad_out_square), self._pair(self._dv, self._v, self._ndv, self._nv)
-            ),
-            self._equal(
-                "<dQ, Q> = <dK, K>",
-                self._pair(self._dq, self._q, self._ndq, self._nq),
-                self._pair(self._dk, self._k, self._ndk, self._nk),
-            ),
-            self._key_sums(grad_out_square),
+            self._equal("<dO, O> = <dV, V>", self._grad_out, self._dv_v),
+            self._equal("<dQ, Q> = <dK, K>", self._dq_q, self._dk_k),
+            self._key_sums(self._grad_out.rounding),
         ]
         if not self._named.get("dropout_p"):
             checks.append(self._value_sums())
         return checks
 
-    def _pair(self, x: Tensor, y: Tensor, nx: Tensor, ny: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows' dot products, and the squares of what rounding them may leave, over u."""
-        half = x.dtype is torch.float16
-        rows = ((x.float() * y.float()) if half else x * y).sum(-1, dtype=_sum_dtype(x))
-        return rows, rows.square() + (nx * ny).square() / x.shape[-1]
-
-    def _equal(self, name: str, left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> Invariant:
-        total = self._shared(left[0])
-        square = self._shared(left[1]) + self._shared(right[1])
-        return self._largest(name, (total - self._shared(right[0])).abs(), square, total)
+    def _equal(self, name: str, left: _Pair, right: _Pair) -> Invariant:
+        total = self._shared(left.dots)
+        square = self._shared(left.rounding) + self._shared(right.rounding)
+        return self._largest(name, (total - self._shared(right.dots)).abs(), square, total)
 
     def _key_sums(self, grad_out_square: Tensor) -> Invariant:
         w = self._weights(self._dk)
@@ -167,6 +170,16 @@ class _Backward:
     @staticmethod
     def _magnitude(x: Tensor) -> float:
         return Signs.scale(int(x.shape[-1]))
+
+
+def _paired(x: Tensor, y: Tensor) -> _Pair:
+    found, width = pairs(x, y), int(x.shape[-1])
+    if found is not None:
+        dots, *squares = found
+        left, right = (square.sqrt_() + UNDERFLOW * math.sqrt(width) for square in squares)
+        return _Pair(dots, (left, right), width)
+    products = x.float() * y.float() if x.dtype is torch.float16 else x * y
+    return _Pair(products.sum(-1, dtype=_sum_dtype(x)), (row_norms(x), row_norms(y)), width)
 
 
 def _times(x: Tensor, w: Tensor) -> Tensor:

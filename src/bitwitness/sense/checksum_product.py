@@ -26,6 +26,7 @@ from bitwitness.oracle.limits import (
 )
 from bitwitness.oracle.product import Product
 from bitwitness.sense.invariant import Invariant, Signs, largest
+from bitwitness.stats.products import products
 
 SERIAL = 0.25
 """What a nearly serial sum of K equal terms leaves, in units of K u32 times its value: 0.14 were seen, 207 u for K = 1,500."""
@@ -38,7 +39,7 @@ _SUMMED_IN = 8
 """Parts in which a sum is followed that a device adds up in parts: how large it is meanwhile, in the middle of the square."""
 _LISTS = 4
 """Lists of signs from which that size is taken."""
-_UNDERFLOW = 2.0**-63
+UNDERFLOW = 2.0**-63
 """float32 loses the square of what is smaller; n such elements add up to no more than sqrt(n) times this."""
 _CHUNK = 1 << 19  # elements that are widened at a time: 2 MiB of float32, which stay in a core's cache
 _CHUNK_DEVICE = 1 << 26  # an accelerator wants few, large kernels: 256 MiB of float32
@@ -50,24 +51,23 @@ def check_product(product: Product, signs: Signs) -> Invariant | None:
     Returns None for an empty product. A row is judged where its inputs are finite and small enough not to overflow. All
     quantities have the shape ``[*batch, M, G]``.
     """
-    a, b, out = product.a, product.b, product.out
+    out = product.out
     if not out.numel():
         return None
     blocks = blocks_of(out)
     # Our own sums shall round no more than the product's: a half type is summed in float32.
     wide = torch.float64 if out.dtype is torch.float64 else torch.float32
     w = signs(int(out.shape[-1]) // blocks, out.device, wide)
-    expected, running = _sums(product, w, blocks)
-    size = row_norms(a)[..., None] * _block_norms(b, blocks)
+    expected, size, running = _expected(product, w, blocks)
     if product.alpha != 1:
         expected, size, running = expected * product.alpha, size * abs(product.alpha), running * abs(product.alpha)
     if product.bias is not None:
         bias_w, bias_size = _bias(product.bias, w, blocks)
         expected, size = expected + product.beta * bias_w, size + abs(product.beta) * bias_size
-    norms = row_norms(out.unflatten(-1, (blocks, -1)) if blocks > 1 else out.unsqueeze(-2))
+    sums, norms = _row_sums(out, w, blocks)
     # A wrong C shall not widen its own threshold without bound, nor a large one lose it: ||A_m|| ||B|| bounds a right one.
     norms = torch.where(torch.isfinite(norms), norms, size)
-    residual = (_row_sums(out, w, blocks) - expected).abs_()
+    residual = (sums - expected).abs_()
     threshold = row_threshold(product, norms, size, expected) + running
     judged = torch.isfinite(threshold + expected)
     if out.dtype is not torch.float16:
@@ -77,19 +77,22 @@ def check_product(product: Product, signs: Signs) -> Invariant | None:
     return largest("C w = A (B w)", residual, threshold, judged & ~overflowed, overflowed.any(-1))
 
 
-def _sums(product: Product, w: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
-    """Return ``a (b w)``, ``[*batch, M, G]``, and what is lost of C where a device adds up its sum in parts, in a half type.
+def _expected(product: Product, w: Tensor, blocks: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``a (b w)`` and ``||a_m|| ||b||``, ``[*batch, M, G]``, and what is lost of C where a device adds up in parts.
 
-    That is relative to what was added up so far, which may be much more than comes of it: it is added up in parts here, too,
-    and its size taken from several lists of signs, of which one alone may find next to nothing.
+    In a half type that is relative to what was added up so far, which may be much more than comes of it: it is added up in
+    parts here, too, and its size taken from several lists of signs, of which one alone may find next to nothing.
     """
     a, b, parts = product.a, product.b, parts_roundoff(product.out, int(product.a.shape[-1]))
+    v, size = _block_sums(b, w, blocks)
     if not parts or a.shape[-1] % _SUMMED_IN:
-        return _times(a, _block_sums(b, w, blocks)), w.new_zeros(())
-    v = torch.cat([_block_sums(b, w.roll(shift), blocks) for shift in range(_LISTS)], -1)
+        sums, norms = _times(a, v)
+        return sums, norms[..., None] * size, w.new_zeros(())
+    v = torch.cat([v, *(_block_sums(b, w.roll(shift), blocks)[0] for shift in range(1, _LISTS))], -1)
     left, right = a.unflatten(-1, (_SUMMED_IN, -1)).movedim(-2, 0), v.unflatten(-2, (_SUMMED_IN, -1)).movedim(-3, 0)
-    so_far = _times(left, right).cumsum(0).unflatten(-1, (_LISTS, -1))
-    return so_far[-1][..., 0, :], so_far.square().mean((0, -2)).sqrt_().mul_(PARTS * parts)
+    so_far = _product(left, right).cumsum(0).unflatten(-1, (_LISTS, -1))
+    running = so_far.square().mean((0, -2)).sqrt_().mul_(PARTS * parts)
+    return so_far[-1][..., 0, :], row_norms(a)[..., None] * size, running
 
 
 def blocks_of(out: Tensor) -> int:
@@ -129,7 +132,7 @@ def row_threshold(product: Product, norms: Tensor, size: Tensor, expected: Tenso
         by_size += ROUNDING * u  # a half type's product with a vector rounds its parts on their own, bias and all
     by_value = 0.0
     if product.a.dtype is torch.bfloat16:
-        # `_row_sums` and `_times` round, each by at most u; the low part u times less
+        # `_row_sums` and `_product` round, each by at most u; the low part u times less
         by_size += u * u
         by_value = 2 * u
     if columns == 1 or product.a.shape[-2] == 1:
@@ -142,8 +145,21 @@ def row_threshold(product: Product, norms: Tensor, size: Tensor, expected: Tenso
     return threshold.add_(expected.abs(), alpha=by_value) if by_value else threshold
 
 
-def _times(a: Tensor, v: Tensor) -> Tensor:
-    """Return ``a @ v`` in v's dtype: a ``[*batch, M, K]``, v ``[*batch, K, G]``.
+def _times(a: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``a @ v`` in v's dtype, ``[*batch, M, G]``, and the norms of a's rows, for v ``[*batch, K, G]``."""
+    found = products(a, v[..., 0]) if v.shape[-1] == 1 else None
+    if found is None:
+        return _product(a, v), row_norms(a)
+    return found[0][..., None], _norms(found[1], int(a.shape[-1]))
+
+
+def _norms(squares: Tensor, count: int) -> Tensor:
+    """Return upper bounds of the norms of so many numbers each, of the sums of their squares."""
+    return squares.sqrt_() + UNDERFLOW * math.sqrt(count)
+
+
+def _product(a: Tensor, v: Tensor) -> Tensor:
+    """Return ``a @ v`` in v's dtype.
 
     bfloat16 is multiplied as it is, which reads it once and widens nothing: v is split in two bfloat16 parts that hold 16 of
     its 24 bits, and the two products are rounded.
@@ -169,22 +185,43 @@ def _times_wide(x: Tensor, v: Tensor) -> Tensor:
     return torch.cat([torch.matmul(part.to(v.dtype), f) for part, f in zip(x.split(length), factors, strict=True)])
 
 
-def _row_sums(out: Tensor, w: Tensor, blocks: int) -> Tensor:
-    """Return ``out w`` of each block, ``[*batch, M, G]``; bfloat16 rounds it (w itself is exact there)."""
+def _row_sums(out: Tensor, w: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+    """Return ``out w`` of each block, and the blocks' norms, ``[*batch, M, G]``."""
+    found = _read(out, w, blocks)
+    if found is not None:
+        return found[0], _norms(found[1], len(w))
+    norms = row_norms(out.unflatten(-1, (blocks, -1)) if blocks > 1 else out.unsqueeze(-2))
     if out.dtype is not torch.bfloat16:
-        return _times_wide(out, w[:, None])
-    column = w[:, None].to(torch.bfloat16)
-    return torch.matmul(out.unflatten(-1, (blocks, -1)), column).squeeze(-1).to(w.dtype)
+        return _times_wide(out, w[:, None]), norms
+    column = w[:, None].to(torch.bfloat16)  # exact; the sums are rounded
+    return torch.matmul(out.unflatten(-1, (blocks, -1)), column).squeeze(-1).to(w.dtype), norms
 
 
-def _block_sums(b: Tensor, w: Tensor, blocks: int) -> Tensor:
-    """Return ``b w`` of each block in w's dtype, ``[*batch, K, G]``, rounding nothing to less."""
+def _block_sums(b: Tensor, w: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+    """Return ``b w`` of each block, ``[*batch, K, G]``, rounding nothing to less than w, and the norms, ``[*batch, 1, G]``."""
+    found = _read(b, w, blocks)
+    if found is not None:
+        return found[0], _norms(found[1].sum(-2, keepdim=True), int(b.shape[-2]) * len(w))
+    norms = _block_norms(b, blocks)
     if blocks == 1:
-        return _times_wide(b, w[:, None])
+        return _times_wide(b, w[:, None]), norms
     if _is_transposed(b):
         parts = b.t().unflatten(0, (blocks, -1))
-        return torch.stack([_times_wide(part.t(), w[:, None]).squeeze(-1) for part in parts], -1)
-    return _times_wide(b.unflatten(-1, (blocks, -1)), w[:, None]).squeeze(-1)
+        return torch.stack([_times_wide(part.t(), w[:, None]).squeeze(-1) for part in parts], -1), norms
+    return _times_wide(b.unflatten(-1, (blocks, -1)), w[:, None]).squeeze(-1), norms
+
+
+def _read(x: Tensor, w: Tensor, blocks: int) -> tuple[Tensor, Tensor] | None:
+    """Return ``x w`` of each block and the squares of its rows, ``[*batch, M, G]``; None where `products` does not take x."""
+    if blocks == 1:
+        found = products(x, w)
+        return None if found is None else (found[0][..., None], found[1][..., None])
+    if x.dim() != 2:
+        return None
+    if not _is_transposed(x):
+        return products(x.unflatten(-1, (blocks, -1)), w)
+    found = products(x.t().unflatten(0, (blocks, -1)).mT, w)
+    return None if found is None else (found[0].t(), found[1].t())
 
 
 def _block_norms(b: Tensor, blocks: int) -> Tensor:
@@ -211,15 +248,15 @@ def _part(x: Tensor) -> int:
 
 
 def frobenius(x: Tensor) -> Tensor:
-    """Return an upper bound of the Frobenius norm of each matrix, tight but for `_UNDERFLOW`, float32 or 64 ``[*batch]``."""
+    """Return an upper bound of the Frobenius norm of each matrix, tight but for `UNDERFLOW`, float32 or 64 ``[*batch]``."""
     norm = torch.linalg.vector_norm(_unless_half(x), dim=None if x.dim() == 2 else (-2, -1))
-    return _wide(norm) + _UNDERFLOW * math.sqrt(x.shape[-2] * x.shape[-1])
+    return _wide(norm) + UNDERFLOW * math.sqrt(x.shape[-2] * x.shape[-1])
 
 
 def row_norms(x: Tensor) -> Tensor:
     """Return an upper bound of the 2-norm of each row, float32 or float64 ``[*batch, M]``.
 
-    It is tight but for `_UNDERFLOW` and for one case: a reduction across memory is slow, so the rows of a transposed matrix
+    It is tight but for `UNDERFLOW` and for one case: a reduction across memory is slow, so the rows of a transposed matrix
     are squared and summed as a matrix product, or in low precision, where the figure hardly matters, bounded by the norm of
     the whole.
     """
@@ -229,7 +266,7 @@ def row_norms(x: Tensor) -> Tensor:
         norms = _norms_across(x.t())
     else:
         return frobenius(x).expand(x.shape[0])
-    return norms + _UNDERFLOW * math.sqrt(x.shape[-1])
+    return norms + UNDERFLOW * math.sqrt(x.shape[-1])
 
 
 def _norms_across(x: Tensor) -> Tensor:

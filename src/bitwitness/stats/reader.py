@@ -19,7 +19,7 @@ from torch import Tensor
 from bitwitness.stats.sketch import BLOCK, first_weights
 
 LIBRARY = Path(__file__).parent / "native" / "reader.so"
-_VERSION = 2
+_VERSION = 3
 KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 """The library's numbers of the types that it reads."""
 _QUICK = 1 << 16
@@ -73,14 +73,31 @@ class Reader:
             library.bitwitness_fold.restype = None
             library.bitwitness_hash.argtypes = [pointer, count, pointer, pointer, count]
             library.bitwitness_hash.restype = ctypes.c_int64
+            library.bitwitness_products.argtypes = [
+                number,
+                number,
+                pointer,
+                *[count] * 5,
+                pointer,
+                count,
+                pointer,
+                pointer,
+            ]
+            library.bitwitness_products.restype = None
+            library.bitwitness_pairs.argtypes = [number, pointer, pointer, pointer, pointer, pointer]
+            library.bitwitness_pairs.restype = None
         self._weights = {kind: first_weights(BLOCK, _weighing(dtype), _CPU) for dtype, kind in KINDS.items()}
 
     def takes(self, values: Tensor) -> bool:
         """Tell whether a plain tensor is one that is read here: contiguous, of a common type, in memory."""
+        return values.is_contiguous() and self.reaches(values)
+
+    @staticmethod
+    def reaches(values: Tensor) -> bool:
+        """Tell whether a plain tensor's values can be read where they lie, whatever its strides."""
         return (
             values.dtype in KINDS
             and values.is_cpu
-            and values.is_contiguous()
             and not values.is_neg()  # whose sign is elsewhere
             and values.data_ptr() != 0  # else empty, or zeros that have no memory
         )
@@ -143,6 +160,30 @@ class Reader:
             found.ctypes.data,
         )
         return list(map(Figures._make, found.tolist()))
+
+    def products(self, x: Tensor, v: Tensor, sums: Tensor, squares: Tensor) -> None:
+        """Write ``x v``, and the squares of x's rows, to ``sums`` and ``squares``, ``[batch, M]``.
+
+        ``x``: ``[batch, M, K]``, contiguous along K or along M; ``v``: ``[batch, K]`` or, for all alike, ``[K]``; these and the
+        results contiguous, of float32 (of float64 for a float64).
+        """
+        across = int(x.stride(-1) != 1 and x.shape[-1] > 1)
+        memory = x.mT if across else x
+        library = self._quick if x.numel() <= _QUICK else self._long
+        library.bitwitness_products(
+            *(KINDS[x.dtype], across, x.data_ptr(), x.shape[0], x.stride(0), *memory.shape[1:], memory.stride(1)),
+            *(v.data_ptr(), v.stride(0) if v.dim() == 2 else 0, sums.data_ptr(), squares.data_ptr()),
+        )
+
+    def pairs(self, x: Tensor, y: Tensor, out: Tensor) -> None:
+        """Write the dot products of the rows of two tensors ``[a, b, c, K]``, and the squares of either, to ``out``.
+
+        ``out``: ``[3, a, b, c]``, contiguous, of float32 (of float64 for a float64); x and y are contiguous along K.
+        """
+        sizes = (ctypes.c_int64 * 4)(*x.shape)
+        steps = (ctypes.c_int64 * 6)(*x.stride()[:3], *y.stride()[:3])
+        library = self._quick if x.numel() <= _QUICK else self._long
+        library.bitwitness_pairs(KINDS[x.dtype], x.data_ptr(), y.data_ptr(), sizes, steps, out.data_ptr())
 
     def read_at(self, count: int, kinds: int, places: int, counts: int, found: int) -> None:
         """Read ``count`` pieces of memory, and count what is not zero; the rest are addresses of arrays that the library takes.

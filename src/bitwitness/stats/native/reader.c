@@ -11,6 +11,7 @@
 #include <string.h>
 
 enum { LANES = 16, PIECE = 128, CHUNK = 1024, BLOCK = 1 << 15, LINE = 64 };
+enum { FEW_ROWS = 16, SIDE = 4 };
 enum { FLOAT32, FLOAT64, BFLOAT16, FLOAT16 };
 enum { LOW, HIGH, TOTAL, SQUARES, SIGNED, THERE, MOVED, FIGURES };
 
@@ -89,19 +90,38 @@ INLINE const double *widened_double(int kind, const void *values, ptrdiff_t star
     return (const double *)values + start;
 }
 
+/* `count` values as they lie, widened. */
+INLINE void copy_float(int kind, const void *values, ptrdiff_t count, float *to)
+{
+    if (kind == FLOAT32)
+        memcpy(to, values, (size_t)count * sizeof(float));
+    else if (kind == BFLOAT16)
+        widen_bfloat16(values, to, count);
+    else
+        widen_float16(values, to, count);
+}
+
+INLINE void copy_double(int kind, const void *values, ptrdiff_t count, double *to)
+{
+    (void)kind;
+    memcpy(to, values, (size_t)count * sizeof(double));
+}
+
 #define T float
 #define NAMED(function) function##_float
 #include "figures.h"
+#include "matrix.h"
 #undef T
 #undef NAMED
 #define T double
 #define NAMED(function) function##_double
 #include "figures.h"
+#include "matrix.h"
 
 #include "fold.h"
 
 /* What a change of the arguments below changes, too: a library that was built of other sources is not used. */
-int bitwitness_reader_version(void) { return 2; }
+int bitwitness_reader_version(void) { return 3; }
 
 /* Writes FIGURES numbers for `count` values. `weights`: BLOCK of them (double for FLOAT64, else float), or NULL for no sketch;
    `before`: as many values of the same kind, which are replaced once their squared distance is known, or NULL; `zeros`: count
@@ -147,4 +167,47 @@ void bitwitness_fold(const void *bytes, ptrdiff_t count, uint64_t *rows, uint64_
 uint64_t bitwitness_hash(const uint64_t *rows, ptrdiff_t count, const uint64_t *columns, const void *tail, ptrdiff_t length)
 {
     return finished(rows, count, columns, (const unsigned char *)tail, length);
+}
+
+/* Products of `batch` matrices x with a vector each, and the squares beside them, in float (double for FLOAT64). A matrix is
+   [rows, width], a row every `step` values, a matrix every `apart`; its vectors lie `between` apart, 0 where all matrices share
+   one. `across` 0: over each row, v [width], sums and squares [batch, rows]; 1: over each column, v [rows], [batch, width]. */
+ON_EACH_PROCESSOR
+void bitwitness_products(int kind, int across, const void *x, ptrdiff_t batch, ptrdiff_t apart, ptrdiff_t rows, ptrdiff_t width,
+                         ptrdiff_t step, const void *v, ptrdiff_t between, void *sums, void *squares)
+{
+    ptrdiff_t each = across ? width : rows, size = kind == FLOAT64 ? sizeof(double) : sizeof(float);
+    for (ptrdiff_t i = 0; i < batch; i++) {
+        const void *from = (const char *)x + i * apart * size_of(kind), *by = (const char *)v + i * between * size;
+        void *to = (char *)sums + i * each * size, *beside = (char *)squares + i * each * size;
+        if (kind == FLOAT64 && across)
+            columns_double(kind, from, rows, width, step, by, to, beside);
+        else if (kind == FLOAT64)
+            rows_double(kind, from, rows, width, step, by, to, beside);
+        else if (across)
+            columns_float(kind, from, rows, width, step, by, to, beside);
+        else
+            rows_float(kind, from, rows, width, step, by, to, beside);
+    }
+}
+
+/* Dot products of the rows of x and y, [a, b, c, width], and the squares of either; `steps`: of a, b, c in x, then in y. The three
+   results follow each other, [3, a, b, c], in float (double for FLOAT64). */
+ON_EACH_PROCESSOR
+void bitwitness_pairs(int kind, const void *x, const void *y, const int64_t *sizes, const int64_t *steps, void *out)
+{
+    ptrdiff_t count = sizes[0] * sizes[1] * sizes[2], n = 0;
+    for (int64_t a = 0; a < sizes[0]; a++)
+        for (int64_t b = 0; b < sizes[1]; b++)
+            for (int64_t c = 0; c < sizes[2]; c++, n++) {
+                const void *left = (const char *)x + (a * steps[0] + b * steps[1] + c * steps[2]) * size_of(kind);
+                const void *right = (const char *)y + (a * steps[3] + b * steps[4] + c * steps[5]) * size_of(kind);
+                if (kind == FLOAT64) {
+                    double *to = (double *)out + n;
+                    pair_double(kind, left, right, sizes[3], to, to + count, to + 2 * count);
+                } else {
+                    float *to = (float *)out + n;
+                    pair_float(kind, left, right, sizes[3], to, to + count, to + 2 * count);
+                }
+            }
 }

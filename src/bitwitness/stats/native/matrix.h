@@ -1,0 +1,129 @@
+/* Sums over rows or columns of a matrix, each value fetched from memory once: its product with a vector, and its squares beside it.
+   T is float or double; half types are widened a piece at a time.
+
+   Written in vectors of 64 bytes, which a compiler divides where registers are smaller: of plain loops it leaves sums in memory.
+   SIDE of them are taken side by side, so that additions need not wait for each other. */
+
+typedef T NAMED(lanes) __attribute__((vector_size(64)));
+#define WIDTH ((ptrdiff_t)(64 / sizeof(T)))
+#define LOAD(name, from) \
+    NAMED(lanes) name; \
+    memcpy(&name, from, sizeof name)
+
+/* Values at the end of a row, with zeros behind them. */
+#define LOAD_REST(name, from, count) \
+    NAMED(lanes) name = {0}; \
+    memcpy(&name, from, (size_t)(count) * sizeof(T))
+
+INLINE T NAMED(added)(const NAMED(lanes) *values)
+{
+    NAMED(lanes) sums = (values[0] + values[1]) + (values[2] + values[3]);
+    T sum = 0;
+    for (ptrdiff_t j = 0; j < WIDTH; j++)
+        sum += sums[j];
+    return sum;
+}
+
+/* A piece of a row: adds its product with v to *sum, and its squares to *square. */
+INLINE void NAMED(along)(const T *x, const T *v, ptrdiff_t count, T *sum, T *square)
+{
+    NAMED(lanes) sums[SIDE] = {{0}}, squares[SIDE] = {{0}};
+    ptrdiff_t i = 0;
+    for (; i + SIDE * WIDTH <= count; i += SIDE * WIDTH)
+        for (int j = 0; j < SIDE; j++) {
+            LOAD(here, x + i + j * WIDTH);
+            LOAD(by, v + i + j * WIDTH);
+            sums[j] += here * by;
+            squares[j] += here * here;
+        }
+    for (; i < count; i += WIDTH) {
+        LOAD_REST(here, x + i, count - i < WIDTH ? count - i : WIDTH);
+        LOAD_REST(by, v + i, count - i < WIDTH ? count - i : WIDTH);
+        sums[0] += here * by;
+        squares[0] += here * here;
+    }
+    *sum += NAMED(added)(sums);
+    *square += NAMED(added)(squares);
+}
+
+/* x [rows, width], a row every `step` values; v [width]; sums and squares [rows]. */
+INLINE void NAMED(rows)(int kind, const void *x, ptrdiff_t rows, ptrdiff_t width, ptrdiff_t step, const T *v, T *sums, T *squares)
+{
+    T wide[CHUNK];
+    for (ptrdiff_t r = 0; r < rows; r++) {
+        const void *row = (const char *)x + r * step * size_of(kind);
+        sums[r] = squares[r] = 0;
+        for (ptrdiff_t start = 0; start < width; start += CHUNK) {
+            ptrdiff_t length = width - start < CHUNK ? width - start : CHUNK;
+            NAMED(along)(NAMED(widened)(kind, row, start, length, wide), v + start, length, sums + r, squares + r);
+        }
+    }
+}
+
+/* FEW_ROWS rows at most, `step` apart, of SIDE lanes of columns: adds what they come to to sum and square. */
+INLINE void NAMED(down)(const T *x, ptrdiff_t rows, ptrdiff_t step, const T *v, T *sum, T *square)
+{
+    NAMED(lanes) sums[SIDE] = {{0}}, squares[SIDE] = {{0}};
+    for (ptrdiff_t r = 0; r < rows; r++)
+        for (int j = 0; j < SIDE; j++) {
+            LOAD(here, x + r * step + j * WIDTH);
+            sums[j] += here * v[r];
+            squares[j] += here * here;
+        }
+    for (int j = 0; j < SIDE; j++) {
+        LOAD(sum_before, sum + j * WIDTH);
+        LOAD(square_before, square + j * WIDTH);
+        sums[j] += sum_before;
+        squares[j] += square_before;
+    }
+    memcpy(sum, sums, sizeof sums);
+    memcpy(square, squares, sizeof squares);
+}
+
+/* FEW_ROWS rows at most of some columns, at most SIDE lanes of them. */
+INLINE void NAMED(tile)(int kind, const void *x, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t step, const T *v, T *sums, T *squares)
+{
+    T wide[FEW_ROWS][SIDE * WIDTH], sum[SIDE * WIDTH] = {0}, square[SIDE * WIDTH] = {0};
+    if (columns == SIDE * WIDTH && size_of(kind) == sizeof(T)) {
+        NAMED(down)(x, rows, step, v, sums, squares);
+        return;
+    }
+    memset(wide, 0, sizeof wide);
+    for (ptrdiff_t r = 0; r < rows; r++)
+        NAMED(copy)(kind, (const char *)x + r * step * size_of(kind), columns, wide[r]);
+    NAMED(down)(wide[0], rows, SIDE * WIDTH, v, sum, square);
+    for (ptrdiff_t j = 0; j < columns; j++) {
+        sums[j] += sum[j];
+        squares[j] += square[j];
+    }
+}
+
+/* x [rows, width], a row every `step` values; v [rows]; sums and squares [width]. */
+INLINE void NAMED(columns)(int kind, const void *x, ptrdiff_t rows, ptrdiff_t width, ptrdiff_t step, const T *v, T *sums, T *squares)
+{
+    memset(sums, 0, (size_t)width * sizeof(T));
+    memset(squares, 0, (size_t)width * sizeof(T));
+    for (ptrdiff_t r = 0; r < rows; r += FEW_ROWS)
+        for (ptrdiff_t first = 0; first < width; first += SIDE * WIDTH) {
+            const void *from = (const char *)x + (r * step + first) * size_of(kind);
+            ptrdiff_t some = rows - r < FEW_ROWS ? rows - r : FEW_ROWS, columns = width - first;
+            columns = columns < SIDE * WIDTH ? columns : SIDE * WIDTH;
+            NAMED(tile)(kind, from, some, columns, step, v + r, sums + first, squares + first);
+        }
+}
+
+/* The dot product of two rows, and the squares of either. */
+INLINE void NAMED(pair)(int kind, const void *x, const void *y, ptrdiff_t width, T *dot, T *square, T *other)
+{
+    T wide[CHUNK], too[CHUNK], again;
+    *dot = *square = *other = 0;
+    for (ptrdiff_t start = 0; start < width; start += CHUNK) {
+        ptrdiff_t length = width - start < CHUNK ? width - start : CHUNK;
+        const T *a = NAMED(widened)(kind, x, start, length, wide), *b = NAMED(widened)(kind, y, start, length, too);
+        NAMED(along)(a, b, length, dot, square);
+        NAMED(along)(b, b, length, &again, other);
+    }
+}
+#undef WIDTH
+#undef LOAD
+#undef LOAD_REST
