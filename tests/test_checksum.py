@@ -407,15 +407,15 @@ def test_an_attention_gradient_whose_square_overflows_is_found(dtype, slot, valu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_wrong_attention_output_is_found_in_the_forward_or_at_the_latest_in_the_backward(dtype) -> None:
     def far_out(one: OpCall) -> None:
-        if not one.op.endswith("_backward"):
+        if "attention" in one.op and not one.op.endswith("_backward"):
             one.result[0][0, 1, 7, 3] = 60
 
     def inside_the_range(one: OpCall) -> None:
-        if not one.op.endswith("_backward"):
+        if "attention" in one.op and not one.op.endswith("_backward"):
             one.result[0][0, 1] = one.result[0][0, 1].flip(0)
 
     def not_a_number(one: OpCall) -> None:
-        if not one.op.endswith("_backward"):
+        if "attention" in one.op and not one.op.endswith("_backward"):
             one.result[0][0, 1, 7, 3] = math.nan
 
     assert "min V <= O <= max V" in {f.evidence["invariant"] for f in attend(dtype, corrupt=far_out)}

@@ -87,7 +87,7 @@ class Census:
         flops
             Floating-point operations by operator, of those that carry any.
         checked
-            Calls that some sensor checked, by operator, and their floating-point operations.
+            Calls that some sensor checked, by operator, and their floating-point operations, or elements where none count.
 
         """
         names = Counter[str]()

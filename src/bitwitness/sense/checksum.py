@@ -1,4 +1,4 @@
-"""The `checksum` sensor: every matrix product and fused attention of a deep step, forward and backward.
+"""The `checksum` sensor: every matrix product and fused attention of a deep step, forward and backward, and what runs between.
 
 It sees a wrong element, row, column or tile of an operator's output, once it is larger than rounding explains: for
 float32 about the eight upper mantissa bits of an ordinary element, for bfloat16 exponent bits. It cannot see an input that
@@ -23,6 +23,7 @@ from bitwitness.oracle.worst import WorstElement
 from bitwitness.sense import checksum_attention
 from bitwitness.sense.checksum_product import check_product
 from bitwitness.sense.checksum_reference import check_reference
+from bitwitness.sense.checksum_rows import check_rows, is_checked_by_row
 from bitwitness.sense.flops import carries_flops, flops_of
 from bitwitness.sense.invariant import FIGURES, Invariant, Signs
 from bitwitness.sense.selftest import seen, self_test
@@ -77,6 +78,7 @@ class ChecksumSensor:
         self._seen: dict[str, int] = defaultdict(int)
         self._checked: dict[str, int] = defaultdict(int)
         self._calls: dict[str, int] = defaultdict(int)
+        self._work: dict[str, int] = defaultdict(int)
         self._dropped = 0
         self._unconfirmed = 0
         self.largest_ratio = 0.0
@@ -87,22 +89,25 @@ class ChecksumSensor:
         self._place = 0
 
     def select(self, func: OpOverload) -> bool:
-        """Return whether an operator is looked at: those that carry FLOPs."""
-        return carries_flops(func)
+        """Return whether an operator is looked at: those that carry FLOPs, and those whose rows have a checksum."""
+        return carries_flops(func) or (self._scheme == "signs" and is_checked_by_row(func))
 
     def __call__(self, call: OpCall) -> None:
         """Check one call, after it ran; on an accelerator, without waiting for it."""
         flops = flops_of(call)
-        self._seen[call.op] += flops
+        if flops or carries_flops(call.func):
+            self._seen[call.op] += flops
         self._place += 1
         if self._place % self.one_in != self._turn % self.one_in:
             return  # another step's turn
         with torch.no_grad():
             product = product_of(call) if call.op in READERS else None
-            invariants = self._product(product) if product is not None else self._attention(call)
+            invariants = self._product(product) if product is not None else self._of_another(call)
             if invariants is None:
                 return
-            self._checked[call.op] += flops
+            if flops:
+                self._checked[call.op] += flops
+            self._work[call.op] += flops or call.outputs[0].numel()
             self._calls[call.op] += 1
             for invariant in invariants:
                 self._note(call, product, invariant)
@@ -114,7 +119,9 @@ class ChecksumSensor:
         found = check_reference(product) if reference else check_product(product, self._signs)
         return None if found is None else [found]
 
-    def _attention(self, call: OpCall) -> list[Invariant] | None:
+    def _of_another(self, call: OpCall) -> list[Invariant] | None:
+        if is_checked_by_row(call.func):
+            return check_rows(call, self._signs)
         if self._scheme != "signs" or not all(t.layout is torch.strided for t in call.outputs):
             return None
         if call.op in checksum_attention.FORWARD:
@@ -170,19 +177,19 @@ class ChecksumSensor:
 
     @property
     def checked_calls(self) -> dict[str, tuple[int, int]]:
-        """Calls that were checked so far, by operator, and their floating-point operations."""
-        return {op: (count, self._checked[op]) for op, count in self._calls.items()}
+        """Calls that were checked so far, by operator, and their floating-point operations, or elements where none count."""
+        return {op: (count, self._work[op]) for op, count in self._calls.items()}
 
     def coverage(self) -> dict[str, Any]:
         """Return FLOPs seen and checked since the start, in all and by operator, and the shares of what is not checked."""
         total = sum(self._seen.values())
         checked = sum(self._checked.values())
-        missed = {op: seen - self._checked[op] for op, seen in self._seen.items()}
+        missed = {op: seen - self._checked.get(op, 0) for op, seen in self._seen.items()}
         return {
             "flops_seen": total,
             "flops_checked": checked,
             "share_checked": checked / total if total else 0.0,
-            "by_operator": {op: {"seen": n, "checked": self._checked[op]} for op, n in sorted(self._seen.items())},
+            "by_operator": {op: {"seen": n, "checked": self._checked.get(op, 0)} for op, n in sorted(self._seen.items())},
             "unchecked": {op: n / total for op, n in sorted(missed.items(), key=lambda m: -m[1]) if n},
             "largest_ratio": self.largest_ratio,
             "findings_dropped": self._dropped,

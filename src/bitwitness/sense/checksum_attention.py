@@ -22,9 +22,9 @@ from torch import Tensor
 
 from bitwitness.numerics import unit_roundoff
 from bitwitness.oracle.kernels import named_arguments
-from bitwitness.sense.checksum_product import UNDERFLOW, row_norms
 from bitwitness.sense.invariant import Invariant, Signs, largest
-from bitwitness.stats.products import pairs
+from bitwitness.sense.matrixreading import norms_of, row_norms
+from bitwitness.stats.products import pairs, products
 from bitwitness.tap.operators import OpCall
 
 FORWARD = frozenset(
@@ -58,12 +58,12 @@ def check_forward(call: OpCall) -> list[Invariant]:
         return []
     # Over the whole tensor, not per head: coarser, but two passes in all, and what is far too large leaves any range.
     low, high = value.aminmax()
-    below, above = out.aminmax()
+    below, above = out.transpose(1, 2).aminmax()  # as it lies in memory
     excess = torch.maximum(low.double() - below.double(), above.double() - high.double())
     size = torch.maximum(low.abs(), high.abs()).double()
     terms = 2 * math.sqrt(value.shape[-2]) * 2.0**-24  # what summing the probabilities loses
     slack = (ROUNDING * unit_roundoff(out.dtype) + terms) * size + torch.finfo(out.dtype).smallest_normal
-    finite = torch.isfinite(size) & torch.isfinite(_largest_score(named).double())
+    finite = torch.isfinite(size) & torch.isfinite(_largest_score(named))
     return [largest("min V <= O <= max V", excess.clamp_min(0), slack, finite)]
 
 
@@ -176,7 +176,7 @@ def _paired(x: Tensor, y: Tensor) -> _Pair:
     found, width = pairs(x, y), int(x.shape[-1])
     if found is not None:
         dots, *squares = found
-        left, right = (square.sqrt_() + UNDERFLOW * math.sqrt(width) for square in squares)
+        left, right = (norms_of(square, width) for square in squares)
         return _Pair(dots, (left, right), width)
     products = x.float() * y.float() if x.dtype is torch.float16 else x * y
     return _Pair(products.sum(-1, dtype=_sum_dtype(x)), (row_norms(x), row_norms(y)), width)
@@ -184,10 +184,14 @@ def _paired(x: Tensor, y: Tensor) -> _Pair:
 
 def _times(x: Tensor, w: Tensor) -> Tensor:
     """Return ``x @ w``, with the heads' dimension put where memory has it, lest the product copies."""
+    turned = x.transpose(1, 2)
+    if turned.stride(0) == turned.shape[1] * turned.stride(1):
+        found = products(turned.flatten(0, 1), w.to(_sum_dtype(x)))
+        if found is not None:
+            return found[0].view(turned.shape[:-1]).transpose(1, 2)
     if x.dtype is torch.float16:
         x, w = x.float(), w.float()
-    turned = x.transpose(1, 2)
-    rows = (turned @ w).transpose(1, 2) if turned.is_contiguous() else x @ w
+    rows = (turned.to(x.dtype) @ w).transpose(1, 2) if turned.is_contiguous() else x @ w
     return rows.to(_sum_dtype(x))
 
 
@@ -207,4 +211,6 @@ def _scale(named: dict[str, Any]) -> float:
 
 def _largest_score(named: dict[str, Any]) -> Tensor:
     """Return a bound of ``|Q K^T|``, scaled."""
-    return row_norms(named["query"]).amax() * row_norms(named["key"]).amax() * _scale(named)
+    q, k = (torch.stack(named[name].aminmax()).double().abs().amax() for name in ("query", "key"))
+    bound: Tensor = q * k * (named["query"].shape[-1] * _scale(named))
+    return bound

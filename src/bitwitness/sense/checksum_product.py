@@ -26,6 +26,15 @@ from bitwitness.oracle.limits import (
 )
 from bitwitness.oracle.product import Product
 from bitwitness.sense.invariant import Invariant, Signs, largest
+from bitwitness.sense.matrixreading import (
+    frobenius,
+    is_transposed,
+    norms_of,
+    product_with,
+    row_norms,
+    times,
+    times_wide,
+)
 from bitwitness.stats.products import products
 
 SERIAL = 0.25
@@ -39,10 +48,6 @@ _SUMMED_IN = 8
 """Parts in which a sum is followed that a device adds up in parts: how large it is meanwhile, in the middle of the square."""
 _LISTS = 4
 """Lists of signs from which that size is taken."""
-UNDERFLOW = 2.0**-63
-"""float32 loses the square of what is smaller; n such elements add up to no more than sqrt(n) times this."""
-_CHUNK = 1 << 19  # elements that are widened at a time: 2 MiB of float32, which stay in a core's cache
-_CHUNK_DEVICE = 1 << 26  # an accelerator wants few, large kernels: 256 MiB of float32
 
 
 def check_product(product: Product, signs: Signs) -> Invariant | None:
@@ -86,11 +91,11 @@ def _expected(product: Product, w: Tensor, blocks: int) -> tuple[Tensor, Tensor,
     a, b, parts = product.a, product.b, parts_roundoff(product.out, int(product.a.shape[-1]))
     v, size = _block_sums(b, w, blocks)
     if not parts or a.shape[-1] % _SUMMED_IN:
-        sums, norms = _times(a, v)
+        sums, norms = times(a, v)
         return sums, norms[..., None] * size, w.new_zeros(())
     v = torch.cat([v, *(_block_sums(b, w.roll(shift), blocks)[0] for shift in range(1, _LISTS))], -1)
     left, right = a.unflatten(-1, (_SUMMED_IN, -1)).movedim(-2, 0), v.unflatten(-2, (_SUMMED_IN, -1)).movedim(-3, 0)
-    so_far = _product(left, right).cumsum(0).unflatten(-1, (_LISTS, -1))
+    so_far = product_with(left, right).cumsum(0).unflatten(-1, (_LISTS, -1))
     running = so_far.square().mean((0, -2)).sqrt_().mul_(PARTS * parts)
     return so_far[-1][..., 0, :], row_norms(a)[..., None] * size, running
 
@@ -132,7 +137,7 @@ def row_threshold(product: Product, norms: Tensor, size: Tensor, expected: Tenso
         by_size += ROUNDING * u  # a half type's product with a vector rounds its parts on their own, bias and all
     by_value = 0.0
     if product.a.dtype is torch.bfloat16:
-        # `_row_sums` and `_product` round, each by at most u; the low part u times less
+        # `_row_sums` and `product_with` round, each by at most u; the low part u times less
         by_size += u * u
         by_value = 2 * u
     if columns == 1 or product.a.shape[-2] == 1:
@@ -145,54 +150,14 @@ def row_threshold(product: Product, norms: Tensor, size: Tensor, expected: Tenso
     return threshold.add_(expected.abs(), alpha=by_value) if by_value else threshold
 
 
-def _times(a: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``a @ v`` in v's dtype, ``[*batch, M, G]``, and the norms of a's rows, for v ``[*batch, K, G]``."""
-    found = products(a, v[..., 0]) if v.shape[-1] == 1 else None
-    if found is None:
-        return _product(a, v), row_norms(a)
-    return found[0][..., None], _norms(found[1], int(a.shape[-1]))
-
-
-def _norms(squares: Tensor, count: int) -> Tensor:
-    """Return upper bounds of the norms of so many numbers each, of the sums of their squares."""
-    return squares.sqrt_() + UNDERFLOW * math.sqrt(count)
-
-
-def _product(a: Tensor, v: Tensor) -> Tensor:
-    """Return ``a @ v`` in v's dtype.
-
-    bfloat16 is multiplied as it is, which reads it once and widens nothing: v is split in two bfloat16 parts that hold 16 of
-    its 24 bits, and the two products are rounded.
-    """
-    if a.dtype is not torch.bfloat16:
-        return _times_wide(a, v)
-    high = v.to(torch.bfloat16)
-    columns = torch.cat([high, (v - high).to(torch.bfloat16)], -1)
-    # for a transposed view the other order is the fast one
-    products = (columns.t() @ a.t()).t() if _is_transposed(a) else torch.matmul(a, columns)
-    sums: Tensor = products.unflatten(-1, (2, -1)).sum(-2, dtype=v.dtype)
-    return sums
-
-
-def _times_wide(x: Tensor, v: Tensor) -> Tensor:
-    """Return ``x @ v`` in v's dtype; x is widened a part at a time, which bounds the memory that takes."""
-    if x.dtype is v.dtype:
-        return torch.matmul(x, v)
-    length = _part(x)
-    if x.shape[0] <= length:
-        return torch.matmul(x.to(v.dtype), v)
-    factors = [v] * -(-x.shape[0] // length) if v.dim() < x.dim() or v.dim() == 2 else list(v.split(length))
-    return torch.cat([torch.matmul(part.to(v.dtype), f) for part, f in zip(x.split(length), factors, strict=True)])
-
-
 def _row_sums(out: Tensor, w: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
     """Return ``out w`` of each block, and the blocks' norms, ``[*batch, M, G]``."""
     found = _read(out, w, blocks)
     if found is not None:
-        return found[0], _norms(found[1], len(w))
+        return found[0], norms_of(found[1], len(w))
     norms = row_norms(out.unflatten(-1, (blocks, -1)) if blocks > 1 else out.unsqueeze(-2))
     if out.dtype is not torch.bfloat16:
-        return _times_wide(out, w[:, None]), norms
+        return times_wide(out, w[:, None]), norms
     column = w[:, None].to(torch.bfloat16)  # exact; the sums are rounded
     return torch.matmul(out.unflatten(-1, (blocks, -1)), column).squeeze(-1).to(w.dtype), norms
 
@@ -201,14 +166,14 @@ def _block_sums(b: Tensor, w: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
     """Return ``b w`` of each block, ``[*batch, K, G]``, rounding nothing to less than w, and the norms, ``[*batch, 1, G]``."""
     found = _read(b, w, blocks)
     if found is not None:
-        return found[0], _norms(found[1].sum(-2, keepdim=True), int(b.shape[-2]) * len(w))
+        return found[0], norms_of(found[1].sum(-2, keepdim=True), int(b.shape[-2]) * len(w))
     norms = _block_norms(b, blocks)
     if blocks == 1:
-        return _times_wide(b, w[:, None]), norms
-    if _is_transposed(b):
+        return times_wide(b, w[:, None]), norms
+    if is_transposed(b):
         parts = b.t().unflatten(0, (blocks, -1))
-        return torch.stack([_times_wide(part.t(), w[:, None]).squeeze(-1) for part in parts], -1), norms
-    return _times_wide(b.unflatten(-1, (blocks, -1)), w[:, None]).squeeze(-1), norms
+        return torch.stack([times_wide(part.t(), w[:, None]).squeeze(-1) for part in parts], -1), norms
+    return times_wide(b.unflatten(-1, (blocks, -1)), w[:, None]).squeeze(-1), norms
 
 
 def _read(x: Tensor, w: Tensor, blocks: int) -> tuple[Tensor, Tensor] | None:
@@ -218,7 +183,7 @@ def _read(x: Tensor, w: Tensor, blocks: int) -> tuple[Tensor, Tensor] | None:
         return None if found is None else (found[0][..., None], found[1][..., None])
     if x.dim() != 2:
         return None
-    if not _is_transposed(x):
+    if not is_transposed(x):
         return products(x.unflatten(-1, (blocks, -1)), w)
     found = products(x.t().unflatten(0, (blocks, -1)).mT, w)
     return None if found is None else (found[0].t(), found[1].t())
@@ -229,63 +194,12 @@ def _block_norms(b: Tensor, blocks: int) -> Tensor:
     if blocks == 1:
         whole: Tensor = frobenius(b)[..., None, None]
         return whole
-    if _is_transposed(b):
+    if is_transposed(b):
         each: Tensor = frobenius(b.t().unflatten(0, (blocks, -1)))[None]
         return each
     rows = row_norms(b.unflatten(-1, (blocks, -1)))
     norms: Tensor = torch.linalg.vector_norm(rows, dim=-2, keepdim=True)
     return norms
-
-
-def _is_transposed(x: Tensor) -> bool:
-    return x.dim() == 2 and x.stride(0) == 1 and x.stride(1) != 1
-
-
-def _part(x: Tensor) -> int:
-    """Return how many slices of x's first dimension are widened at a time."""
-    chunk = _CHUNK if x.device.type == "cpu" else _CHUNK_DEVICE
-    return max(1, chunk * x.shape[0] // max(x.numel(), 1))
-
-
-def frobenius(x: Tensor) -> Tensor:
-    """Return an upper bound of the Frobenius norm of each matrix, tight but for `UNDERFLOW`, float32 or 64 ``[*batch]``."""
-    norm = torch.linalg.vector_norm(_unless_half(x), dim=None if x.dim() == 2 else (-2, -1))
-    return _wide(norm) + UNDERFLOW * math.sqrt(x.shape[-2] * x.shape[-1])
-
-
-def row_norms(x: Tensor) -> Tensor:
-    """Return an upper bound of the 2-norm of each row, float32 or float64 ``[*batch, M]``.
-
-    It is tight but for `UNDERFLOW` and for one case: a reduction across memory is slow, so the rows of a transposed matrix
-    are squared and summed as a matrix product, or in low precision, where the figure hardly matters, bounded by the norm of
-    the whole.
-    """
-    if not _is_transposed(x) or x.shape[0] == 1:
-        norms = _wide(torch.linalg.vector_norm(_unless_half(x), dim=-1))
-    elif x.dtype in (torch.float32, torch.float64):
-        norms = _norms_across(x.t())
-    else:
-        return frobenius(x).expand(x.shape[0])
-    return norms + UNDERFLOW * math.sqrt(x.shape[-1])
-
-
-def _norms_across(x: Tensor) -> Tensor:
-    """Return the norms of a matrix's columns, squaring a part at a time."""
-    total = torch.zeros(x.shape[1], dtype=x.dtype, device=x.device)
-    length = _part(x)
-    ones = torch.ones(min(length, x.shape[0]), dtype=x.dtype, device=x.device)
-    for part in x.split(length):
-        total.addmv_(part.square().t(), ones[: len(part)])
-    return total.sqrt_()
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype is torch.float64 else x.float()
-
-
-def _unless_half(x: Tensor) -> Tensor:
-    """Widen float16, whose norms overflow."""
-    return x.float() if x.dtype is torch.float16 else x
 
 
 def _bias(bias: Tensor, w: Tensor, blocks: int) -> tuple[Tensor, Tensor]:

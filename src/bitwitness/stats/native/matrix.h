@@ -5,6 +5,8 @@
    SIDE of them are taken side by side, so that additions need not wait for each other. */
 
 typedef T NAMED(lanes) __attribute__((vector_size(64)));
+typedef T NAMED(half) __attribute__((vector_size(32)));
+typedef T NAMED(quarter) __attribute__((vector_size(16)));
 #define WIDTH ((ptrdiff_t)(64 / sizeof(T)))
 #define LOAD(name, from) \
     NAMED(lanes) name; \
@@ -17,9 +19,16 @@ typedef T NAMED(lanes) __attribute__((vector_size(64)));
 
 INLINE T NAMED(added)(const NAMED(lanes) *values)
 {
-    NAMED(lanes) sums = (values[0] + values[1]) + (values[2] + values[3]);
-    T sum = 0;
-    for (ptrdiff_t j = 0; j < WIDTH; j++)
+    NAMED(lanes) all = (values[0] + values[1]) + (values[2] + values[3]);
+    NAMED(half) half[2];
+    NAMED(quarter) quarter[2];
+    T sums[16 / sizeof(T)], sum = 0;
+    memcpy(half, &all, sizeof half);
+    half[0] += half[1];
+    memcpy(quarter, half, sizeof quarter);
+    quarter[0] += quarter[1];
+    memcpy(sums, quarter, sizeof sums);
+    for (size_t j = 0; j < 16 / sizeof(T); j++)
         sum += sums[j];
     return sum;
 }
@@ -36,9 +45,15 @@ INLINE void NAMED(along)(const T *x, const T *v, ptrdiff_t count, T *sum, T *squ
             sums[j] += here * by;
             squares[j] += here * here;
         }
-    for (; i < count; i += WIDTH) {
-        LOAD_REST(here, x + i, count - i < WIDTH ? count - i : WIDTH);
-        LOAD_REST(by, v + i, count - i < WIDTH ? count - i : WIDTH);
+    for (; i + WIDTH <= count; i += WIDTH) {
+        LOAD(here, x + i);
+        LOAD(by, v + i);
+        sums[1] += here * by;
+        squares[1] += here * here;
+    }
+    if (i < count) {
+        LOAD_REST(here, x + i, count - i);
+        LOAD_REST(by, v + i, count - i);
         sums[0] += here * by;
         squares[0] += here * here;
     }

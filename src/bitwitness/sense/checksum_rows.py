@@ -1,0 +1,295 @@
+"""The checksums of what runs between matrix products: casts, sums, products, layer norms and softmax, forward and backward.
+
+Each row of a result is linear in a row of an input, or sums to something known, whatever the numbers are; with random signs s:
+
+``cast``               ``out . s = x . s``
+``add``                ``out . s = a . s + alpha b . s``
+``mul``                ``out . s = a . (b o s)`` for a row b, ``b (a . s)`` for a number, ``out . 1 = a . b`` else
+``layer norm``         ``out . s = rstd (x . (w o s) - mean (w . s)) + b . s``, which holds mean and rstd, too
+its backward           ``dx . 1 = 0``, ``dx . x = mean dx . 1`` and ``||dx|| <= rstd ||g|| max |w|``: of g is left what changes
+                       neither the row's mean nor its size
+``log_softmax``        ``(out - x) . (s - mean s) = 0``: a row is shifted by one number
+``softmax``            ``out . 1 = 1``
+their backwards        ``dx . 1 = 0``, and a bound of ``||dx||``
+
+These operators read and write as much as they compute: a checksum reads each number once, and writes none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitwitness.numerics import unit_roundoff
+from bitwitness.oracle.kernels import named_arguments
+from bitwitness.oracle.limits import ACCUMULATION, ROUNDING
+from bitwitness.sense.invariant import Invariant, Signs, largest
+from bitwitness.sense.matrixreading import UNDERFLOW, norms_of, row_norms, times
+from bitwitness.stats.products import pairs
+from bitwitness.stats.reader import KINDS
+from bitwitness.tap.compat import OpOverload
+from bitwitness.tap.operators import OpCall
+
+_LEAST = 1024
+"""Elements below which a check would cost more than it is worth."""
+_ROOM = 4.0
+"""Times what rounding is expected to leave: who looks for a wrong row here has room for kernels that nobody has measured."""
+_SLACK = 0.1
+"""By how much of it a norm may pass its bound."""
+_U32 = 2.0**-24
+
+Named = dict[str, Any]
+Check = Callable[[OpCall, Named, Signs], "list[Invariant] | None"]
+
+
+def is_checked_by_row(func: OpOverload) -> bool:
+    """Tell whether an operator is one of these, and leaves its inputs as they are."""
+    known = func.namespace == "aten" and func.overloadpacket.__name__ in CHECKS
+    return known and (func.overloadpacket.__name__ == "copy_" or not func._schema.is_mutable)
+
+
+def check_rows(call: OpCall, signs: Signs) -> list[Invariant] | None:
+    """Check one call, after it ran; None where it is of another kind, too small, or in strides that are not read."""
+    out = call.outputs[0] if call.outputs else None
+    if out is None or not _is_readable(out) or out.numel() < _LEAST:
+        return None
+    return CHECKS[call.op](call, named_arguments(call.func, call.args, call.kwargs), signs)
+
+
+def _is_readable(x: object) -> bool:
+    """Tell whether a value is a tensor of which every row can be read."""
+    return (
+        isinstance(x, Tensor) and x.dtype in KINDS and x.layout is torch.strided and x.dim() > 0 and x.is_contiguous()
+    )
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype is torch.float64 else torch.float32
+
+
+def _weighed(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``x . v`` of each row, and the rows' norms, ``x.shape[:-1]`` each."""
+    sums, norms = times(x.reshape(-1, x.shape[-1]), v[:, None])
+    return sums.view(x.shape[:-1]), norms.view(x.shape[:-1])
+
+
+def _paired(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the dot products of the rows of two tensors, and either's norms."""
+    flat = [t.reshape(1, 1, -1, t.shape[-1]) for t in (x, y)]
+    found, width = pairs(*flat), int(x.shape[-1])
+    if found is None:
+        dots = (x.to(_wide(x)) * y.to(_wide(x))).sum(-1)
+        return dots, row_norms(x), row_norms(y)
+    dots, *squares = found
+    return dots.view(x.shape[:-1]), *(norms_of(square, width).view(x.shape[:-1]) for square in squares)  # type: ignore[return-value]
+
+
+def _balance(name: str, out: Tensor, residual: Tensor, size: Tensor, *, weight: float, lost: float = 0.0) -> Invariant:
+    """Judge residuals by what rounding leaves of rows of this size, for weights of this magnitude.
+
+    ``lost``: what else rounding may leave, in units of ``u size``.
+    """
+    columns, info = int(out.shape[-1]), torch.finfo(out.dtype)
+    sums = _U32 if out.dtype is not torch.float64 else unit_roundoff(torch.float64)
+    room = _ROOM * weight * ((ROUNDING + lost) * unit_roundoff(out.dtype) + ACCUMULATION * sums * math.sqrt(columns))
+    floor = weight * ROUNDING * math.sqrt(columns) * info.smallest_normal
+    # beyond a quarter of the dtype's range a result may overflow by itself
+    return largest(name, residual.abs(), size * room + floor, torch.isfinite(size) & (size < info.max / 4))
+
+
+def _bounded(name: str, out: Tensor, norms: Tensor, bound: Tensor) -> Invariant:
+    """Judge rows' norms, which are upper bounds, by what they cannot exceed."""
+    floor = math.sqrt(out.shape[-1]) * (torch.finfo(out.dtype).smallest_normal + 2 * UNDERFLOW)
+    judged = torch.isfinite(bound) & (bound < torch.finfo(out.dtype).max / 4)
+    return largest(name, (norms - bound).clamp_min(0), _SLACK * bound + floor, judged)
+
+
+def _signs(out: Tensor, signs: Signs) -> tuple[Tensor, float]:
+    columns = int(out.shape[-1])
+    return signs(columns, out.device, _wide(out)), Signs.scale(columns)
+
+
+def _cast(call: OpCall, named: Named, signs: Signs) -> list[Invariant] | None:
+    out, x = call.outputs[0], named["src"] if call.op == "copy_" else named["self"]
+    if not _is_readable(x) or x.shape != out.shape or torch.float64 in (x.dtype, out.dtype) or x.device != out.device:
+        return None
+    s, scale = _signs(out, signs)
+    before, size = _weighed(x, s)
+    return [_balance("out s = x s", out, _weighed(out, s)[0] - before, size, weight=scale)]
+
+
+def _add(call: OpCall, named: Named, signs: Signs) -> list[Invariant] | None:
+    out, alpha = call.outputs[0], float(named.get("alpha", 1))
+    s, scale = _signs(out, signs)
+    terms = [_term(named[name], out, s) for name in ("self", "other")]
+    if terms[0] is None or terms[1] is None:
+        return None
+    (a, a_size), (b, b_size) = terms[0], terms[1]
+    alpha = -alpha if call.op == "sub" else alpha
+    expected, size = a + alpha * b, (a_size + abs(alpha) * b_size).expand(out.shape[:-1])
+    return [_balance("out s = a s + b s", out, _weighed(out, s)[0] - expected, size, weight=scale)]
+
+
+def _number(value: Any, out: Tensor) -> Any:
+    """Return what all elements of a row share: a number, or a tensor to be broadcast to the result's rows; None else."""
+    if isinstance(value, int | float):
+        return float(value)
+    if not isinstance(value, Tensor) or value.device != out.device or value.dtype not in KINDS:
+        return None
+    if value.dim() and value.shape[-1] != 1:
+        return None
+    return (value if value.dim() == 0 else value[..., 0]).to(_wide(out))
+
+
+def _term(value: Any, out: Tensor, s: Tensor) -> tuple[Any, Any] | None:
+    """Return ``value . s`` and the norm of each row, to be broadcast to the result's rows."""
+    number = _number(value, out)
+    if number is not None:
+        return s.sum() * number, abs(number) * s.new_tensor(math.sqrt(len(s)))
+    if not _is_readable(value) or value.shape[-1] != len(s) or value.device != out.device:
+        return None
+    return _weighed(value, s)
+
+
+def _mul(call: OpCall, named: Named, signs: Signs) -> list[Invariant] | None:
+    out, a, b = call.outputs[0], named["self"], named["other"]
+    if isinstance(b, Tensor) and isinstance(a, Tensor) and b.dim() and a.shape != out.shape:
+        a, b = b, a
+    if not _is_readable(a) or a.shape != out.shape:
+        return None
+    s, scale = _signs(out, signs)
+    if isinstance(b, Tensor) and b.shape == out.shape:
+        return _product(out, a, b)
+    if isinstance(b, Tensor) and b.dim() and b.shape[-1] != 1:
+        if b.numel() != len(s) or b.dtype not in KINDS or b.device != out.device:
+            return None
+        row = b.reshape(-1).to(s.dtype)
+        expected, size = _weighed(a, row * s)
+        size = size * row.abs().amax()
+    else:
+        by = _number(b, out)
+        if by is None:
+            return None
+        expected, size = _weighed(a, s)
+        expected, size = expected * by, size * (by.abs() if isinstance(by, Tensor) else abs(by))
+    return [_balance("out s = a (b s)", out, _weighed(out, s)[0] - expected, size, weight=scale)]
+
+
+def _product(out: Tensor, a: Tensor, b: Tensor) -> list[Invariant] | None:
+    if not _is_readable(b) or not a.dtype == b.dtype == out.dtype:
+        return None
+    expected, left, right = _paired(a, b)
+    sums, _ = _weighed(out, _ones(out))
+    return [_balance("out 1 = a b", out, sums - expected, left * right, weight=1.0, lost=1.0)]
+
+
+def _ones(out: Tensor) -> Tensor:
+    return torch.ones(out.shape[-1], dtype=_wide(out), device=out.device)
+
+
+def _layer_norm(call: OpCall, named: Named, signs: Signs) -> list[Invariant] | None:
+    out, mean, rstd = call.outputs[:3]
+    x, weight, bias = named["input"], named["weight"], named["bias"]
+    if len(named["normalized_shape"]) != 1 or not _is_readable(x):
+        return None
+    s, scale = _signs(out, signs)
+    w = s if weight is None else weight.to(s.dtype) * s
+    mean, rstd = mean.reshape(x.shape[:-1]).to(s.dtype), rstd.reshape(x.shape[:-1]).to(s.dtype)
+    sums, norms = _weighed(x, w)
+    expected = rstd * (sums - mean * w.sum())
+    size = rstd.abs() * (norms + mean.abs() * math.sqrt(len(s))) * (w.abs().amax() / scale)
+    if bias is not None:
+        wide = bias.to(s.dtype)
+        expected, size = expected + wide @ s, size + torch.linalg.vector_norm(wide)
+    return [_balance("out s = rstd (x - mean) w s + b s", out, _weighed(out, s)[0] - expected, size, weight=scale)]
+
+
+def _layer_norm_backward(call: OpCall, named: Named, _signs: Signs) -> list[Invariant] | None:
+    x, g, weight = named["input"], named["grad_out"], named["weight"]
+    out = call.result[0]
+    if len(named["normalized_shape"]) != 1 or out is None or not all(map(_is_readable, (x, g, out))):
+        return None
+    if not x.dtype == out.dtype == g.dtype:
+        return None
+    dots, size, length = _paired(out, x)
+    sums, _ = _weighed(out, _ones(out))
+    mean, rstd = (named[name].reshape(x.shape[:-1]).to(sums.dtype) for name in ("mean", "rstd"))
+    bound = rstd.abs() * row_norms(g) * (1.0 if weight is None else weight.abs().amax().to(sums.dtype))
+    lost = math.sqrt(x.shape[-1])  # elements alike are rounded alike
+    # a row whose mean is most of it: mean and what is left are rounded in proportion to the row
+    apart, rounded = 1 + rstd * length / lost, max(_U32, unit_roundoff(named["mean"].dtype)) / unit_roundoff(out.dtype)
+    first, second = (bound * (1 + ACCUMULATION * apart**power * rounded) for power in (1, 2))
+    # epsilon keeps a row from the size of its elements: so much of the gradient along the row is left
+    left = bound * lost * (1 - rstd.square() * ((length / lost).square() - mean.square())).clamp(0, 1)
+    along = ((rstd * (dots - mean * sums)).abs() - left).clamp_min(0)
+    return [
+        _balance("dx 1 = 0", out, sums, first, weight=1.0, lost=lost),
+        _balance("dx x = mean dx 1", out, along, second, weight=1.0, lost=lost),
+        _bounded("|dx| <= rstd |g| max |w|", out, size, bound),
+    ]
+
+
+def _is_last(named: Named, out: Tensor) -> bool:
+    return bool(named["dim"] % max(out.dim(), 1) == out.dim() - 1)
+
+
+def _log_softmax(call: OpCall, named: Named, signs: Signs) -> list[Invariant] | None:
+    out, x = call.outputs[0], named["self"]
+    if not _is_last(named, out) or not _is_readable(x):
+        return None
+    s, scale = _signs(out, signs)
+    s = s - s.mean()
+    (after, norms), (before, size) = _weighed(out, s), _weighed(x, s)
+    return [_balance("(out - x) s = 0", out, after - before, size + norms, weight=scale, lost=ROUNDING)]
+
+
+def _softmax(call: OpCall, named: Named, _signs: Signs) -> list[Invariant] | None:
+    out = call.outputs[0]
+    if not _is_last(named, out):
+        return None
+    sums, norms = _weighed(out, _ones(out))
+    total = torch.where(
+        torch.isfinite(norms), torch.ones_like(sums), norms
+    )  # a row without anything is NaN, and not judged
+    return [_balance("out 1 = 1", out, sums - 1, total, weight=1.0, lost=math.sqrt(out.shape[-1]))]
+
+
+def _softmax_backward(call: OpCall, named: Named, _signs: Signs) -> list[Invariant] | None:
+    out, g, y = call.outputs[0], named["grad_output"], named["output"]
+    if not _is_last(named, out) or not (_is_readable(g) and _is_readable(y)):
+        return None
+    sums, norms = _weighed(out, _ones(out))
+    if call.op == "_log_softmax_backward_data":
+        total, size = _weighed(g, _ones(g))
+        size = size + total.abs()
+    elif g.dtype is y.dtype:
+        dots, size, length = _paired(g, y)
+        size = length * (size + dots.abs() * math.sqrt(y.shape[-1]))
+    else:
+        return None
+    # of results that are not finite nothing is known here: the forward's may be so
+    size = torch.where(torch.isfinite(norms), size, norms)
+    return [
+        _balance("dx 1 = 0", out, sums, size, weight=1.0, lost=math.sqrt(out.shape[-1])),
+        _bounded("|dx| <= what g allows", out, norms, size),
+    ]
+
+
+CHECKS: dict[str, Check] = {
+    "_to_copy": _cast,
+    "copy_": _cast,
+    "add": _add,
+    "sub": _add,
+    "mul": _mul,
+    "native_layer_norm": _layer_norm,
+    "native_layer_norm_backward": _layer_norm_backward,
+    "_log_softmax": _log_softmax,
+    "_log_softmax_backward_data": _softmax_backward,
+    "_softmax": _softmax,
+    "_softmax_backward_data": _softmax_backward,
+}
+"""Whose rows are checked, by operator."""

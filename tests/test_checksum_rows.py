@@ -1,0 +1,142 @@
+"""Casts, sums, layer norms and softmax: a wrong row is found, and a healthy one never suspected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bitwitness import Finding
+from bitwitness.sense.checksum import ChecksumSensor
+from bitwitness.sense.checksum_rows import CHECKS
+from bitwitness.tap.modules import ModuleTracker
+from bitwitness.tap.operators import OpCall, OperatorTap
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+ROWS = 66
+
+
+def watched(
+    run: Callable[[], object], spoil: Callable[[OpCall], None] | None = None
+) -> tuple[list[Finding], dict[str, int]]:
+    """Run under the sensor; return what it found, and how often it checked which operator."""
+    sensor = ChecksumSensor()
+
+    def look(call: OpCall) -> None:
+        if spoil is not None:
+            spoil(call)
+        sensor(call)
+
+    with OperatorTap(ModuleTracker(), look, sensor.select):
+        run()
+    return sensor.drain(0, 0), {op: count for op, (count, _) in sensor.checked_calls.items()}
+
+
+def numbers(dtype: torch.dtype, columns: int, mean: float, size: float, seed: int) -> list[Tensor]:
+    """Return activations, a weight and a bias."""
+    g = torch.Generator().manual_seed(seed)
+    x = (torch.randn(2, ROWS // 2, columns, generator=g) + mean) * size
+    w, b = torch.randn(columns, generator=g) + 1, torch.randn(columns, generator=g)
+    return [t.to(dtype).requires_grad_() for t in (x, w, b)]
+
+
+def block(x: Tensor, w: Tensor, b: Tensor) -> None:
+    """Run all of these operators, forward and backward, as a model would."""
+    y = F.layer_norm(x, x.shape[-1:], w, b)
+    y = (y + x) * w
+    y = y - b
+    y = x * y * 0.5
+    y = y * y.mean(-1, keepdim=True)
+    p, q = (0.01 * y).softmax(-1), y.log_softmax(-1)
+    target = torch.arange(ROWS) % x.shape[-1]
+    loss = (
+        F.cross_entropy(y.flatten(0, 1).float(), target)
+        + (p * x.detach()).sum().float()
+        + (q.float() * p.detach()).sum()
+    )
+    loss.backward()
+    x.detach().to(torch.bfloat16).float()
+
+
+@given(
+    st.sampled_from(DTYPES), st.integers(16, 700), st.sampled_from([0.0, 3.0, 100.0]),
+    st.sampled_from([1.0, 1e-3, 1e-7, 30.0]), st.integers(0, 1 << 20),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_healthy_rows_are_never_suspected(
+    dtype: torch.dtype, columns: int, mean: float, size: float, seed: int
+) -> None:
+    found, _ = watched(lambda: block(*numbers(dtype, columns, mean, size, seed)))
+    assert not [one.message for one in found if one.sensor == "checksum"]
+
+
+def test_rows_of_equal_numbers_are_not_suspected_though_all_of_them_are_rounded_alike() -> None:
+    for dtype in DTYPES:
+        for value in (0.1, 1.1, 1 / 3, 0.0):
+            x, w, b = (torch.full(shape, value).to(dtype).requires_grad_() for shape in ((2, 33, 640), (640,), (640,)))
+            found, _ = watched(lambda x=x, w=w, b=b: block(x, w, b))
+            assert not [one.message for one in found if one.sensor == "checksum"]
+
+
+def test_all_of_these_operators_were_checked() -> None:
+    _, checked = watched(lambda: block(*numbers(torch.bfloat16, 64, 0.0, 1.0, 0)))
+    assert set(CHECKS) - set(checked) == {"copy_"}
+
+
+def test_masked_and_overflowing_rows_are_not_suspected() -> None:
+    def run() -> None:
+        scores = torch.randn(4, 16, 32)
+        scores.masked_fill(torch.ones(16, 32, dtype=torch.bool).triu(1), float("-inf")).softmax(-1)
+        scores.masked_fill(torch.ones(16, 32, dtype=torch.bool), float("-inf")).log_softmax(-1)
+        large = torch.full((64, 64), 6e4, dtype=torch.float16)
+        _ = large + large
+        _ = large * large
+        torch.full((64, 64), 1e6).half()
+        torch.full((64, 64), 1e-7).half()
+        x = torch.randn(64, 64)
+        torch.add(x, x, out=x)
+
+    assert not watched(run)[0]
+
+
+def _times_thirty(out: Tensor) -> None:
+    out.view(-1, out.shape[-1])[7, 8:40] *= -30.0
+
+
+def _exchanged(out: Tensor) -> None:
+    row = out.view(-1, out.shape[-1])[7]
+    row[8:40] = row[8:40].roll(5)
+
+
+def _one_is_large(out: Tensor) -> None:
+    row = out.view(-1, out.shape[-1])[7]
+    row[11] = 8 * row.abs().max() + 1
+
+
+@pytest.mark.parametrize("spoil", [_times_thirty, _exchanged, _one_is_large])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_wrong_rows_are_found_where_they_are(spoil: Callable[[Tensor], None], dtype: torch.dtype) -> None:
+    """A softmax whose probabilities change places still sums to one, and gradients to nothing."""
+    backwards = {op for op in CHECKS if "backward" in op}
+    unseen = {"_softmax", *backwards} if spoil is _exchanged else set[str]()
+    for op in sorted(set(CHECKS) - {"copy_"} - unseen):
+        done = []
+
+        def struck(call: OpCall, op: str = op, done: list[str] = done) -> None:
+            out = call.outputs[0]
+            if call.op == op and not done and out.numel() >= 1024 and out.is_contiguous():
+                done.append(str(call.site()).split("@")[0])
+                with torch.no_grad():
+                    spoil(out.detach())
+
+        found, _ = watched(lambda: block(*numbers(dtype, 96, 0.0, 1.0, 3)), struck)
+        first = next((one for one in found if one.sensor == "checksum"), None)
+        assert first is not None, done
+        assert str(first.site).startswith(done[0])
+        assert first.evidence["row"] == 7
+        assert "computed a wrong result" in first.message
