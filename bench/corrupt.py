@@ -73,7 +73,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--faults", type=int, default=5200)
     parser.add_argument("--seed", type=int, default=17)
-    parser.add_argument("--only", default="", help="cells of one process whose name holds this")
+    parser.add_argument("--only", default="", help="cells whose name holds this")
     parser.add_argument("--parts", nargs="+", choices=list(SHARES), default=list(SHARES))
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--data", type=Path, default=Path("corrupt-data"))
@@ -88,8 +88,9 @@ def main() -> int:
             for name in pool.imap_unordered(alone_part, list(tasks(args.faults, args.seed, args.data, args.only))):
                 print(f"done: {name}", file=sys.stderr, flush=True)
     if "group" in args.parts:
-        each = -(-round(args.faults * SHARES["group"]) // len(GROUPS))
-        for cell in GROUPS:
+        groups = [cell for cell in GROUPS if args.only in cell.name]
+        each = -(-round(args.faults * SHARES["group"]) // max(1, len(groups)))
+        for cell in groups:
             group.campaign(cell, args.seed, each, args.data / f"group-{_plain(cell.name)}.jsonl")
     accounts = read(args.data)
     told = page(accounts, "python bench/corrupt.py " + f"--faults {args.faults} --seed {args.seed}")

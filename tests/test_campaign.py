@@ -77,3 +77,33 @@ def test_what_a_monitor_costs_is_measured_in_processes_of_their_own() -> None:
     told = rows(call("monitor.py", "--quick"))
     assert [row["monitored"] for row in told] == ["nothing", "gradients", "everything"]
     assert all(float(row["ratio"]) > 0.0 for row in told)  # that it is measured at all: steps are tiny, machines busy
+
+
+def _struck_without_a_wrong_verdict(tmp_path: Path, *arguments: str) -> None:
+    told = call("corrupt.py", *arguments, "--data", str(tmp_path / "data"), "--out", str(tmp_path), "--jobs", "1")
+    tables = [rows(part) for part in told.split("\n## ") if "| wrong |" in part]
+    found = [row["wrong"] for table in tables for row in table if not row["struck"].startswith("--")]
+    assert found, told
+    assert set(found) == {"0"}, told
+
+
+def test_every_kind_of_corruption_gets_no_wrong_verdict(tmp_path: Path) -> None:
+    count = chosen("60", "16")
+    _struck_without_a_wrong_verdict(tmp_path, "--faults", count, "--only", "LSTM", "--parts", "alone", "checkpoint")
+    again = (tmp_path / "corrupt.md").read_text()
+    _struck_without_a_wrong_verdict(tmp_path, "--faults", count, "--only", "LSTM", "--parts", "alone", "checkpoint")
+    assert (tmp_path / "corrupt.md").read_text() == again, "a campaign that is complete is not run again"
+
+
+@pytest.mark.ranks
+def test_corruption_among_ranks_gets_no_wrong_verdict(tmp_path: Path) -> None:
+    cell = ("--only", "2 ranks DDP", "--parts", "group")
+    _struck_without_a_wrong_verdict(tmp_path, "--faults", chosen("160", "40"), *cell)
+
+
+@pytest.mark.ranks
+def test_a_process_that_is_killed_in_a_recovery_loses_nothing(tmp_path: Path) -> None:
+    told = call("recovery_kills.py", "--trials", chosen("3", "1"), "--ranks", "2", "--out", str(tmp_path))
+    right = re.search(r"(\d+) kills .* (\d+) right", told)
+    assert right is not None
+    assert right[1] == right[2], told

@@ -25,7 +25,7 @@ def watched(
     run: Callable[[], object], spoil: Callable[[OpCall], None] | None = None
 ) -> tuple[list[Finding], dict[str, int]]:
     """Run under the sensor; return what it found, and how often it checked which operator."""
-    sensor = ChecksumSensor()
+    sensor = ChecksumSensor(rows_one_in=1)
 
     def look(call: OpCall) -> None:
         if spoil is not None:
@@ -86,6 +86,18 @@ def test_rows_of_equal_numbers_are_not_suspected_though_all_of_them_are_rounded_
 def test_all_of_these_operators_were_checked() -> None:
     _, checked = watched(lambda: block(*numbers(torch.bfloat16, 64, 0.0, 1.0, 0)))
     assert set(CHECKS) - set(checked) == {"copy_"}
+
+
+def test_each_operator_has_its_turn() -> None:
+    sensor = ChecksumSensor()
+    x = torch.ones(64, 64)
+    for _ in range(2):
+        with OperatorTap(ModuleTracker(), sensor, sensor.select):
+            _ = x + x
+            _ = x - x
+        sensor.drain(0, 0)
+        assert sum(count for count, _ in sensor.checked_calls.values()) in (1, 2)
+    assert {op: count for op, (count, _) in sensor.checked_calls.items()} == {"add": 1, "sub": 1}
 
 
 def test_masked_and_overflowing_rows_are_not_suspected() -> None:

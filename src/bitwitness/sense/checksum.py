@@ -60,6 +60,9 @@ class ChecksumSensor:
         failed product is confirmed at once, element by element in float64, while its inputs are at hand.
     seed
         Seed of the weights' own generator.
+    rows_one_in
+        Of the operators between products one in so many is checked on a step, by turns: they are many, and reading them is most
+        of what they cost.
 
     Raises
     ------
@@ -68,7 +71,9 @@ class ChecksumSensor:
 
     """
 
-    def __init__(self, scheme: Scheme = "signs", *, deferred: bool | None = None, seed: int = 0x5EED) -> None:
+    def __init__(
+        self, scheme: Scheme = "signs", *, deferred: bool | None = None, seed: int = 0x5EED, rows_one_in: int = 2
+    ) -> None:
         if scheme not in ("signs", "reference"):
             raise UsageError(f"checksum.scheme is {scheme!r}; expected 'signs' or 'reference'; set one of these")
         self._scheme = scheme
@@ -87,6 +92,8 @@ class ChecksumSensor:
         """One operator in so many is checked, by turns; settle it between steps."""
         self._turn = 0
         self._place = 0
+        self._rows_one_in = rows_one_in
+        self._row = 0
 
     def select(self, func: OpOverload) -> bool:
         """Return whether an operator is looked at: those that carry FLOPs, and those whose rows have a checksum."""
@@ -94,11 +101,10 @@ class ChecksumSensor:
 
     def __call__(self, call: OpCall) -> None:
         """Check one call, after it ran; on an accelerator, without waiting for it."""
-        flops = flops_of(call)
-        if flops or carries_flops(call.func):
+        flops, by_row = flops_of(call), is_checked_by_row(call.func)
+        if not by_row:
             self._seen[call.op] += flops
-        self._place += 1
-        if self._place % self.one_in != self._turn % self.one_in:
+        if not self._has_turn(by_row):
             return  # another step's turn
         with torch.no_grad():
             product = product_of(call) if call.op in READERS else None
@@ -111,6 +117,12 @@ class ChecksumSensor:
             self._calls[call.op] += 1
             for invariant in invariants:
                 self._note(call, product, invariant)
+
+    def _has_turn(self, by_row: bool) -> bool:
+        self._place += not by_row
+        self._row += by_row
+        place, one_in = (self._row, self.one_in * self._rows_one_in) if by_row else (self._place, self.one_in)
+        return place % one_in == self._turn % one_in
 
     def _product(self, product: Product) -> list[Invariant] | None:
         if not product.out.numel():
@@ -152,7 +164,7 @@ class ChecksumSensor:
     def drain(self, step: int, rank: int) -> list[Finding]:
         """Return what failed since the last time; waits for each device once."""
         pending, self._pending = self._pending, []
-        self._turn, self._place = self._turn + 1, 0
+        self._turn, self._place, self._row = self._turn + 1, 0, 0
         found = []
         for noted, row in zip(pending, _to_host([p.invariant.figures for p in pending]), strict=True):
             figures = dict(zip(FIGURES, row, strict=True))
@@ -189,7 +201,9 @@ class ChecksumSensor:
             "flops_seen": total,
             "flops_checked": checked,
             "share_checked": checked / total if total else 0.0,
-            "by_operator": {op: {"seen": n, "checked": self._checked.get(op, 0)} for op, n in sorted(self._seen.items())},
+            "by_operator": {
+                op: {"seen": n, "checked": self._checked.get(op, 0)} for op, n in sorted(self._seen.items())
+            },
             "unchecked": {op: n / total for op, n in sorted(missed.items(), key=lambda m: -m[1]) if n},
             "largest_ratio": self.largest_ratio,
             "findings_dropped": self._dropped,
