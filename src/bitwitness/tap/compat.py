@@ -87,6 +87,8 @@ pop_saving_hooks: Callable[[], Any] = torch._C._autograd._pop_saved_tensors_defa
 """A replay saves tensors as the training did; ``saved_tensors_hooks`` cannot tell which hooks are on."""
 BACKWARD = (torch.autograd, "_engine_run_backward")
 """What every ``backward()`` and every ``autograd.grad`` calls. No release has a hook before and after a whole backward."""
+MAKE_GRADS = (torch.autograd, "_make_grads")
+"""What makes the gradients that a backward starts from where the script gave none."""
 TENSOR_PROPERTIES = vars(torch._C.TensorBase)
 
 

@@ -32,6 +32,7 @@ _LATER = (
     "torch._foreach_max",
     "torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype",
     "torch.autograd._engine_run_backward",
+    "torch.autograd._make_grads",
     "torch._decomp.decomposition_table",
     "torch.utils.data.dataloader._BaseDataLoaderIter._next_index",
     "torch.utils.data.dataloader._BaseDataLoaderIter._reset",

@@ -14,6 +14,7 @@ end under a scaler      ``torch.amp.GradScaler.update``: ends a step whose optim
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer
 
-from bitwitness.tap.compat import BACKWARD, CLIPPING
+from bitwitness.tap.compat import BACKWARD, CLIPPING, MAKE_GRADS
 from bitwitness.tap.optimizerhooks import told_of_steps, with_closure
 from bitwitness.tap.patching import replaced
 
@@ -36,6 +37,7 @@ RunBackward = Callable[..., Any]
 class BackwardCall:
     """One backward: where it starts (tensors or gradient edges, and their gradients), and what for.
 
+    ``grads``: None for a gradient that the script did not give; torch makes it, as it does for a replay.
     ``retains``: the graph is kept, perhaps for another backward. ``accumulates``: into ``p.grad`` (``backward()``), rather
     than returning gradients (``torch.autograd.grad``). ``inputs``: the only leaves that get a gradient; empty for all.
     """
@@ -106,11 +108,13 @@ class StepMoments:
         self.backwards = backwards
         self._stack = ExitStack()
         self._on = False
+        self._given = threading.local()
 
     def __enter__(self) -> Self:
         self._on = True
         if self.backwards:
             self._patch(*BACKWARD, self._wrap_backward)
+            self._patch(*MAKE_GRADS, self._wrap_making)
         self._patch(*CLIPPING, self._wrap_grouping)
         self._patch(GradScaler, "unscale_", self._wrap_unscale)
         self._patch(Optimizer, "zero_grad", self._wrap_zeroing)
@@ -128,6 +132,24 @@ class StepMoments:
     def _patch(self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         self._stack.enter_context(replaced(owner, name, wrap))
 
+    def _wrap_making(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def make_grads(outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
+            made = original(outputs, grads, *args, **kwargs)
+            self._given.grads = [(id(grad), given is None) for grad, given in zip(made, grads, strict=False)]
+            return made
+
+        return make_grads
+
+    def _given_of(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return a backward's gradients, None for those that torch has just made."""
+        made = getattr(self._given, "grads", [])
+        self._given.grads = []
+        implied = {
+            index for index, (key, absent) in enumerate(made[: len(grads)]) if absent and key == id(grads[index])
+        }
+        return tuple(None if index in implied else grad for index, grad in enumerate(grads))
+
     def _wrap_backward(self, original: RunBackward) -> RunBackward:
         @functools.wraps(original)
         def run_backward(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -135,7 +157,7 @@ class StepMoments:
                 return original(t_outputs, *args, **kwargs)
             call = BackwardCall(
                 tuple(t_outputs),
-                tuple(args[0]),
+                self._given_of(tuple(args[0])),
                 retains=bool(args[1]),
                 create_graph=bool(args[2]),
                 accumulates=bool(kwargs.get("accumulate_grad")),
