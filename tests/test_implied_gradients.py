@@ -9,9 +9,8 @@ from torch import Tensor
 
 import bitwitness as bw
 from bitwitness.demo.model import ByteGPT, batch, standard_library
-from bitwitness.inject.faults import from_mapping
 from bitwitness.stats.digest import bit_hashes
-from bitwitness.testing import FaultyDevice
+from bitwitness.testing import FaultyDevice, from_mapping
 
 FAULT = {
     "site": "./ones_like#0:forward.out0",
