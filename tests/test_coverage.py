@@ -262,3 +262,13 @@ def test_a_run_of_an_older_release_is_told_without_what_it_did_not_count() -> No
     assert expected_steps(old) is None
     assert "single operators: no step was deep" in not_protected(old)
     assert coverage({"steps": {}}) is None
+
+
+def test_self_tests_pass_whatever_the_script_has_made_the_default_dtype() -> None:
+    before = torch.get_default_dtype()
+    try:
+        for dtype in (torch.float64, torch.bfloat16, torch.float16):
+            torch.set_default_dtype(dtype)
+            assert not failed(prove())
+    finally:
+        torch.set_default_dtype(before)

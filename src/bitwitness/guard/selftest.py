@@ -114,7 +114,7 @@ def _approach() -> str:
 
 @self_test("seal", "a bit of a parameter or of optimizer state that changes between steps")
 def _seal() -> str:
-    values = torch.linspace(0.0, 1.0, 3000)
+    values = torch.linspace(0.0, 1.0, 3000, dtype=torch.float32)  # whatever the script's default is
     tensors = {Name("p"): values}
     seal = Seal(tensors)
     if seal.broken(read(tensors)):
@@ -127,7 +127,7 @@ def _seal() -> str:
 @self_test("optimizer", "moments of gradients that cannot be; by turns, updates that come out otherwise")
 def _optimizer() -> str:
     """See that moments are judged. A recomputation proves itself on the training's first steps, or accuses nobody."""
-    first, second = torch.zeros(4), torch.tensor([0.0, 1.0, 1.0, -1.0])
+    first, second = torch.zeros(4, dtype=torch.float32), torch.tensor([0.0, 1.0, 1.0, -1.0], dtype=torch.float32)
     seen = out_of_bounds(first, second, {"betas": (0.9, 0.999)})
     return "" if seen is not None else "did not see a mean of squares below zero"
 

@@ -255,7 +255,7 @@ def _facts(noted: _Pending) -> dict[str, Any]:
     return facts if noted.inner is None else facts | {"inner": noted.inner}
 
 
-@self_test("checksum", "matrix products and attention, forward and backward, on deep steps")
+@self_test("checksum", "matrix products, attention and what runs between, forward and backward, on deep steps")
 def _proof() -> str:
     generator = torch.Generator().manual_seed(1)
     found: list[list[Finding]] = []
@@ -267,7 +267,7 @@ def _proof() -> str:
                 call.result[3, 5] *= -64.0
             sensor(call)
 
-        a, b = torch.randn(64, 96, generator=generator), torch.randn(96, 48, generator=generator)
+        a, b = (torch.randn(shape, generator=generator, dtype=torch.float32) for shape in ((64, 96), (96, 48)))
         with torch.no_grad(), OperatorTap(ModuleTracker(), check, sensor.select):
             torch.mm(a, b)
         found.append(sensor.drain(0, 0))

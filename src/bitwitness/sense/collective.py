@@ -205,7 +205,7 @@ def described(noted: Noted) -> dict[str, Any]:
 
 @self_test("collective", "what a collective gave a rank that the ranks did not put in, on deep steps")
 def _proof() -> str:
-    given = [torch.linspace(-1.0, 1.0, 100), torch.linspace(2.0, 3.0, 100)]
+    given = [torch.linspace(start, start + 1.0, 100, dtype=torch.float32) for start in (-1.0, 2.0)]
 
     def wrong(received: Tensor) -> int:
         sensors = [CollectiveSensor(), CollectiveSensor()]

@@ -159,7 +159,7 @@ def _is_parameter(tensor: Tensor) -> bool:
     "recompute", "an activation that comes out otherwise when checkpointing recomputes it, on deep steps"
 )
 def _proof() -> str:
-    sensor, first = RecomputeSensor(), torch.linspace(-1.0, 1.0, 64)
+    sensor, first = RecomputeSensor(), torch.linspace(-1.0, 1.0, 64, dtype=torch.float32)
 
     def told(second: Tensor) -> list[Finding]:
         region = Region("layer#0")
