@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import Metadata
 
+import bitwitness as bw
 from bitwitness import UsageError
 from bitwitness.cli.checkpoints import run
 from bitwitness.comparison.checkpoints import compare_checkpoints
@@ -363,3 +364,18 @@ def test_names_with_escape_codes_and_markup(tmp_path: Path, capsys: pytest.Captu
 def test_a_place_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot write"):
         run("missing.pt", "missing.pt", str(tmp_path / "no" / "o.json"), None)
+
+
+def test_a_tensor_whose_description_is_damaged_keeps_a_checkpoint_from_being_sealed(tmp_path: Path) -> None:
+    bw.checkpoint.save({"model": {"a": torch.randn(30), "b": torch.randn(4, 5)}}, tmp_path, 1)
+    place = bw.checkpoint.latest(tmp_path)
+    assert place is not None
+    described = pickle.loads((place / ".metadata").read_bytes())
+    described.state_dict_metadata["model.a"].chunks[0].sizes = torch.Size([-3])
+    (place / ".metadata").write_bytes(pickle.dumps(described))
+    (place / "bitwitness.seal.json").unlink()
+    with pytest.raises(
+        bw.BitwitnessError, match=r"damaged already, and was not sealed: 'model.a': a chunk of it is damaged"
+    ):
+        bw.checkpoint.seal(place)
+    assert not (place / "bitwitness.seal.json").exists()

@@ -272,3 +272,17 @@ def test_self_tests_pass_whatever_the_script_has_made_the_default_dtype() -> Non
             assert not failed(prove())
     finally:
         torch.set_default_dtype(before)
+
+
+def test_periods_that_were_set_are_those_that_are_told() -> None:
+    def periods(**settings: Any) -> object:
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with bw.Guard(model, optimizer, self_test=False, **settings) as guard:
+            model(torch.randn(2, 4)).sum().backward()
+            optimizer.step()
+        return guard.coverage()["sensors"]["periods"]
+
+    assert periods() == {}
+    assert periods(seal={"every": 7}) == {"seal": 7}
+    assert periods(deep_every=0, update={"every": 3}) == {"optimizer": 3, "replicas": 100, "seal": 100}

@@ -107,10 +107,14 @@ class NonfiniteConfig(Validated):
 
 @dataclass(frozen=True)
 class ChecksumConfig(Validated):
-    """The check of every matrix product on deep steps; scheme ``reference`` is the vendors' own."""
+    """The check of every matrix product on deep steps; scheme ``reference`` is the vendors' own.
+
+    ``rows_one_in``: of the operators between products one in so many is checked on a deep step, by turns.
+    """
 
     enabled: bool = True
     scheme: Literal["bitwitness", "reference"] = "bitwitness"
+    rows_one_in: int = number(2, minimum=1)
 
 
 @dataclass(frozen=True)

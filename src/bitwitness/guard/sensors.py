@@ -16,11 +16,12 @@ from bitwitness.guard.byparameters import ByParameters
 from bitwitness.guard.exactsensors import ExactSensors
 from bitwitness.guard.operatorsensors import OperatorSensors
 from bitwitness.guard.reference import ReferenceSchemes
+from bitwitness.guard.statesensors import RAREST
 from bitwitness.guard.switches import Switches
 from bitwitness.nonfinite.approach import ApproachSensor
 from bitwitness.ranks import Ranks
 from bitwitness.sense.activations import ActivationsSensor
-from bitwitness.sense.checksum import ChecksumSensor
+from bitwitness.sense.checksum import ChecksumSensor, Scheme
 from bitwitness.sense.nonfinite import NonfiniteSensor
 from bitwitness.sense.peers import PeersSensor
 from bitwitness.sense.trend import TrendSensor
@@ -57,7 +58,7 @@ class Sensors:
         """Steps for which the history of just these parameters was too short to judge by."""
         self._config, self._root, self._ranks, self._clock = config, root, ranks, clock
         self.switches = Switches(root, reporter)
-        self.periods: dict[str, int] = {}
+        self.periods = _periods(config)
         """Steps between two looks of a sensor that has a period of its own, by its name; others look on deep steps."""
         self.alone = False
         """Ask no other rank, for now."""
@@ -180,7 +181,14 @@ class Sensors:
         return self.switches.ask("peers", lambda: peers.look(light, total.numpy()))
 
 
+def _periods(config: Config) -> dict[str, int]:
+    given = {"replicas": config.replicas.every, "seal": config.seal.every, "optimizer": config.update.every}
+    otherwise = RAREST if config.deep_every == 0 else 0  # else with the deep steps
+    return {name: every or otherwise for name, every in given.items() if every or otherwise}
+
+
 def _checksum(config: Config) -> ChecksumSensor | None:
     if not config.checksum.enabled:
         return None
-    return ChecksumSensor("signs" if config.checksum.scheme == "bitwitness" else "reference")
+    scheme: Scheme = "signs" if config.checksum.scheme == "bitwitness" else "reference"
+    return ChecksumSensor(scheme, rows_one_in=config.checksum.rows_one_in)

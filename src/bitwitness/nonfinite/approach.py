@@ -104,12 +104,19 @@ class ApproachSensor:
         outputs = [t for t in made if narrow(t) and self._has_turn(t)] if "empty" not in call.op else []
         given = [t for t in tensors_in([*call.args, *call.kwargs.values()]) if measurable(t)] if outputs else []
         wide = next((t for t in given if not narrow(t)), None) if call.op in _CASTS else None
+        outputs = [t for t in outputs if not self._is_the_scripts(call, t)]
         inputs = [self._index(t, call) for t in given if narrow(t) or t is wide]
         for tensor in made:  # what was known of this memory is gone
             self._known.pop(tensor.untyped_storage().data_ptr(), None)
         line = current_line() if call.phase == "forward" else ("", 0, "")
         for position, tensor in enumerate(outputs):
             self._measure(tensor, _NarrowResult(call.site(f"out{position}"), tensor.dtype, line, inputs), wide)
+
+    def _is_the_scripts(self, call: OpCall, result: torch.Tensor) -> bool:
+        """Tell whether the script itself gives a number near the dtype's end, or all of them: a mask's, for one."""
+        given = [*call.args, *call.kwargs.values()]
+        end = self._extreme * torch.finfo(result.dtype).max
+        return not tensors_in(given) or any(isinstance(value, int | float) and abs(value) >= end for value in given)
 
     def _has_turn(self, tensor: torch.Tensor) -> bool:
         if torch.finfo(tensor.dtype).max < _WIDE_RANGE:

@@ -34,7 +34,7 @@ from bitwitness.stats.reader import KINDS
 from bitwitness.tap.compat import OpOverload
 from bitwitness.tap.operators import OpCall
 
-_LEAST = 1024
+_LEAST = 64
 """Elements below which a check would cost more than it is worth."""
 _ROOM = 4.0
 """Times what rounding is expected to leave: who looks for a wrong row here has room for kernels that nobody has measured."""

@@ -66,6 +66,10 @@ def read_dcp(folder: Path) -> FoundTensors:
     return found
 
 
+def _unread(error: UsageError) -> torch.Tensor:
+    raise error
+
+
 class DcpChunks:
     """The chunks of a checkpoint of `torch.distributed.checkpoint`, each by itself, and the files that hold anything.
 
@@ -73,8 +77,6 @@ class DcpChunks:
     ----------
     files
         The plain names of all files that the metadata names, numbers' and objects' too, sorted.
-    problems
-        Tensors whose description is damaged.
 
     Raises
     ------
@@ -89,7 +91,7 @@ class DcpChunks:
         if not isinstance(described, dict):
             raise UnreadError(f"{folder / METADATA} is damaged: it describes no state")
         self._folder = folder
-        self.problems: list[str] = []
+        self._undescribed: dict[str, UsageError] = {}
         self.files = _files_named(metadata)
         for name in self.files:
             inside(folder, name)
@@ -99,12 +101,17 @@ class DcpChunks:
                 try:
                     dtype, _, chunks = _described(str(name), about, stored)
                 except UsageError as error:
-                    self.problems.append(f"{quoted(name)}: {error}")
+                    self._undescribed[str(name)] = UsageError(f"{quoted(name)}: {error}")
                     continue
                 self._chunks += [(str(name), dtype, chunk) for chunk in chunks]
 
-    def __iter__(self) -> Iterator[tuple[str, Sizes, str, Callable[[], torch.Tensor]]]:
-        """Yield each chunk's tensor, its offsets, the file that holds it, and what reads it (raises `UnreadError`)."""
+    def __iter__(self) -> Iterator[tuple[str, Sizes | None, str, Callable[[], torch.Tensor]]]:
+        """Yield each chunk's tensor, its offsets, the file that holds it, and what reads it (raises `UnreadError`).
+
+        A tensor whose description is damaged has no offsets, is the metadata's, and cannot be read (`UsageError`).
+        """
+        for name, error in self._undescribed.items():
+            yield name, None, METADATA, partial(_unread, error)
         for name, dtype, chunk in self._chunks:
             yield name, chunk.offsets, chunk.file, partial(self._read, name, dtype, chunk)
 

@@ -1,0 +1,41 @@
+"""What comes near the end of a narrow dtype is told, but not a mask that the script makes."""
+
+from __future__ import annotations
+
+import torch
+
+from bitwitness.nonfinite.approach import ApproachSensor
+from bitwitness.tap.modules import ModuleTracker
+from bitwitness.tap.operators import OperatorTap
+
+STEPS = 8  # every operator of bfloat16 has had its turn by then
+
+
+def told(dtype: torch.dtype) -> list[str]:
+    sensor, found = ApproachSensor(0.9), []
+    upper, least = torch.ones(8, 8, dtype=torch.bool).triu(1), torch.finfo(dtype).min
+    for step in range(STEPS):
+        with OperatorTap(ModuleTracker(), sensor, sensor.select):
+            scores = torch.randn(8, 8).to(dtype)
+            (scores + torch.full((8, 8), least, dtype=dtype).triu(1)).softmax(-1)
+            scores.masked_fill(upper, least).softmax(-1)
+            torch.where(upper, least, scores).softmax(-1)
+        found += [one.message for one in sensor.drain(step, 0, scaled=False)]
+    return found
+
+
+def test_masks_are_not_told_as_near_the_end() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        assert told(dtype) == []
+
+
+def test_a_result_near_the_end_of_its_dtype_is_told_in_its_turn() -> None:
+    sensor = ApproachSensor(0.9)
+    found = []
+    for step in range(STEPS):
+        with OperatorTap(ModuleTracker(), sensor, sensor.select):
+            x = torch.full((4, 4), 1e19, dtype=torch.bfloat16)
+            _ = x * (x * 3.3)
+        found += [one.message for one in sensor.drain(step, 0, scaled=False)]
+    assert len(found) == 1
+    assert "mul (forward) comes close to bfloat16's largest number" in found[0]
