@@ -100,6 +100,13 @@ def test_each_operator_has_its_turn() -> None:
     assert {op: count for op, (count, _) in sensor.checked_calls.items()} == {"add": 1, "sub": 1}
 
 
+def test_flat_parameters_and_narrow_rows_are_left_alone() -> None:
+    flat, narrow = torch.ones(1 << 19), torch.ones(4096, 4)
+    found, checked = watched(lambda: (flat + flat, narrow * narrow, flat.bfloat16()))
+    assert not found
+    assert checked == {}
+
+
 def test_masked_and_overflowing_rows_are_not_suspected() -> None:
     def run() -> None:
         scores = torch.randn(4, 16, 32)

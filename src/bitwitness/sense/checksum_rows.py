@@ -36,6 +36,9 @@ from bitwitness.tap.operators import OpCall
 
 _LEAST = 64
 """Elements below which a check would cost more than it is worth."""
+_WIDTHS = range(8, (1 << 18) + 1)
+"""Widths of rows that are checked: of narrower ones the sums are as many as the numbers, of wider ones, a flat parameter's, as
+many signs would have to be kept."""
 _ROOM = 4.0
 """Times what rounding is expected to leave: who looks for a wrong row here has room for kernels that nobody has measured."""
 _SLACK = 0.1
@@ -62,9 +65,9 @@ def check_rows(call: OpCall, signs: Signs) -> list[Invariant] | None:
 
 def _is_readable(x: object) -> bool:
     """Tell whether a value is a tensor of which every row can be read."""
-    return (
-        isinstance(x, Tensor) and x.dtype in KINDS and x.layout is torch.strided and x.dim() > 0 and x.is_contiguous()
-    )
+    if not isinstance(x, Tensor) or x.dtype not in KINDS or x.layout is not torch.strided:
+        return False
+    return x.dim() > 0 and x.shape[-1] in _WIDTHS and x.is_contiguous()
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -252,9 +255,8 @@ def _softmax(call: OpCall, named: Named, _signs: Signs) -> list[Invariant] | Non
     if not _is_last(named, out):
         return None
     sums, norms = _weighed(out, _ones(out))
-    total = torch.where(
-        torch.isfinite(norms), torch.ones_like(sums), norms
-    )  # a row without anything is NaN, and not judged
+    # a row without anything is NaN, and not judged
+    total = torch.where(torch.isfinite(norms), torch.ones_like(sums), norms)
     return [_balance("out 1 = 1", out, sums - 1, total, weight=1.0, lost=math.sqrt(out.shape[-1]))]
 
 
