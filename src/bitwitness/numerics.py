@@ -92,6 +92,11 @@ def smallest_number(dtype: torch.dtype) -> float:
     return float(info.smallest_normal * info.eps)
 
 
+def summing_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which numbers of a floating one are summed here: float32, float64 for a float64."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
 def unit_roundoff(dtype: torch.dtype) -> float:
     """Return u = 2^-p, the largest relative error of rounding to nearest.
 

@@ -11,6 +11,7 @@ from bitwitness.capture.gradients import LocalGradients
 from bitwitness.capture.light import LightStep
 from bitwitness.capture.looks import ModuleLooks
 from bitwitness.capture.root import RootTap
+from bitwitness.numerics import summing_dtype
 from bitwitness.stats import Features, total_of
 from bitwitness.stats.local import local_values
 from bitwitness.tap.ownwork import own_work
@@ -47,7 +48,9 @@ class LightReader:
         with own_work(), torch.no_grad():
             buffers = self._told_now()
             sizes = torch.cat([features.l2, features.absmax, *self._totals(buffers)])
-            ends = [local_values(loss.detach()).reshape(1).to(sizes.device, _wide(loss)) for loss in losses]
+            ends = [
+                local_values(loss.detach()).reshape(1).to(sizes.device, summing_dtype(loss.dtype)) for loss in losses
+            ]
             keys, table = ([], sizes.new_zeros(0)) if self._looks is None else self._looks.take(sizes.device)
             weights = self._weights(sizes)
             numbers = torch.cat([sizes, *ends, table.reshape(-1), weights.reshape(-1)]).cpu().double().numpy()
@@ -114,8 +117,3 @@ class LightReader:
 
     def _bad(self, named: dict[str, torch.Tensor]) -> tuple[str, ...]:
         return tuple(name for name, tensor in named.items() if not bool(local_values(tensor).isfinite().all()))
-
-
-def _wide(loss: torch.Tensor) -> torch.dtype:
-    """Return a dtype that holds a loss without overflow."""
-    return torch.float64 if loss.dtype == torch.float64 else torch.float32

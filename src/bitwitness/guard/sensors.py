@@ -183,8 +183,9 @@ class Sensors:
 
 def _periods(config: Config) -> dict[str, int]:
     given = {"replicas": config.replicas.every, "seal": config.seal.every, "optimizer": config.update.every}
-    otherwise = RAREST if config.deep_every == 0 else 0  # else with the deep steps
-    return {name: every or otherwise for name, every in given.items() if every or otherwise}
+    otherwise = RAREST if config.deep_every == 0 else None  # else with the deep steps
+    periods = {name: every or otherwise for name, every in given.items()}
+    return {name: period for name, period in periods.items() if period}
 
 
 def _checksum(config: Config) -> ChecksumSensor | None:

@@ -102,9 +102,9 @@ class ApproachSensor:
         """Measure one operator's narrow results; nothing waits."""
         made = [t for t in call.outputs if measurable(t)]
         outputs = [t for t in made if narrow(t) and self._has_turn(t)] if "empty" not in call.op else []
+        outputs = [t for t in outputs if not self._is_the_scripts(call, t)]
         given = [t for t in tensors_in([*call.args, *call.kwargs.values()]) if measurable(t)] if outputs else []
         wide = next((t for t in given if not narrow(t)), None) if call.op in _CASTS else None
-        outputs = [t for t in outputs if not self._is_the_scripts(call, t)]
         inputs = [self._index(t, call) for t in given if narrow(t) or t is wide]
         for tensor in made:  # what was known of this memory is gone
             self._known.pop(tensor.untyped_storage().data_ptr(), None)

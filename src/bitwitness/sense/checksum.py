@@ -83,7 +83,6 @@ class ChecksumSensor:
         self._seen: dict[str, int] = defaultdict(int)
         self._checked: dict[str, int] = defaultdict(int)
         self._calls: dict[str, int] = defaultdict(int)
-        self._work: dict[str, int] = defaultdict(int)
         self._dropped = 0
         self._unconfirmed = 0
         self.largest_ratio = 0.0
@@ -108,12 +107,13 @@ class ChecksumSensor:
             return  # another step's turn
         with torch.no_grad():
             product = product_of(call) if call.op in READERS else None
-            invariants = self._product(product) if product is not None else self._of_another(call)
+            if by_row:
+                invariants = check_rows(call, self._signs)
+            else:
+                invariants = self._product(product) if product is not None else self._attention(call)
             if invariants is None:
                 return
-            if flops:
-                self._checked[call.op] += flops
-            self._work[call.op] += flops or call.outputs[0].numel()
+            self._checked[call.op] += call.outputs[0].numel() if by_row else flops
             self._calls[call.op] += 1
             for invariant in invariants:
                 self._note(call, product, invariant)
@@ -131,9 +131,7 @@ class ChecksumSensor:
         found = check_reference(product) if reference else check_product(product, self._signs)
         return None if found is None else [found]
 
-    def _of_another(self, call: OpCall) -> list[Invariant] | None:
-        if is_checked_by_row(call.func):
-            return check_rows(call, self._signs)
+    def _attention(self, call: OpCall) -> list[Invariant] | None:
         if self._scheme != "signs" or not all(t.layout is torch.strided for t in call.outputs):
             return None
         if call.op in checksum_attention.FORWARD:
@@ -180,7 +178,7 @@ class ChecksumSensor:
     @property
     def checked_any(self) -> bool:
         """Whether any call that carries FLOPs was checked so far."""
-        return any(self._checked.values())
+        return any(self._flops_checked().values())
 
     @property
     def flops(self) -> dict[str, int]:
@@ -190,20 +188,23 @@ class ChecksumSensor:
     @property
     def checked_calls(self) -> dict[str, tuple[int, int]]:
         """Calls that were checked so far, by operator, and their floating-point operations, or elements where none count."""
-        return {op: (count, self._work[op]) for op, count in self._calls.items()}
+        return {op: (count, self._checked[op]) for op, count in self._calls.items()}
+
+    def _flops_checked(self) -> dict[str, int]:
+        """Return the checked floating-point operations of those operators that do any."""
+        return {op: self._checked.get(op, 0) for op in self._seen}
 
     def coverage(self) -> dict[str, Any]:
         """Return FLOPs seen and checked since the start, in all and by operator, and the shares of what is not checked."""
         total = sum(self._seen.values())
-        checked = sum(self._checked.values())
-        missed = {op: seen - self._checked.get(op, 0) for op, seen in self._seen.items()}
+        by_operator = self._flops_checked()
+        checked = sum(by_operator.values())
+        missed = {op: seen - by_operator[op] for op, seen in self._seen.items()}
         return {
             "flops_seen": total,
             "flops_checked": checked,
             "share_checked": checked / total if total else 0.0,
-            "by_operator": {
-                op: {"seen": n, "checked": self._checked.get(op, 0)} for op, n in sorted(self._seen.items())
-            },
+            "by_operator": {op: {"seen": n, "checked": by_operator[op]} for op, n in sorted(self._seen.items())},
             "unchecked": {op: n / total for op, n in sorted(missed.items(), key=lambda m: -m[1]) if n},
             "largest_ratio": self.largest_ratio,
             "findings_dropped": self._dropped,

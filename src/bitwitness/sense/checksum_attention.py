@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bitwitness.numerics import unit_roundoff
+from bitwitness.numerics import summing_dtype, unit_roundoff
 from bitwitness.oracle.kernels import named_arguments
 from bitwitness.sense.invariant import Invariant, Signs, largest
-from bitwitness.sense.matrixreading import norms_of, row_norms
-from bitwitness.stats.products import pairs, products
+from bitwitness.sense.matrixreading import paired
+from bitwitness.stats.products import products
 from bitwitness.tap.operators import OpCall
 
 FORWARD = frozenset(
@@ -173,30 +173,21 @@ class _Backward:
 
 
 def _paired(x: Tensor, y: Tensor) -> _Pair:
-    found, width = pairs(x, y), int(x.shape[-1])
-    if found is not None:
-        dots, *squares = found
-        left, right = (norms_of(square, width) for square in squares)
-        return _Pair(dots, (left, right), width)
-    products = x.float() * y.float() if x.dtype is torch.float16 else x * y
-    return _Pair(products.sum(-1, dtype=_sum_dtype(x)), (row_norms(x), row_norms(y)), width)
+    dots, *norms = paired(x, y)
+    return _Pair(dots, (norms[0], norms[1]), int(x.shape[-1]))
 
 
 def _times(x: Tensor, w: Tensor) -> Tensor:
     """Return ``x @ w``, with the heads' dimension put where memory has it, lest the product copies."""
-    turned = x.transpose(1, 2)
+    turned, wide = x.transpose(1, 2), summing_dtype(x.dtype)
     if turned.stride(0) == turned.shape[1] * turned.stride(1):
-        found = products(turned.flatten(0, 1), w.to(_sum_dtype(x)))
+        found = products(turned.flatten(0, 1), w.to(wide))
         if found is not None:
             return found[0].view(turned.shape[:-1]).transpose(1, 2)
     if x.dtype is torch.float16:
-        x, w = x.float(), w.float()
-    rows = (turned.to(x.dtype) @ w).transpose(1, 2) if turned.is_contiguous() else x @ w
-    return rows.to(_sum_dtype(x))
-
-
-def _sum_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype is torch.float64 else torch.float32
+        turned, x, w = turned.float(), x.float(), w.float()
+    rows = (turned @ w).transpose(1, 2) if turned.is_contiguous() else x @ w
+    return rows.to(wide)
 
 
 def _mask(named: dict[str, Any]) -> Tensor | None:

@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from bitwitness.numerics import unit_roundoff
+from bitwitness.numerics import summing_dtype, unit_roundoff
 from bitwitness.oracle.limits import (
     ACCUMULATION,
     PARTS,
@@ -61,7 +61,7 @@ def check_product(product: Product, signs: Signs) -> Invariant | None:
         return None
     blocks = blocks_of(out)
     # Our own sums shall round no more than the product's: a half type is summed in float32.
-    wide = torch.float64 if out.dtype is torch.float64 else torch.float32
+    wide = summing_dtype(out.dtype)
     w = signs(int(out.shape[-1]) // blocks, out.device, wide)
     expected, size, running = _expected(product, w, blocks)
     if product.alpha != 1:

@@ -19,17 +19,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bitwitness.numerics import unit_roundoff
+from bitwitness.numerics import summing_dtype, unit_roundoff
 from bitwitness.oracle.kernels import named_arguments
-from bitwitness.oracle.limits import ACCUMULATION, ROUNDING
+from bitwitness.oracle.limits import ACCUMULATION, ROUNDING, accumulation_roundoff
 from bitwitness.sense.invariant import Invariant, Signs, largest
-from bitwitness.sense.matrixreading import UNDERFLOW, norms_of, row_norms, times
-from bitwitness.stats.products import pairs
+from bitwitness.sense.matrixreading import UNDERFLOW, paired, row_norms, times
 from bitwitness.stats.reader import KINDS
 from bitwitness.tap.compat import OpOverload
 from bitwitness.tap.operators import OpCall
@@ -49,6 +49,7 @@ Named = dict[str, Any]
 Check = Callable[[OpCall, Named, Signs], "list[Invariant] | None"]
 
 
+@cache
 def is_checked_by_row(func: OpOverload) -> bool:
     """Tell whether an operator is one of these, and leaves its inputs as they are."""
     known = func.namespace == "aten" and func.overloadpacket.__name__ in CHECKS
@@ -70,10 +71,6 @@ def _is_readable(x: object) -> bool:
     return x.dim() > 0 and x.shape[-1] in _WIDTHS and x.is_contiguous()
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype is torch.float64 else torch.float32
-
-
 def _weighed(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``x . v`` of each row, and the rows' norms, ``x.shape[:-1]`` each."""
     sums, norms = times(x.reshape(-1, x.shape[-1]), v[:, None])
@@ -81,14 +78,9 @@ def _weighed(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _paired(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the dot products of the rows of two tensors, and either's norms."""
-    flat = [t.reshape(1, 1, -1, t.shape[-1]) for t in (x, y)]
-    found, width = pairs(*flat), int(x.shape[-1])
-    if found is None:
-        dots = (x.to(_wide(x)) * y.to(_wide(x))).sum(-1)
-        return dots, row_norms(x), row_norms(y)
-    dots, *squares = found
-    return dots.view(x.shape[:-1]), *(norms_of(square, width).view(x.shape[:-1]) for square in squares)  # type: ignore[return-value]
+    """Return the dot products of the rows of two tensors, and either's norms, ``x.shape[:-1]`` each."""
+    dots, left, right = paired(*(t.reshape(1, 1, -1, t.shape[-1]) for t in (x, y)))
+    return dots.view(x.shape[:-1]), left.view(x.shape[:-1]), right.view(x.shape[:-1])
 
 
 def _balance(name: str, out: Tensor, residual: Tensor, size: Tensor, *, weight: float, lost: float = 0.0) -> Invariant:
@@ -97,8 +89,8 @@ def _balance(name: str, out: Tensor, residual: Tensor, size: Tensor, *, weight: 
     ``lost``: what else rounding may leave, in units of ``u size``.
     """
     columns, info = int(out.shape[-1]), torch.finfo(out.dtype)
-    sums = _U32 if out.dtype is not torch.float64 else unit_roundoff(torch.float64)
-    room = _ROOM * weight * ((ROUNDING + lost) * unit_roundoff(out.dtype) + ACCUMULATION * sums * math.sqrt(columns))
+    sums = ACCUMULATION * accumulation_roundoff(out.dtype) * math.sqrt(columns)
+    room = _ROOM * weight * ((ROUNDING + lost) * unit_roundoff(out.dtype) + sums)
     floor = weight * ROUNDING * math.sqrt(columns) * info.smallest_normal
     # beyond a quarter of the dtype's range a result may overflow by itself
     return largest(name, residual.abs(), size * room + floor, torch.isfinite(size) & (size < info.max / 4))
@@ -113,7 +105,7 @@ def _bounded(name: str, out: Tensor, norms: Tensor, bound: Tensor) -> Invariant:
 
 def _signs(out: Tensor, signs: Signs) -> tuple[Tensor, float]:
     columns = int(out.shape[-1])
-    return signs(columns, out.device, _wide(out)), Signs.scale(columns)
+    return signs(columns, out.device, summing_dtype(out.dtype)), Signs.scale(columns)
 
 
 def _cast(call: OpCall, named: Named, signs: Signs) -> list[Invariant] | None:
@@ -145,7 +137,7 @@ def _number(value: Any, out: Tensor) -> Any:
         return None
     if value.dim() and value.shape[-1] != 1:
         return None
-    return (value if value.dim() == 0 else value[..., 0]).to(_wide(out))
+    return (value if value.dim() == 0 else value[..., 0]).to(summing_dtype(out.dtype))
 
 
 def _term(value: Any, out: Tensor, s: Tensor) -> tuple[Any, Any] | None:
@@ -178,7 +170,7 @@ def _mul(call: OpCall, named: Named, signs: Signs) -> list[Invariant] | None:
         if by is None:
             return None
         expected, size = _weighed(a, s)
-        expected, size = expected * by, size * (by.abs() if isinstance(by, Tensor) else abs(by))
+        expected, size = expected * by, size * abs(by)
     return [_balance("out s = a (b s)", out, _weighed(out, s)[0] - expected, size, weight=scale)]
 
 
@@ -191,7 +183,7 @@ def _product(out: Tensor, a: Tensor, b: Tensor) -> list[Invariant] | None:
 
 
 def _ones(out: Tensor) -> Tensor:
-    return torch.ones(out.shape[-1], dtype=_wide(out), device=out.device)
+    return torch.ones(out.shape[-1], dtype=summing_dtype(out.dtype), device=out.device)
 
 
 def _layer_norm(call: OpCall, named: Named, signs: Signs) -> list[Invariant] | None:

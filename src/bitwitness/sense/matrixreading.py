@@ -10,7 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from bitwitness.stats.products import products
+from bitwitness.numerics import summing_dtype
+from bitwitness.stats.products import pairs, products
 
 UNDERFLOW = 2.0**-63
 """float32 loses the square of what is smaller; n such elements add up to no more than sqrt(n) times this."""
@@ -24,6 +25,17 @@ def times(a: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     if found is None:
         return product_with(a, v), row_norms(a)
     return found[0][..., None], norms_of(found[1], int(a.shape[-1]))
+
+
+def paired(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the dot products of two tensors' rows, ``[a, b, c]`` of ``[a, b, c, K]``, and upper bounds of either's norms."""
+    found = pairs(x, y)
+    if found is None:
+        wide = summing_dtype(x.dtype)
+        return (x.to(wide) * y.to(wide)).sum(-1), row_norms(x), row_norms(y)
+    dots, *squares = found
+    left, right = (norms_of(square, int(x.shape[-1])) for square in squares)
+    return dots, left, right
 
 
 def norms_of(squares: Tensor, count: int) -> Tensor:

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from bitwitness.numerics import summing_dtype
 from bitwitness.stats.digest import flat_bits, hashes_of, joined
 from bitwitness.stats.fold import Fold, fold, is_large
 from bitwitness.stats.local import local_parts
@@ -138,7 +139,7 @@ def _common_length(value: Tensor) -> int:
 
 def _of_equal_length(stacked: Tensor) -> Tensor:
     low, high = stacked.aminmax(dim=1)
-    dtype = _accumulator(stacked)
+    dtype = summing_dtype(stacked.dtype)
     return torch.stack([_norm(stacked, 1), torch.maximum(high, -low).to(dtype), high.to(dtype)], 1)
 
 
@@ -150,13 +151,13 @@ def _one_by_one(tensors: list[Tensor], members: list[int], in_cache: Callable[[i
         lows.append(low)
         highs.append(high)
         in_cache(index)
-    dtype, high = _accumulator(tensors[0]), torch.stack(highs)
+    dtype, high = summing_dtype(tensors[0].dtype), torch.stack(highs)
     absmax = torch.maximum(high, -torch.stack(lows))
     return torch.stack([torch.stack(norms), absmax.to(dtype), high.to(dtype)], 1)
 
 
 def _fused(tensors: list[Tensor]) -> Tensor:
-    dtype = _accumulator(tensors[0])
+    dtype = summing_dtype(tensors[0].dtype)
     norms = [torch.stack(torch._foreach_norm(tensors, order, dtype=dtype)) for order in (2, torch.inf)]
     return torch.stack([*norms, torch.stack(torch._foreach_max(tensors)).to(dtype)], 1)
 
@@ -167,9 +168,5 @@ def _norm_by_blocks(x: Tensor) -> Tensor:
 
 def _norm(x: Tensor, dim: int | None = None) -> Tensor:
     # On a CPU, converting first is several times faster than asking the norm of a half type for float32.
-    norm: Tensor = torch.linalg.vector_norm(x.to(_accumulator(x)), dim=dim)
+    norm: Tensor = torch.linalg.vector_norm(x.to(summing_dtype(x.dtype)), dim=dim)
     return norm
-
-
-def _accumulator(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32

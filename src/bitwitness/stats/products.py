@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bitwitness.numerics import summing_dtype
 from bitwitness.stats.reader import built
 
 
@@ -28,8 +29,9 @@ def products(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
 
     """
     reader = built()
-    wide = torch.float64 if x.dtype is torch.float64 else torch.float32
-    if reader is None or not _is_plain(x) or not reader.reaches(x) or x.dim() not in (2, 3) or v.dtype is not wide:
+    if reader is None or not _is_plain(x) or not reader.reaches(x) or x.dim() not in (2, 3):
+        return None
+    if v.dtype is not summing_dtype(x.dtype):
         return None
     if 1 not in (x.stride(-1), x.stride(-2)):
         return None
@@ -48,7 +50,7 @@ def pairs(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         return None
     if not all(_is_plain(t) and reader.reaches(t) and t.stride(-1) == 1 for t in (x, y)):
         return None
-    out = x.new_empty((3, *x.shape[:-1]), dtype=torch.float64 if x.dtype is torch.float64 else torch.float32)
+    out = x.new_empty((3, *x.shape[:-1]), dtype=summing_dtype(x.dtype))
     reader.pairs(x, y, out)
     return out[0], out[1], out[2]
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bitwitness.numerics import summing_dtype
 from bitwitness.stats.sketch import BLOCK, first_weights
 
 LIBRARY = Path(__file__).parent / "native" / "reader.so"
@@ -73,20 +74,12 @@ class Reader:
             library.bitwitness_fold.restype = None
             library.bitwitness_hash.argtypes = [pointer, count, pointer, pointer, count]
             library.bitwitness_hash.restype = ctypes.c_int64
-            library.bitwitness_products.argtypes = [
-                number,
-                number,
-                pointer,
-                *[count] * 5,
-                pointer,
-                count,
-                pointer,
-                pointer,
-            ]
+            matrix = (pointer, count, count, count, count, count)
+            library.bitwitness_products.argtypes = [number, number, *matrix, pointer, count, pointer, pointer]
             library.bitwitness_products.restype = None
             library.bitwitness_pairs.argtypes = [number, pointer, pointer, pointer, pointer, pointer]
             library.bitwitness_pairs.restype = None
-        self._weights = {kind: first_weights(BLOCK, _weighing(dtype), _CPU) for dtype, kind in KINDS.items()}
+        self._weights = {kind: first_weights(BLOCK, summing_dtype(dtype), _CPU) for dtype, kind in KINDS.items()}
 
     def takes(self, values: Tensor) -> bool:
         """Tell whether a plain tensor is one that is read here: contiguous, of a common type, in memory."""
@@ -200,7 +193,3 @@ def built() -> Reader | None:
         return Reader(LIBRARY)
     except (OSError, AttributeError):  # not there, of another platform, or of other sources
         return None
-
-
-def _weighing(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

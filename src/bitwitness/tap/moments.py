@@ -108,7 +108,7 @@ class StepMoments:
         self.backwards = backwards
         self._stack = ExitStack()
         self._on = False
-        self._given = threading.local()
+        self._made = threading.local()
 
     def __enter__(self) -> Self:
         self._on = True
@@ -136,19 +136,16 @@ class StepMoments:
         @functools.wraps(original)
         def make_grads(outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
             made = original(outputs, grads, *args, **kwargs)
-            self._given.grads = [(id(grad), given is None) for grad, given in zip(made, grads, strict=False)]
+            self._made.grads = {id(grad) for grad, given in zip(made, grads, strict=False) if given is None}
             return made
 
         return make_grads
 
     def _given_of(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return a backward's gradients, None for those that torch has just made."""
-        made = getattr(self._given, "grads", [])
-        self._given.grads = []
-        implied = {
-            index for index, (key, absent) in enumerate(made[: len(grads)]) if absent and key == id(grads[index])
-        }
-        return tuple(None if index in implied else grad for index, grad in enumerate(grads))
+        made: set[int] = getattr(self._made, "grads", set())
+        self._made.grads = set()
+        return tuple(None if id(grad) in made else grad for grad in grads)
 
     def _wrap_backward(self, original: RunBackward) -> RunBackward:
         @functools.wraps(original)

@@ -130,7 +130,7 @@ INLINE void NAMED(columns)(int kind, const void *x, ptrdiff_t rows, ptrdiff_t wi
 /* The dot product of two rows, and the squares of either. */
 INLINE void NAMED(pair)(int kind, const void *x, const void *y, ptrdiff_t width, T *dot, T *square, T *other)
 {
-    T wide[CHUNK], too[CHUNK], again;
+    T wide[CHUNK], too[CHUNK], again = 0;
     *dot = *square = *other = 0;
     for (ptrdiff_t start = 0; start < width; start += CHUNK) {
         ptrdiff_t length = width - start < CHUNK ? width - start : CHUNK;
