@@ -394,6 +394,12 @@ def test_a_wrong_attention_gradient_is_found(dtype, slot, invariant) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scores_that_overflow_by_themselves_are_not_suspected(dtype) -> None:
+    for size in (1e18, 1e19, 1e20, 1e22):
+        assert not attend(dtype, size=size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("slot", [0, 1, 2])
 @pytest.mark.parametrize("value", [1e25, -1e33, 3e38])
 def test_an_attention_gradient_whose_square_overflows_is_found(dtype, slot, value) -> None:

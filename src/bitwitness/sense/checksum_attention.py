@@ -202,6 +202,7 @@ def _scale(named: dict[str, Any]) -> float:
 
 def _largest_score(named: dict[str, Any]) -> Tensor:
     """Return a bound of ``|Q K^T|``, scaled."""
-    q, k = (torch.stack(named[name].aminmax()).double().abs().amax() for name in ("query", "key"))
+    wide = summing_dtype(named["query"].dtype)  # in which a score that overflows is infinite here, too
+    q, k = (torch.stack(named[name].aminmax()).to(wide).abs().amax() for name in ("query", "key"))
     bound: Tensor = q * k * (named["query"].shape[-1] * _scale(named))
     return bound
