@@ -23,7 +23,7 @@ from bitwitness.sense.seal import Seal
 ADAM = sys.modules["torch.optim.adam"]
 JOB = Path(__file__).parent / "jobs" / "state.py"
 STRUCK = ("weight", "exp_avg", "exp_avg_sq", "step")
-INNOCENT = ("clamped", "averages", "own state", "zero", "own buffers", "local sgd", "ignored buffer")
+INNOCENT = ("clamped", "clipped by hand", "averages", "own state", "zero", "own buffers", "local sgd", "ignored buffer")
 EXACT = ("seal", "replicas", "optimizer")
 
 
@@ -172,9 +172,8 @@ def test_a_script_that_writes_without_a_trace_is_told_what_that_hides() -> None:
     _, _, guard = train(clamp)
     table = guard.coverage()
     told = [line for line in table["not_covered"] if line.startswith("seal:")]
-    assert told == [
-        "seal: the script writes 0.weight between steps, past torch's count of writes: corruption there cannot be told from it"
-    ]
+    hidden = "past torch's count of writes: corruption there cannot be told from it"
+    assert told == [f"seal: the script writes 0.weight between two steps, {hidden}"]
     assert table["state"]["seal"]["tensors"] == 15
 
 
@@ -218,6 +217,129 @@ def test_an_optimizer_that_cannot_be_recomputed_is_left_out_by_name() -> None:
     assert not guard.verdicts
 
 
+def train_normed(disturb, width: int = 300):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    told: list[str] = []
+    with Guard(model, optimizer, deep_every=1, quiet=True) as guard:
+        guard.reporter.say = told.append
+        for step in range(20):
+            optimizer.zero_grad()
+            disturb(step, model)
+            model(torch.randn(16, 32)).square().mean().backward()
+            optimizer.step()
+            if step % 4 == 3:
+                model.eval()
+                model(torch.randn(4, 32))
+                model.train()
+    return guard, told
+
+
+@pytest.mark.parametrize("buffer", ["running_mean", "running_var"])
+def test_a_buffers_flipped_bit_is_seen_before_the_forward_writes_it(buffer) -> None:
+    guard, _ = train_normed(lambda step, model: step == 7 and flip(getattr(model[1], buffer), 1003, 6))
+    (verdict,) = guard.verdicts
+    assert (str(verdict.cause), verdict.step, str(verdict.site)) == ("corrupt_state", 7, f"1/{buffer}#0:param.value")
+    assert "one bit of element [250]" in verdict.message
+
+
+def test_buffers_that_are_written_as_torch_counts_or_as_scripts_do_convict_nobody() -> None:
+    def script(step, model) -> None:
+        model[1].running_mean.mul_(0.9)
+        model[1].running_var.data.clamp_(max=0.3)
+
+    guard, told = train_normed(script)
+    assert not guard.verdicts
+    assert not guard.reporter.failures
+    assert [line for line in told if "seal" in line and "running_var" in line], told
+    guard, _ = train_normed(lambda step, model: None, width=16)
+    assert not guard.findings
+
+
+# -- gradients, between their backward and their use --------------------------------------------------------------------------
+
+
+def train_struck(strike=None, *, clip: bool = False):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with Guard(model, optimizer, deep_every=1, act="protect", trend={"warmup": 3}, quiet=True) as guard:
+        for step in range(20):
+            optimizer.zero_grad()
+            model(torch.randn(16, 32)).square().mean().backward()
+            if strike is not None:
+                strike(step, model)
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+    return model, guard
+
+
+@pytest.mark.parametrize("clip", [False, True], ids=["used as it is", "clipped"])
+def test_a_struck_gradient_is_healed_before_its_use(clip) -> None:
+    def strike(step, model) -> None:
+        if step == 7:
+            flip(model[0].weight.grad, 1003, 6)
+
+    clean, _ = train_struck(clip=clip)
+    model, guard = train_struck(strike, clip=clip)
+    (verdict,) = guard.verdicts
+    assert (str(verdict.cause), str(verdict.action), verdict.step) == ("transient_hardware", "healed", 7)
+    assert "the gradient of 0.weight changed between the end of the backward and its use" in verdict.message
+    assert verdict.evidence["gradient"]["element"] == [7, 26]
+    assert all(torch.equal(a, b) for a, b in zip(clean.parameters(), model.parameters(), strict=True))
+
+
+def test_a_gradients_flipped_bit_of_a_mantissa_is_proven_by_the_quiet_steps_after_it() -> None:
+    def strike(step, model) -> None:
+        if step == 7:
+            flip(model[0].weight.grad, 1002, 6)
+
+    _, guard = train_struck(strike)
+    assert guard.findings[0].step == 7
+    (verdict,) = guard.verdicts
+    assert (str(verdict.cause), verdict.step) == ("transient_hardware", 7 + QUIET)
+    assert "no script did it" in verdict.message
+
+
+def by_hand(step, model) -> None:
+    for parameter in model.parameters():
+        parameter.grad.data.clamp_(-1e-3, 1e-3)
+
+
+def scaled(step, model) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    for parameter in model.parameters():
+        parameter.grad.data.mul_(0.5)
+
+
+def now_and_then(step, model) -> None:
+    if step in (5, 12):
+        model[0].weight.grad.data[3] = 0.0
+
+
+def through_numpy(step, model) -> None:
+    if step > 6:
+        model[2].bias.grad.numpy()[:] *= 2.0
+
+
+@pytest.mark.parametrize("script", [by_hand, scaled, now_and_then, through_numpy])
+def test_what_a_script_does_to_its_gradients_convicts_nobody_and_stays(script) -> None:
+    model, guard = train_struck(script)
+    assert not guard.verdicts
+    assert not guard.reporter.failures
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    for step in range(20):
+        optimizer.zero_grad()
+        plain(torch.randn(16, 32)).square().mean().backward()
+        script(step, plain)
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+
+
 # -- ranks --------------------------------------------------------------------------------------------------------------------
 
 
@@ -234,7 +356,7 @@ def on_ranks(ranks: int, cases: tuple[str, ...], logs: Path) -> dict[str, list[d
 
 @pytest.fixture(scope="module", params=chosen([2, 3], [2]))
 def told(request, tmp_path_factory) -> dict[str, list[dict]]:
-    return on_ranks(request.param, (*STRUCK, *INNOCENT), tmp_path_factory.mktemp("state"))
+    return on_ranks(request.param, (*STRUCK, "gradient", *INNOCENT), tmp_path_factory.mktemp("state"))
 
 
 @pytest.mark.parametrize("case", STRUCK)
@@ -244,6 +366,15 @@ def test_the_rank_that_was_struck_is_named_also_one_of_two(told, case) -> None:
     assert site == (f"0/weight#0:optim.{case}" if case.startswith("exp") else "0/weight#0:param.value")
     assert all(rank["verdicts"] == told[case][0]["verdicts"] for rank in told[case])
     assert not any(rank["failures"] for rank in told[case])
+
+
+def test_a_gradient_that_was_struck_after_its_reduction_is_healed_before_its_use(told) -> None:
+    step, cause, ranks, site, message = told["gradient"][0]["verdicts"][0]
+    assert (step, cause, ranks, site) == (7, "transient_hardware", [1], "0/weight#0:grad.used"), message
+    assert "one bit of element [7, 26]" in message
+    assert told["gradient"][0]["action"] == ["healed"]
+    assert all(rank["bits"] == told["gradient"][0]["bits"] for rank in told["gradient"])
+    assert all(rank["verdicts"] == told["gradient"][0]["verdicts"] for rank in told["gradient"])
 
 
 @pytest.mark.parametrize("case", INNOCENT)
@@ -259,17 +390,24 @@ def test_state_that_is_each_ranks_own_is_left_to_it_and_told(told) -> None:
 
 
 def test_shards_that_hsdp_replicates_are_compared(tmp_path: Path) -> None:
-    told = on_ranks(4, ("hsdp", "hsdp weight", "hsdp exp_avg"), tmp_path)
+    told = on_ranks(4, ("hsdp", "hsdp weight", "hsdp exp_avg", "hsdp gradient"), tmp_path)
     clean = told["hsdp"][0]
     assert not clean["verdicts"]
     assert clean["state"]["replicas"]["steps"] == 12
     for case in ("hsdp weight", "hsdp exp_avg"):
         step, cause, ranks, _, message = told[case][0]["verdicts"][0]
         assert (step, cause, ranks) == (7, "corrupt_state", [1]), message
+    step, cause, ranks, _, message = told["hsdp gradient"][0]["verdicts"][0]
+    assert (step, cause, ranks) == (7, "transient_hardware", [1]), message
+    assert [rank["bits"] for rank in told["hsdp gradient"]] == [rank["bits"] for rank in told["hsdp"]]
 
 
 def test_a_shard_that_nobody_else_holds_is_sealed_by_its_rank(tmp_path: Path) -> None:
-    told = on_ranks(2, ("fsdp", "fsdp weight"), tmp_path)
+    told = on_ranks(2, ("fsdp", "fsdp weight", "fsdp gradient"), tmp_path)
     assert not told["fsdp"][0]["verdicts"]
     step, cause, ranks, site, message = told["fsdp weight"][0]["verdicts"][0]
     assert (step, cause, ranks, site) == (7, "corrupt_state", [1], "0/weight#0:param.value"), message
+    step, cause, ranks, site, message = told["fsdp gradient"][0]["verdicts"][0]
+    assert (step, cause, ranks, site) == (7, "transient_hardware", [1], "0/weight#0:grad.used"), message
+    assert told["fsdp gradient"][0]["action"] == ["healed"]
+    assert [rank["bits"] for rank in told["fsdp gradient"]] == [rank["bits"] for rank in told["fsdp"]]

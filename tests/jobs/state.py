@@ -16,6 +16,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from bitwitness import Guard
+from bitwitness.stats.digest import bit_hashes
 from bitwitness.testing import contained
 
 STEPS, WHEN, WHO = 12, 7, 1
@@ -76,6 +77,15 @@ class Training:
         if self.case == "own state" and state:
             state.setdefault("error", torch.zeros(300)).add_(self.rank + 1)
 
+    def disturb_gradients(self, step: int) -> None:
+        """Do what the case is about, behind the backward."""
+        if self.case.endswith("gradient") and step == WHEN and self.rank == WHO:
+            grad = self.inner[0].weight.grad
+            flip(grad if self.case == "gradient" else grad.to_local(), 1003, 6 if self.case.startswith("fsdp") else 5)
+        if self.case == "clipped by hand":
+            for parameter in self.inner.parameters():
+                parameter.grad.data.clamp_(-1e-3, 1e-3)
+
     def train(self) -> None:
         """Train; local SGD shares no gradients."""
         for step in range(STEPS):
@@ -85,6 +95,7 @@ class Training:
                 self.optimizer.zero_grad()
                 self.disturb(step)
                 self.model(torch.randn(16, 32)).square().mean().backward()
+            self.disturb_gradients(step)
             self.optimizer.step()
             if local and step % 4 == 3:
                 for parameter in self.inner.parameters():
@@ -105,10 +116,15 @@ class Once:
             flip(params[0], 1003, 5)
 
 
+def act_of(case: str) -> str:
+    """Return what is done about verdicts: gradients are healed, and state is only told of."""
+    return "protect" if "gradient" in case else "observe"
+
+
 def run(case: str) -> dict:
     rank = dist.get_rank()
     training = Training(case)
-    guard = Guard(training.model, training.optimizer, deep_every=1, trend={"warmup": 3}, quiet=True)
+    guard = Guard(training.model, training.optimizer, deep_every=1, trend={"warmup": 3}, act=act_of(case), quiet=True)
     original = ADAM.adam
     with guard:
         if case == "step" and rank == WHO:
@@ -121,6 +137,8 @@ def run(case: str) -> dict:
     table = guard.coverage()
     return {
         "verdicts": [[v.step, str(v.cause), list(v.ranks), str(v.site), v.message] for v in guard.verdicts[:1]],
+        "action": [str(v.action) for v in guard.verdicts[:1]],
+        "bits": bit_hashes(list(training.inner.parameters())).tolist(),
         "findings": [f"{f.sensor}: {f.message}" for f in guard.findings],
         "failures": guard.reporter.failures,
         "not_covered": table["not_covered"],

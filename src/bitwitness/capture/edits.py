@@ -39,7 +39,12 @@ class Edits:
         Which one that is, is told by the step before.
         """
         self._backwards += 1
-        self._gradients.backward_ended(read=self._backwards >= self._before)
+        self._gradients.backward_ended(read=self.last)
+
+    @property
+    def last(self) -> bool:
+        """Whether the backward that ended is the step's last, as far as the step before tells."""
+        return self._backwards >= self._before
 
     def cleared(self) -> None:
         """Forget the backwards of this step: the gradients were zeroed."""

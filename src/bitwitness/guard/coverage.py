@@ -41,7 +41,7 @@ def coverage_table(watch: GuardWatch) -> dict[str, Any]:
             "this_step": root.entry.problem or root.record.unreplayable or "can be run again",
         },
         "price": watch.deep.report(),
-        "state": {"replicas": investigation.replicas.table(), **watch.state.table()},
+        "state": {"replicas": investigation.replicas.table(), **watch.state.table(), "gradients": watch.kept.table()},
         "own_seconds": round(watch.own_seconds, 3),
         "failures": dict(watch.reporter.failures),
         "not_covered": [*late_gaps(watch.late), *paused_gaps(watch.missed), *gaps_of(watch)],

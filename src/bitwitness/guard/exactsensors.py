@@ -11,7 +11,8 @@ from bitwitness.finding import Finding, Severity
 from bitwitness.guard.switches import Switches
 from bitwitness.ranks import Ranks
 from bitwitness.sense.collective import CollectiveSensor, Noted
-from bitwitness.sense.exchanged import Comparison, Mismatch
+from bitwitness.sense.exchanged import Comparison
+from bitwitness.sense.mismatch import Mismatch
 from bitwitness.sense.recompute import RecomputeSensor
 from bitwitness.tap.compat import OpOverload
 from bitwitness.tap.exchanges import ExchangeTap
@@ -123,7 +124,7 @@ class ExactSensors:
                 wrong.site.at(rank=light.rank, step=light.step),
                 Severity.ERROR,
                 wrong.text,
-                wrong.evidence,
+                wrong.evidence["collective"],
                 light.step,
                 light.rank,
             )

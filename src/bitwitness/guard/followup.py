@@ -11,6 +11,7 @@ from bitwitness.capture.step import StepRecord
 from bitwitness.finding import Finding
 from bitwitness.guard.deepsteps import DeepSteps
 from bitwitness.guard.investigation import Investigation
+from bitwitness.guard.keptgradients import KeptGradients
 from bitwitness.guard.sensors import STATISTICAL, Sensors
 from bitwitness.judge.fingerprint import Fingerprint
 from bitwitness.ranks import Ranks
@@ -28,6 +29,7 @@ class FollowUp:
     investigation: Investigation
     deep: DeepSteps
     ranks: Ranks
+    kept: KeptGradients
 
     def look_again(self, record: StepRecord) -> None:
         """Execute a step with compiled code once more, where its operators can be seen."""
@@ -47,7 +49,7 @@ class FollowUp:
         agreed = self.deep.agree(self.ranks, record.number, *asked)
         suspicious, by_history, hit, blamed, self.investigation.replayer.shared = agreed
         calibrating = not suspicious and self.investigation.calibration_due(record)
-        if (suspicious or calibrating) and not step.stepped_early:
+        if (suspicious or calibrating) and not (step.stepped_early or self.kept.lost_here):
             self.reader.edits.look_closely(record)
         if suspicious:
             self.deep.look_closely_after(record.number)

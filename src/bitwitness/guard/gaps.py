@@ -77,6 +77,8 @@ def _state_gaps(watch: GuardWatch) -> list[str]:
         gaps.append(f"replicas: {NEVER_EQUAL}: {len(replicas.apart)} tensors, {min(replicas.apart)} among them")
     if state.seals.by_script:
         gaps.append(f"seal: {state.seals.reason()}")
+    if watch.kept.seals.by_script:
+        gaps.append(f"gradients: {watch.kept.seals.reason()}")
     for reason, count in state.optimizer.left_out.most_common(2):
         gaps.append(f"optimizer: {count} steps are not recomputed: {reason}")
     return gaps

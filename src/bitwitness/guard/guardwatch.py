@@ -10,14 +10,16 @@ from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer
 
 from bitwitness.capture.light import LightStep
+from bitwitness.capture.step import StepRecord
 from bitwitness.capture.training import Wants
 from bitwitness.config import Config
 from bitwitness.finding import Finding
 from bitwitness.guard.byparameters import ByParameters
 from bitwitness.guard.deepsteps import DeepSteps
-from bitwitness.guard.exchangeverdicts import ExchangeVerdicts
 from bitwitness.guard.followup import FollowUp
 from bitwitness.guard.investigation import Investigation
+from bitwitness.guard.keptgradients import KeptGradients
+from bitwitness.guard.lostverdicts import LostVerdicts
 from bitwitness.guard.operatorsensors import OperatorSensors
 from bitwitness.guard.sensors import Sensors
 from bitwitness.guard.statesensors import StateSensors
@@ -28,6 +30,7 @@ from bitwitness.judge.verdict import Outcome
 from bitwitness.ranks import Ranks
 from bitwitness.sense.held import HeldState
 from bitwitness.sense.nonfinite import failed_on, unused_losses
+from bitwitness.session.instrument import Forward
 from bitwitness.session.judging import CompleteStep
 from bitwitness.session.reporter import Reporter
 from bitwitness.session.session import Session
@@ -80,9 +83,14 @@ class GuardWatch(Watch):
         self.state = StateSensors(config, held, ranks, reporter, self.sensors.switches, self.reader.root.now, deep)
         self.uneven = UnevenSteps(self.reader, ranks, reporter, self.deep, self._ask_nobody)
         self.investigation.interpret = self._interpret
-        self._exchanged = ExchangeVerdicts(lambda: self.sensors.exact.mismatch, lambda: self.investigation.devices)
+        self.kept = KeptGradients(
+            lambda: self.reader.root.parameters, ranks, reporter, self.sensors.switches, self.state.seal_due
+        )
+        self._lost = LostVerdicts(
+            lambda: self.sensors.exact.mismatch or self.kept.mismatch, lambda: self.investigation.devices
+        )
         self._investigations: ByParameters[Investigation] = ByParameters()
-        self._follow_up = FollowUp(self.reader, self.sensors, self.investigation, self.deep, ranks)
+        self._follow_up = FollowUp(self.reader, self.sensors, self.investigation, self.deep, ranks, self.kept)
 
     def parameters_changed(self) -> None:
         """Judge other parameters from now on."""
@@ -90,7 +98,7 @@ class GuardWatch(Watch):
         self.sensors.follow()
         before = self._investigations.exchange(names, self.investigation, self.sensors.names)
         self.investigation = self.investigation.renewed(self.reader.gradients, before)
-        self._follow_up = FollowUp(self.reader, self.sensors, self.investigation, self.deep, self.ranks)
+        self._follow_up = FollowUp(self.reader, self.sensors, self.investigation, self.deep, self.ranks, self.kept)
 
     def removed(self) -> None:
         """Judge no more; remove every hook."""
@@ -105,7 +113,7 @@ class GuardWatch(Watch):
         self.sensors.close()
 
     def _interpret(self, outcome: Outcome) -> None:
-        self._exchanged.interpret(outcome)
+        self._lost.interpret(outcome)
         self.uneven.interpret(outcome)
 
     def _ask_nobody(self, alone: bool) -> None:
@@ -140,6 +148,14 @@ class GuardWatch(Watch):
         return super().is_deep(number) or (self.config.checksum.enabled and self.sensors.reference.checksum_on)
 
     # -- a step that is skipped keeps its gradients, away from the optimizer -------------------------------------
+
+    @contextmanager
+    def around_forward(self, forward: Forward) -> Iterator[None]:
+        """Look at buffers before they may be written; look at operators."""
+        with self.session.working(), scripts_modes_off():
+            self.state.forward_begins()
+        with super().around_forward(forward):
+            yield
 
     @contextmanager
     def around_backward(self, call: BackwardCall) -> Iterator[None]:
@@ -179,6 +195,10 @@ class GuardWatch(Watch):
                 self.state.after_step(optimizer, self.reader.root.record.number + 1, self.session.step)
         super().optimizer_stepped(optimizer)
 
+    def gradients_left(self, record: StepRecord) -> None:
+        """Keep what a backward has left in mind."""
+        self.kept.left(record.number)
+
     # -- judging -------------------------------------------------------------------------------------------------
 
     def look_at(self, step: CompleteStep) -> bool:
@@ -196,6 +216,7 @@ class GuardWatch(Watch):
         findings = self.sensors.look(light, deep=deep, scale=light.scale)
         compare = None if self.uneven.before else self.investigation.compare_replicas
         findings += self.state.look(record, light, compare, deep=deep)
+        findings += self.kept.look(light, record.number, alone=compare is None)
         return self._follow_up.follow(step, light, findings, deep=deep)
 
     def finish(self, *, broken_off: bool) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer
 
+from bitwitness.guard.keptgradients import lost_alone
 from bitwitness.judge.replicas import find_desync
 from bitwitness.nonfinite.approach import ApproachSensor
 from bitwitness.ranks.alone import Alone
@@ -122,6 +123,19 @@ def _seal() -> str:
     values.data.view(torch.int32)[1234] ^= 1 << 20
     told = [broken.evidence().get("element") for broken in seal.broken(read(tensors))]
     return "" if told == [[1234]] else f"did not locate the bit that was flipped for it, but {told}"
+
+
+@self_test("gradients", "a gradient that changes between its backward and its use, on deep steps")
+def _gradients() -> str:
+    given = [
+        [7, 0, 0],
+        [7, 1, 0],
+        [7, 0, 0],
+        [9, 1, 0],
+    ]  # by rank: what it was given, and how many tensors have changed since
+    if lost_alone([[7, 1, 0], [7, 1, 0]]):
+        return "false alarm on a change that all ranks made"
+    return "" if lost_alone(given) == (1,) else f"took ranks {lost_alone(given)} for the one that has lost something: 1"
 
 
 @self_test("optimizer", "moments of gradients that cannot be; by turns, updates that come out otherwise")

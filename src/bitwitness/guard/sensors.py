@@ -130,6 +130,7 @@ class Sensors:
             "approach": operators.approach,
             "replicas": (several and self._config.replicas.enabled) or None,
             "seal": self._config.seal.enabled or None,
+            "gradients": self._config.seal.enabled or None,
             "optimizer": self._config.update.enabled or None,
             "collective": self.exact.collective,
             "recompute": self.exact.recompute,
@@ -182,7 +183,8 @@ class Sensors:
 
 
 def _periods(config: Config) -> dict[str, int]:
-    given = {"replicas": config.replicas.every, "seal": config.seal.every, "optimizer": config.update.every}
+    seal = config.seal.every
+    given = {"replicas": config.replicas.every, "seal": seal, "gradients": seal, "optimizer": config.update.every}
     otherwise = RAREST if config.deep_every == 0 else None  # else with the deep steps
     periods = {name: every or otherwise for name, every in given.items()}
     return {name: period for name, period in periods.items() if period}

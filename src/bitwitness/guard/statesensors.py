@@ -65,6 +65,8 @@ class StateSensors:
         self.timed = Timer(now)
         self.seals = SealJudgement(reporter, ranks.rank)
         self._sealed: WeakKeyDictionary[Optimizer, Seal] = WeakKeyDictionary()
+        self._buffers: Seal | None = None
+        self._broken_buffers: list[Broken] = []
         self.sealed_steps = self.sealed_bytes = self.sealed_tensors = 0
         self._charged = 0.0
         self._reporter = reporter
@@ -83,8 +85,9 @@ class StateSensors:
             return number % RAREST == 2
         return self._deep(number) if deep is None else deep
 
-    def _seal_due(self, number: int) -> bool:
-        return self._config.seal.enabled and (self.seals.watching or self._due(number, self._config.seal.every))
+    def seal_due(self, number: int) -> bool:
+        """Tell whether what a step works on is to be sealed: the same steps on all ranks."""
+        return self._config.seal.enabled and self._due(number, self._config.seal.every)
 
     # -- when gradients are complete -----------------------------------------------------------------------------
 
@@ -104,7 +107,7 @@ class StateSensors:
         reading = read(self._held.parameters() | self._held.optimizer())
         desync = compare(record, light, reading) if compare is not None and due else None
         findings = [] if desync is None else self._told(desync, light)
-        broken: list[Broken] = []
+        broken, self._broken_buffers = self._broken_buffers, []
 
         def ask() -> list[Finding]:
             broken.extend(one for seal in sealed.values() for one in seal.broken(reading))
@@ -121,6 +124,14 @@ class StateSensors:
         message = f"{desync.name}{desync.others}: other bits than on other ranks"
         mine = in_hex(desync.hash_of(light.rank))
         return [Finding("replicas", site, Severity.ERROR, message, {"hash": mine}, light.step, light.rank)]
+
+    def forward_begins(self) -> None:
+        """Compare buffers with what was sealed, before a forward may write them."""
+        sealed, self._buffers = self._buffers, None
+        if sealed is not None:
+            with self.timed():
+                now = self._held.buffers()
+                self._switches.do("seal", lambda: self._broken_buffers.extend(sealed.broken(read(now))))
 
     # -- around an optimizer's step ------------------------------------------------------------------------------
 
@@ -159,7 +170,7 @@ class StateSensors:
         if self._recompute:
             with self.timed():
                 self._recomputed(optimizer, step)
-        if self._seal_due(number):
+        if self.seal_due(number) or (self._config.seal.enabled and self.seals.watching):
             with self.timed():
                 self._switches.do("seal", partial(self._seal, optimizer))
 
@@ -167,7 +178,10 @@ class StateSensors:
         tensors = self._held.parameters_of(optimizer) | self._held.optimizer(optimizer)
         kept = {name: tensor for name, tensor in tensors.items() if name not in self.seals.by_script}
         self._sealed[optimizer] = seal = Seal(kept)
-        self.sealed_tensors, self.sealed_bytes = len(seal), seal.bytes
+        buffers = {name: buffer for name, buffer in self._held.buffers().items() if name not in self.seals.by_script}
+        self._buffers, self._broken_buffers = (Seal(buffers) if buffers else None), []
+        self.sealed_tensors = len(seal) + len(buffers)
+        self.sealed_bytes = seal.bytes + (self._buffers.bytes if self._buffers else 0)
 
     def charge(self) -> float:
         """Return the seconds that were spent outside of the steps' holds since the last time."""

@@ -17,29 +17,13 @@ from torch import Tensor
 
 from bitwitness.ranks import Ranks
 from bitwitness.sense.collective import Noted, described
+from bitwitness.sense.mismatch import Mismatch
 from bitwitness.site import Site
 from bitwitness.stats import in_hex
 
 _LEAST = -(1 << 63)
 _MOST_WORDS = 1 << 16  # of one deep step, over all groups
 _DIFFERS, _CONTRADICTS = 1, 2
-
-
-@dataclass(frozen=True, slots=True)
-class Mismatch:
-    """A collective that did not give what it must; the same on every rank.
-
-    ``ranks``: who received wrongly, by the guard's numbers; empty where that is not known, or all did.
-    """
-
-    text: str
-    ranks: tuple[int, ...]
-    evidence: dict[str, Any]
-
-    @property
-    def site(self) -> Site:
-        """Which call it was."""
-        return Site(".", str(self.evidence["op"]), int(self.evidence["call"]), "backward", "out0")
 
 
 @dataclass(slots=True)
@@ -172,7 +156,8 @@ class Comparison:
             evidence |= named_element(ranks, call, pieces[0] - 1)
         evidence["hashes_by_rank"] = [in_hex(rows[rank][2]) for rank in members]
         evidence["contradicted_on"] = [rank for rank in members if rows[rank][1] & _CONTRADICTS]
-        return Mismatch(_text(evidence, odd, members), odd, evidence)
+        site = Site(".", str(evidence["op"]), int(evidence["call"]), "backward", "out0")
+        return Mismatch(_text(evidence, odd, members), odd, site, {"collective": evidence}, "received wrongly")
 
 
 def odd_ones(rows: dict[int, tuple[int, int]]) -> tuple[int, ...]:

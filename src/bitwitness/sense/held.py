@@ -1,9 +1,9 @@
-"""The state that a training holds between its steps: parameters, and what its optimizers keep of each."""
+"""The state that a training holds between its steps: parameters, buffers, and what its optimizers keep of each parameter."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -15,14 +15,18 @@ from bitwitness.site import Site
 from bitwitness.stats import HashBatch
 from bitwitness.stats.local import is_wrapper, local_parts
 
+GRAD = "grad"
+
 
 class Name(NamedTuple):
-    """A parameter's full name, and the key of the optimizer's state; empty for the parameter itself."""
+    """A parameter's full name, and the key of the optimizer's state; empty for itself, ``GRAD`` for its gradient."""
 
     parameter: str
     key: str = ""
 
     def __str__(self) -> str:
+        if self.key == GRAD:
+            return f"the gradient of {self.parameter}"
         return f"{self.key} of {self.parameter}" if self.key else self.parameter
 
     @property
@@ -30,6 +34,8 @@ class Name(NamedTuple):
         """Where it lies."""
         if not self.key:
             return Site.of_parameter(self.parameter, "param")
+        if self.key == GRAD:
+            return replace(Site.of_parameter(self.parameter, "grad"), slot="used")
         module, _, leaf = self.parameter.rpartition(".")
         return Site(module or ".", leaf, 0, "optim", self.key)
 
@@ -77,7 +83,11 @@ class HeldState:
 
     def parameters(self) -> dict[Name, torch.Tensor]:
         """Return all parameters that can be read, frozen ones too."""
-        return {Name(name): p.detach() for name, p in self._root.named_parameters() if _readable(p)}
+        return {Name(name): p.detach() for name, p in self._root.named_parameters() if is_readable(p)}
+
+    def buffers(self) -> dict[Name, torch.Tensor]:
+        """Return all buffers that can be read."""
+        return {Name(name): b.detach() for name, b in self._root.named_buffers() if is_readable(b)}
 
     def named(self) -> dict[str, nn.Parameter]:
         """Return all parameters by name."""
@@ -116,11 +126,12 @@ def _held(optimizers: Iterable[Optimizer]) -> set[int]:
 
 def _tensors(state: dict[Any, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     for key, value in state.items():
-        if isinstance(value, torch.Tensor) and _readable(value):
+        if isinstance(value, torch.Tensor) and is_readable(value):
             yield str(key), value.detach()
 
 
-def _readable(tensor: torch.Tensor) -> bool:
+def is_readable(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor's bits can be read where it lies."""
     if tensor.is_meta or tensor.is_quantized or tensor.layout != torch.strided or is_wrapper(tensor):
         return False
     values = local_parts(tensor.detach())[0]

@@ -1,8 +1,9 @@
 """What changed parameters or optimizer state between the end of a step and the next use of gradients, if anything.
 
-Nobody has to: an optimizer writes them in its step. What a script does to them meanwhile (loading, an exchange with averages,
-clamping) is no fault, and most of it leaves a trace: another tensor, other memory, or torch's own count of writes. What leaves
-none is told by its extent: a script writes whole tensors, memory loses a bit.
+Nobody has to: an optimizer writes them in its step. Gradients are sealed alike, from their backward's end to their use. What a
+script does to them meanwhile (loading, an exchange with averages, clamping) is no fault, and most of it leaves a trace: another
+tensor, other memory, or torch's own count of writes. What leaves none is told by its extent: a script writes whole tensors,
+memory loses a bit.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 
 from bitwitness.sense.held import Name, Reading, read
 from bitwitness.stats.changed import Change, change_of
-from bitwitness.stats.digest import flat_bits
+from bitwitness.stats.digest import bit_hash, flat_bits
 from bitwitness.stats.local import local_parts
 
 _FEW_ROWS, _FEW_COLUMNS = 4, 8  # what a few words move; more is a row of a matrix, or all of it
@@ -106,6 +107,11 @@ class Seal:
 
     def __len__(self) -> int:
         return len(self._place)
+
+    @property
+    def word(self) -> int:
+        """One hash of all that is sealed, in its order."""
+        return int(bit_hash(self._reading.hashes))
 
     def drop_parameters(self, names: set[str]) -> None:
         """Expect nothing of some parameters, and of what is kept of them, any more."""

@@ -47,6 +47,9 @@ class StepJudge(Instrument):
     def judge(self, step: CompleteStep) -> None:
         """Judge a step whose gradients are complete; all ranks come here together."""
 
+    def gradients_left(self, record: StepRecord) -> None:
+        """The backward that is taken for a step's last has ended: the gradients are complete, and nobody has used them."""
+
     def judged(self, step: CompleteStep) -> None:
         """All have judged a step; what it took is known."""
 

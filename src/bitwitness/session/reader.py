@@ -12,6 +12,7 @@ from bitwitness.session.capture import CUT, StepCapture
 from bitwitness.session.judging import CompleteStep, StepJudge
 from bitwitness.session.session import Session
 from bitwitness.tap.modes import scripts_modes_off
+from bitwitness.tap.moments import BackwardCall
 from bitwitness.tap.owners import Owners
 
 
@@ -106,6 +107,16 @@ class StepReader(StepCapture):
             self.root.window.forget()
         for judge in self._asked(unused=unused) if step is not None else ():
             judge.judged(step)
+
+    def _backward_ended(self, call: BackwardCall) -> None:
+        super()._backward_ended(call)
+        if not (self._complete and self.edits.last):
+            return
+        with self.session.working():
+            for judge in self.judges:
+                if not judge.resting:
+                    with self._safely("gradients as they were left"), self._timed():
+                        judge.gradients_left(self.root.record)
 
     def _asked(self, *, unused: bool) -> list[StepJudge]:
         """Return who is asked about a step; of one whose gradients are not used, those that want such, too."""

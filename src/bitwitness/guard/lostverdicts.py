@@ -1,6 +1,7 @@
-"""What is concluded from a collective that did not give what was put in: its numbers are the proof, no replay has to find one.
+"""What is concluded from numbers lost on the way: in a collective, or between a backward and the use of its gradients.
 
-The experiments are made all the same: they show whether anybody computed wrongly besides, and give the gradients to heal by.
+They are the proof, no replay has to find one. The experiments are made all the same: they show whether anybody computed wrongly
+besides, and give the gradients to heal by.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from dataclasses import replace
 from bitwitness.finding import Cause, Device
 from bitwitness.judge.decide import Judgement
 from bitwitness.judge.verdict import FAULT_CODE, Outcome
-from bitwitness.sense.exchanged import Mismatch
+from bitwitness.sense.mismatch import Mismatch
 
 _REPEATED = 3
-"""Mismatches of one rank that make it persistent, as many as of other transients (`judge.judge`)."""
+"""Losses of one rank that make it persistent, as many as of other transients (`judge.judge`)."""
 
 
-class ExchangeVerdicts:
-    """Turns experiments that found nothing into the verdict of a collective.
+class LostVerdicts:
+    """Turns experiments that found nothing into the verdict of what was lost.
 
     Parameters
     ----------
@@ -40,7 +41,7 @@ class ExchangeVerdicts:
         if wrong is None:
             return
         verdict = outcome.verdict
-        evidence = {**verdict.evidence, "collective": wrong.evidence}
+        evidence = {**verdict.evidence, **wrong.evidence}
         if verdict.cause not in (Cause.DISMISSED, Cause.INCONCLUSIVE) or outcome.apart:
             outcome.verdict = replace(verdict, evidence=evidence, message=f"{verdict.message}; also: {wrong.text}")
             return
@@ -50,27 +51,27 @@ class ExchangeVerdicts:
         ranks = often or wrong.ranks
         failed = outcome.experiments is None or outcome.experiments.good is None
         devices = self._devices()
-        named = ", ".join(f"rank {rank}: {devices[rank]}" for rank in ranks)
-        who = named or "a device or a link that is not known"
-        times = f" ({_REPEATED} times so far)" if often else ""
-        message = f"step {verdict.step}: {wrong.text}; {who} received wrongly{times}"
-        if not named:
-            message = f"step {verdict.step}: {wrong.text}; by {who}"
         outcome.judgement = Judgement(
             cause,
             ranks,
             heal=not failed,
             skip=failed,
             intermittent=bool(often),
-            wrong={rank: [f"what it received in step {verdict.step}"] for rank in ranks},
+            wrong={rank: [f"{wrong.site.short} in step {verdict.step}"] for rank in ranks},
         )
         outcome.verdict = replace(
             verdict,
             cause=cause,
             ranks=ranks,
             devices=tuple(devices[rank] for rank in ranks),
-            message=message,
+            message=f"step {verdict.step}: {wrong.text}; {self._who(wrong, ranks, devices, often=bool(often))}",
             site=wrong.site,
             evidence=evidence,
             fault_code=FAULT_CODE,
         )
+
+    @staticmethod
+    def _who(wrong: Mismatch, ranks: tuple[int, ...], devices: list[Device], *, often: bool) -> str:
+        named = ", ".join(f"rank {rank}: {devices[rank]}" for rank in ranks)
+        times = f" ({_REPEATED} times so far)" if often else ""
+        return f"{named} {wrong.did}{times}" if named else "by a device or a link that is not known"
