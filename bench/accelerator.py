@@ -19,8 +19,9 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ from bitwitness.testing import FaultyDevice, contained, from_mapping
 Batch = tuple[torch.Tensor, torch.Tensor]
 STRIKE = 11  # a deep step where every tenth is
 STRETCH = 4
-PARTS = ["doctor", "rounding", "bits", "faults", "record", "cost"]
+PARTS = ["doctor", "rounding", "bits", "clean", "faults", "state", "record", "cost"]
 
 
 @dataclass(frozen=True)
@@ -99,12 +100,14 @@ class Training:
         inputs, targets = self.setting.draw(self.generator)
         return inputs.to(self.device), targets.to(self.device)
 
-    def step(self, batch: Batch) -> None:
-        """Train one step."""
+    def step(self, batch: Batch, strike: Callable[[torch.Tensor], None] | None = None) -> None:
+        """Train one step; ``strike`` is given the first gradient, before it is used."""
         kind = self.setting.autocast
         with torch.autocast(self.device.type, dtype=kind, enabled=kind is not None):
             loss = self.model(*batch)
         self.scaler.scale(loss).backward()
+        if strike is not None and (grad := next(iter(self.model.parameters())).grad) is not None:
+            strike(grad)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
@@ -169,6 +172,8 @@ FAULTS = {
     "once, forward product": ("blocks.2.fc2/addmm:forward", ONCE | TIMES | {"pattern": "tile"}),
     "always, forward product": ("blocks.2.fc1/addmm:forward", ALWAYS | TIMES | {"pattern": "tile"}),
     "always, backward product": ("blocks.1.proj/mm*:backward", ALWAYS | {"kind": "bitflip", "bit": -2, "element": 7}),
+    "once, GELU": ("blocks.1/gelu:forward.out0", ONCE | TIMES),
+    "once, layer norm": ("blocks.2.ln1/native_layer_norm:forward.out0", ONCE | TIMES | {"pattern": "row"}),
     "always, attention": ("blocks.3/*attention*:forward.out0", ALWAYS | TIMES | {"pattern": "row", "element": 200}),
     "always, attention's gradient": (
         "blocks.3/*attention*:backward.out1",
@@ -198,6 +203,63 @@ def faults(device: str, quick: bool) -> list[str]:
                 verdicts = [f"{v.cause}, {v.action}, {v.site}" for v in guard.verdicts]
             strikes = sum(firing.changed for firing in faulty.fired)
             lines.append(f"| {setting.name} | {name} | {strikes} | {verdicts} | {same(clean, training.weights())} |")
+            print(lines[-1], flush=True)
+    return lines
+
+
+def clean(device: str, quick: bool) -> list[str]:
+    """Train healthily with everything on every step: what the sensors say of it, by sensor."""
+    lines = [
+        "| training | steps | suspicions by sensor | verdicts | twice | not repeated | failures |",
+        "|" + "---|" * 7,
+    ]
+    steps = 10 if quick else 150
+    for setting in SMALL[:1] if quick else SMALL:
+        training = Training(setting, device)
+        with bw.Guard(training.model, training.optimizer, deep_every=1, quiet=True) as guard:
+            for _ in range(steps):
+                training.step(training.batch())
+        told, said = guard.coverage(), Counter(finding.sensor for finding in guard.findings)
+        twice = told["twice"]
+        lines.append(
+            f"| {setting.name} | {steps} | {dict(said)} | {[str(v.cause) for v in guard.verdicts]} | {twice['calls']} calls of "
+            f"{twice['operators']} operators | {twice['do_not_repeat']} | {told['failures']} |"
+        )
+        print(lines[-1], [finding.message for finding in guard.findings[:3]], flush=True)
+    return lines
+
+
+def flip(tensor: torch.Tensor) -> None:
+    """Flip the highest exponent bit of a number past the middle; torch counts no write."""
+    tensor.data.view(torch.int32).view(-1)[tensor.numel() // 2 + 3] ^= 1 << 30
+
+
+STATE: dict[str, Callable[[Training], torch.Tensor]] = {
+    "weight": lambda t: next(iter(t.model.parameters())),
+    "optimizer's state": lambda t: t.optimizer.state[next(iter(t.model.parameters()))]["exp_avg"],
+    "buffer": lambda t: next(b for b in t.model.buffers() if b.is_floating_point()),
+}
+
+
+def state(device: str, quick: bool) -> list[str]:
+    """Flip a bit between two steps, or of a gradient behind its backward; tell what is said."""
+    lines = ["| training | struck | findings | verdicts | ends with the fault-free bits |", "|" + "---|" * 5]
+    for setting in (SMALL[0],) if quick else (SMALL[0], SMALL[2], SMALL[4]):
+        clean_weights = train(setting, device, STRIKE + 4)[0]
+        for what in (*STATE, "gradient"):
+            training = Training(setting, device)
+            if what == "buffer" and not any(b.is_floating_point() for b in training.model.buffers()):
+                continue
+            guard = bw.Guard(training.model, training.optimizer, act="protect", deep_every=1, quiet=True)
+            with contained(), suppress(bw.TrainingStopped), guard:
+                for step in range(STRIKE + 4):
+                    if step == STRIKE and what in STATE:
+                        flip(STATE[what](training))
+                    training.step(training.batch(), flip if step == STRIKE and what == "gradient" else None)
+            lines.append(
+                f"| {setting.name} | {what} | {sorted({f.sensor for f in guard.findings})} | "
+                f"{[f'{v.cause}, {v.action}, {v.site}' for v in guard.verdicts]} | {same(clean_weights, training.weights())} |"
+            )
             print(lines[-1], flush=True)
     return lines
 
@@ -357,7 +419,9 @@ def main() -> int:
             "doctor": lambda: doctor(args.device),
             "rounding": lambda: rounding(args.device, args.quick),
             "bits": lambda: bits(args.device, args.quick),
+            "clean": lambda: clean(args.device, args.quick),
             "faults": lambda: faults(args.device, args.quick),
+            "state": lambda: state(args.device, args.quick),
             "record": lambda: record(args.device, args.quick, folder),
             "cost": lambda: cost(args.device, args.quick, folder, args.watched_by),
         }

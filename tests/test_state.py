@@ -287,7 +287,7 @@ def test_a_struck_gradient_is_healed_before_its_use(clip) -> None:
     (verdict,) = guard.verdicts
     assert (str(verdict.cause), str(verdict.action), verdict.step) == ("transient_hardware", "healed", 7)
     assert "the gradient of 0.weight changed between the end of the backward and its use" in verdict.message
-    assert verdict.evidence["gradient"]["element"] == [7, 26]
+    assert verdict.evidence["gradients"]["element"] == [7, 26]
     assert all(torch.equal(a, b) for a, b in zip(clean.parameters(), model.parameters(), strict=True))
 
 

@@ -51,3 +51,14 @@ class RecomputeConfig(Validated):
     """The comparison of activations that checkpointing recomputes with the first ones, on deep steps."""
 
     enabled: bool = True
+
+
+@dataclass(frozen=True)
+class TwiceConfig(Validated):
+    """Operators without an identity that are computed again from the same inputs, on deep steps.
+
+    ``one_in``: of the large ones one in so many, by turns.
+    """
+
+    enabled: bool = True
+    one_in: int = number(8, minimum=1)

@@ -9,7 +9,14 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from bitwitness.config.addresses import wrong_address
-from bitwitness.config.exact import CollectiveConfig, RecomputeConfig, ReplicasConfig, SealConfig, UpdateConfig
+from bitwitness.config.exact import (
+    CollectiveConfig,
+    RecomputeConfig,
+    ReplicasConfig,
+    SealConfig,
+    TwiceConfig,
+    UpdateConfig,
+)
 from bitwitness.config.validated import Validated, kinds_of, number, sections_of
 from bitwitness.config.values import SettingType
 from bitwitness.errors import ConfigError
@@ -109,7 +116,7 @@ class NonfiniteConfig(Validated):
 class ChecksumConfig(Validated):
     """The check of every matrix product on deep steps; scheme ``reference`` is the vendors' own.
 
-    ``rows_one_in``: of the operators between products one in so many is checked on a deep step, by turns.
+    ``rows_one_in``: of the large operators between products one in so many is checked on a deep step, by turns.
     """
 
     enabled: bool = True
@@ -237,6 +244,7 @@ class Config(Validated):
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     nonfinite: NonfiniteConfig = field(default_factory=NonfiniteConfig)
     checksum: ChecksumConfig = field(default_factory=ChecksumConfig)
+    twice: TwiceConfig = field(default_factory=TwiceConfig)
     replicas: ReplicasConfig = field(default_factory=ReplicasConfig)
     seal: SealConfig = field(default_factory=SealConfig)
     update: UpdateConfig = field(default_factory=UpdateConfig)

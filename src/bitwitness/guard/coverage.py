@@ -57,6 +57,8 @@ def coverage_table(watch: GuardWatch) -> dict[str, Any]:
         **compared,
     }
     table |= exact
+    if (twice := sensors.operators.twice) is not None:
+        table["twice"] = twice.coverage()
     if checksum is not None:
         table["operators"] = {**checksum.coverage(), "census": census.table(checksum.flops, checksum.checked_calls)}
     return table

@@ -29,7 +29,7 @@ class DeepSteps:
     """
 
     def __init__(self, config: Config, *, from_start: bool = False) -> None:
-        looks = config.checksum, config.nonfinite, config.collective, config.recompute
+        looks = config.checksum, config.nonfinite, config.twice, config.collective, config.recompute
         self.enabled = any(sensor.enabled for sensor in looks)
         self._from_start = from_start
         self._fixed = config.deep_every

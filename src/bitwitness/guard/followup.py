@@ -59,6 +59,7 @@ class FollowUp:
                 self.sensors.operators.ranges(light)
                 return False  # numbers that were proven wrong teach the sensors nothing
             self.sensors.exact.dismissed(findings)
+            self.sensors.operators.dismissed(findings)
         if hit and not blamed:
             with self.ranks.together():
                 self.investigation.tracing.hit(record, light)

@@ -21,6 +21,7 @@ from bitwitness.guard.investigation import Investigation
 from bitwitness.guard.keptgradients import KeptGradients
 from bitwitness.guard.lostverdicts import LostVerdicts
 from bitwitness.guard.operatorsensors import OperatorSensors
+from bitwitness.guard.proven import Proven
 from bitwitness.guard.sensors import Sensors
 from bitwitness.guard.statesensors import StateSensors
 from bitwitness.guard.tracing import Tracing
@@ -86,8 +87,9 @@ class GuardWatch(Watch):
         self.kept = KeptGradients(
             lambda: self.reader.root.parameters, ranks, reporter, self.sensors.switches, self.state.seal_due
         )
+        self.proven = Proven(ranks)
         self._lost = LostVerdicts(
-            lambda: self.sensors.exact.mismatch or self.kept.mismatch, lambda: self.investigation.devices
+            lambda: self.sensors.exact.mismatch or self.proven.mismatch, lambda: self.investigation.devices
         )
         self._investigations: ByParameters[Investigation] = ByParameters()
         self._follow_up = FollowUp(self.reader, self.sensors, self.investigation, self.deep, ranks, self.kept)
@@ -217,6 +219,7 @@ class GuardWatch(Watch):
         compare = None if self.uneven.before else self.investigation.compare_replicas
         findings += self.state.look(record, light, compare, deep=deep)
         findings += self.kept.look(light, record.number, alone=compare is None)
+        self.proven.settle(findings, together=deep or self.state.seal_due(record.number))
         return self._follow_up.follow(step, light, findings, deep=deep)
 
     def finish(self, *, broken_off: bool) -> None:

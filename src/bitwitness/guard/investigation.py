@@ -43,7 +43,7 @@ _CALIBRATIONS = (1, 3, 10)
 _CALIBRATE_EVERY = 1000
 _LONGEST_REST = 1024  # steps; doubling is bounded, so that a sensor that was wrong for long is heard again
 _RECHECKS = 3  # steps replayed after one that came out otherwise: what comes back is the script's own doing
-_EXACT = ("checksum", "replicas", "seal", "gradients", "optimizer", "collective", "recompute")
+_EXACT = ("checksum", "twice", "replicas", "seal", "gradients", "optimizer", "collective", "recompute")
 _NO_FAULT = (Cause.DISMISSED, Cause.INCONCLUSIVE, Cause.DATA, Cause.SOFTWARE)
 
 

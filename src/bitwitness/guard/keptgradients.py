@@ -6,7 +6,6 @@ given the same bits answer for one another: a script's write (``p.grad.data``) c
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,10 +19,8 @@ from bitwitness.guard.seals import GRADIENTS, SealJudgement
 from bitwitness.guard.switches import Switches
 from bitwitness.ranks import Ranks
 from bitwitness.sense.held import GRAD, Name, is_readable, read
-from bitwitness.sense.mismatch import Mismatch
 from bitwitness.sense.seal import Broken, Seal
 from bitwitness.session.reporter import Reporter
-from bitwitness.site import Site
 
 
 class KeptGradients:
@@ -51,14 +48,9 @@ class KeptGradients:
         self._parameters, self._ranks, self._switches, self._due = parameters, ranks, switches, due
         self.seals = SealJudgement(reporter, ranks.rank, GRADIENTS)
         self._sealed: Seal | None = None
-        self.mismatch: Mismatch | None = None
-        """What the last step that was looked at has lost, if it is proven; the same on every rank."""
-        self.steps = self.tensors = self.bytes = 0
-
-    @property
-    def lost_here(self) -> bool:
+        self.lost_here = False
         """Whether it is proven that this rank's gradients are not what the backward has left."""
-        return self.mismatch is not None and self._ranks.rank in self.mismatch.ranks
+        self.steps = self.tensors = self.bytes = 0
 
     def left(self, number: int) -> None:
         """Read what the backward of a step has left, if the step is looked at."""
@@ -77,7 +69,7 @@ class KeptGradients:
 
     def look(self, light: LightStep, number: int, *, alone: bool) -> list[Finding]:
         """Compare what is about to be used with what was left; collective, unless ``alone``."""
-        sealed, self._sealed, self.mismatch = self._sealed, None, None
+        sealed, self._sealed = self._sealed, None
         broken: list[Broken] = []
         if sealed is not None:
             self._switches.do("gradients", lambda: broken.extend(sealed.broken(read(self._gradients()))))
@@ -90,7 +82,7 @@ class KeptGradients:
             here = self._ranks.rank in others.lost
             ask = partial(self.seals.judge, broken, light.step, compared=others.alike and not others.lost, desync=here)
             told = self._switches.ask("gradients", ask)
-        self._conclude(told, others if several else None)
+        self.lost_here = any(finding.severity is Severity.ERROR for finding in told)
         return told
 
     def table(self) -> dict[str, int]:
@@ -100,38 +92,17 @@ class KeptGradients:
     def _ask_others(self, sealed: Seal | None, broken: list[Broken]) -> _Others:
         """Learn who else was given the same gradients, and has them still; collective."""
         word = 0 if sealed is None or not len(sealed) else sealed.word
-        row = torch.tensor([word, len(broken), int(self.seals.watching)], dtype=torch.int64)
-        told = self._ranks.gather(row).tolist()
-        words = [word for word, *_ in told]
-        return _Others(
-            lost_alone(told), words.count(words[self._ranks.rank]) > 1, any(row[1] or row[2] for row in told)
-        )
-
-    def _conclude(self, told: list[Finding], others: _Others | None) -> None:
-        """Settle with the other ranks what is proven; collective, where there are ``others`` and any of them has something."""
-        proven = next((finding for finding in told if finding.severity is Severity.ERROR), None)
-        mine = "" if proven is None else json.dumps([proven.message, proven.site.short, proven.evidence], default=str)
-        if others is None:
-            texts = {self._ranks.rank: mine}
-        elif others.eventful:
-            texts = dict(enumerate(self._ranks.gather_text(mine)))
-        else:
-            return
-        texts = {rank: text for rank, text in texts.items() if text}
-        if texts:
-            message, site, evidence = json.loads(next(iter(texts.values())))
-            self.mismatch = Mismatch(
-                message, tuple(texts), Site.parse(site), {"gradient": evidence}, "lost what it held"
-            )
+        told = self._ranks.gather(torch.tensor([word, len(broken)], dtype=torch.int64)).tolist()
+        words = [word for word, _ in told]
+        return _Others(lost_alone(told), words.count(words[self._ranks.rank]) > 1)
 
 
 @dataclass(frozen=True, slots=True)
 class _Others:
-    """What the ranks said: who alone has lost something, whether others were given the same, whether anybody saw anything."""
+    """What the ranks said: who alone has lost something, and whether others were given the same as this one."""
 
     lost: tuple[int, ...] = ()
     alike: bool = False
-    eventful: bool = False
 
 
 def lost_alone(told: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -143,5 +114,5 @@ def lost_alone(told: Sequence[Sequence[int]]) -> tuple[int, ...]:
         By rank: the hash of what it was given (0: nothing was read), and how many tensors have changed since.
 
     """
-    kept = {word for word, changed, *_ in told if word and not changed}
-    return tuple(rank for rank, (word, changed, *_) in enumerate(told) if changed and word in kept)
+    kept = {word for word, changed in told if word and not changed}
+    return tuple(rank for rank, (word, changed) in enumerate(told) if changed and word in kept)

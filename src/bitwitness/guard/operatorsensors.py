@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, Protocol
@@ -16,9 +17,14 @@ from bitwitness.guard.switches import Switches
 from bitwitness.nonfinite.approach import ApproachSensor
 from bitwitness.replay.run import Replayer, ReplayError
 from bitwitness.sense.checksum import ChecksumSensor
+from bitwitness.sense.twice import TwiceSensor
 from bitwitness.tap.compat import OpOverload
+from bitwitness.tap.modes import mode_in_doubt
 from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.operators import OpCall, OperatorTap
+
+_RESULTS = ("checksum", "twice")
+"""The sensors that hold an operator's result against what it must be."""
 
 
 class _Looking(Protocol):
@@ -44,6 +50,8 @@ class OperatorSensors:
         Checks matrix products and attention; None to leave them out.
     approach
         Measures how close results come to the ends of narrow dtypes; None to leave it out.
+    twice
+        Computes again what nothing else checks; None to leave it out.
     exact
         Look at collectives and at recomputed activations under the same tap; None to leave them out.
 
@@ -56,9 +64,10 @@ class OperatorSensors:
         *,
         checksum: ChecksumSensor | None,
         approach: ApproachSensor | None,
+        twice: TwiceSensor | None = None,
         exact: ExactSensors | None = None,
     ) -> None:
-        self.checksum, self.approach, self.exact = checksum, approach, exact
+        self.checksum, self.approach, self.twice, self.exact = checksum, approach, twice, exact
         self.census = Census()
         self._switches = switches
         self._active: dict[str, _Looking] = {}
@@ -71,6 +80,8 @@ class OperatorSensors:
         self.not_looked_again: str | None = None
         self._now = root.now
         self._checking_seconds = 0.0
+        self.under_modes: Counter[str] = Counter()
+        """Calls under a dispatch mode of the script's that may make something else of results, by its class."""
 
     def tap(self, *, ranges: bool = True) -> AbstractContextManager[Any] | None:
         """Return the dispatch mode of a deep step; what is compiled for the first time meanwhile can be so later.
@@ -93,7 +104,12 @@ class OperatorSensors:
     def _handlers(self) -> dict[str, _Looking]:
         """Return the sensors that look at operators and are on."""
         exact = self.exact if self.exact is not None and self.exact.any_on else None
-        here: dict[str, _Looking | None] = {"checksum": self.checksum, "approach": self.approach, "collective": exact}
+        here: dict[str, _Looking | None] = {
+            "checksum": self.checksum,
+            "twice": self.twice,  # of what the checksum has not checked
+            "approach": self.approach,
+            "collective": exact,
+        }
         resting = self.approach is not None and self.approach.resting
         return {
             name: sensor
@@ -124,8 +140,12 @@ class OperatorSensors:
             self._switches.turn_off("checksum", error)
 
     def _checked(self, call: OpCall) -> None:
-        started = self._now()
+        started, doubt = self._now(), mode_in_doubt()
+        if doubt is not None:
+            self.under_modes[doubt] += 1
         for name, sensor in self._active.items():
+            if doubt is not None and name in _RESULTS:
+                continue  # the result may be the mode's, and no operator's
             try:
                 if name not in self._switches.off and sensor.select(call.func):
                     sensor(call)
@@ -138,6 +158,17 @@ class OperatorSensors:
         if self.checksum is None:
             return []
         return self._switches.ask("checksum", partial(self.checksum.drain, light.step, light.rank))
+
+    def differing(self, light: LightStep) -> list[Finding]:
+        """Return which of a deep step's operators gave other bits the second time."""
+        if self.twice is None:
+            return []
+        return self._switches.ask("twice", partial(self.twice.drain, light.step, light.rank))
+
+    def dismissed(self, findings: list[Finding]) -> None:
+        """Mind that experiments explained nothing of these."""
+        if self.twice is not None:
+            self.twice.dismissed(findings)
 
     def ranges(self, light: LightStep) -> list[Finding]:
         """Return what a deep step's operators showed of the ends of their dtypes."""
@@ -159,3 +190,5 @@ class OperatorSensors:
         """Have only a share of a deep step's operators checked, by turns."""
         if self.checksum is not None:
             self.checksum.one_in = count
+        if self.twice is not None:
+            self.twice.share = count

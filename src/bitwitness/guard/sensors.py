@@ -25,6 +25,7 @@ from bitwitness.sense.checksum import ChecksumSensor, Scheme
 from bitwitness.sense.nonfinite import NonfiniteSensor
 from bitwitness.sense.peers import PeersSensor
 from bitwitness.sense.trend import TrendSensor
+from bitwitness.sense.twice import TwiceSensor
 from bitwitness.sense.weights import WeightsSensor
 from bitwitness.session.reporter import Reporter
 from bitwitness.stats.history import History
@@ -73,6 +74,7 @@ class Sensors:
             self.switches,
             checksum=_checksum(config),
             approach=ApproachSensor(config.nonfinite.extreme) if config.nonfinite.enabled else None,
+            twice=TwiceSensor(config.twice.one_in) if config.twice.enabled else None,
             exact=self.exact,
         )
         self.reference = ReferenceSchemes(config, root, ranks, clock)
@@ -128,6 +130,7 @@ class Sensors:
             "feature": self._config.feature.schemes or None,
             "checksum": operators.checksum,
             "approach": operators.approach,
+            "twice": operators.twice,
             "replicas": (several and self._config.replicas.enabled) or None,
             "seal": self._config.seal.enabled or None,
             "gradients": self._config.seal.enabled or None,
@@ -155,8 +158,9 @@ class Sensors:
         failed = self.operators.failed_checksums(light) if deep else []
         if not self.alone:
             self.reference.advance(failed)
-        exact = self.exact.look(light, alone=self.alone) if deep else []
-        return findings + failed + exact
+        if deep:
+            findings += failed + self.operators.differing(light) + self.exact.look(light, alone=self.alone)
+        return findings
 
     def learn(self, light: LightStep, *, false_alarm: bool = False) -> None:
         """Take a step that was not proven wrong into the sensors' histories.

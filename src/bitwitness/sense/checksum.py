@@ -27,6 +27,7 @@ from bitwitness.sense.checksum_rows import check_rows, is_checked_by_row
 from bitwitness.sense.flops import carries_flops, flops_of
 from bitwitness.sense.invariant import FIGURES, Invariant, Signs
 from bitwitness.sense.selftest import seen, self_test
+from bitwitness.sense.turns import Turns, is_small
 from bitwitness.site import Site
 from bitwitness.tap.compat import OpOverload
 from bitwitness.tap.modules import ModuleTracker
@@ -61,8 +62,8 @@ class ChecksumSensor:
     seed
         Seed of the weights' own generator.
     rows_one_in
-        Of the operators between products one in so many is checked on a step, by turns: they are many, and reading them is most
-        of what they cost.
+        Of the large operators between products one in so many is checked on a step, by turns: they are many, and reading them
+        is most of what they cost.
 
     Raises
     ------
@@ -89,10 +90,8 @@ class ChecksumSensor:
         """The largest healthy residual over its threshold so far, of those that have reached the host."""
         self.one_in = 1
         """One operator in so many is checked, by turns; settle it between steps."""
-        self._turn = 0
-        self._place = 0
         self._rows_one_in = rows_one_in
-        self._row = 0
+        self._turns, self._row_turns = Turns(), Turns()
 
     def select(self, func: OpOverload) -> bool:
         """Return whether an operator is looked at: those that carry FLOPs, and those whose rows have a checksum."""
@@ -103,7 +102,7 @@ class ChecksumSensor:
         flops, by_row = flops_of(call), is_checked_by_row(call.func)
         if not by_row:
             self._seen[call.op] += flops
-        if not self._has_turn(by_row):
+        if not self._has_turn(call, by_row):
             return  # another step's turn
         with torch.no_grad():
             product = product_of(call) if call.op in READERS else None
@@ -113,16 +112,16 @@ class ChecksumSensor:
                 invariants = self._product(product) if product is not None else self._attention(call)
             if invariants is None:
                 return
+            call.checked = True
             self._checked[call.op] += call.outputs[0].numel() if by_row else flops
             self._calls[call.op] += 1
             for invariant in invariants:
                 self._note(call, product, invariant)
 
-    def _has_turn(self, by_row: bool) -> bool:
-        self._place += not by_row
-        self._row += by_row
-        place, one_in = (self._row, self.one_in * self._rows_one_in) if by_row else (self._place, self.one_in)
-        return place % one_in == self._turn % one_in
+    def _has_turn(self, call: OpCall, by_row: bool) -> bool:
+        if not by_row:
+            return self._turns.has_one(self.one_in)
+        return self._row_turns.has_one(self.one_in * (1 if is_small(call.outputs) else self._rows_one_in))
 
     def _product(self, product: Product) -> list[Invariant] | None:
         if not product.out.numel():
@@ -162,7 +161,8 @@ class ChecksumSensor:
     def drain(self, step: int, rank: int) -> list[Finding]:
         """Return what failed since the last time; waits for each device once."""
         pending, self._pending = self._pending, []
-        self._turn, self._place, self._row = self._turn + 1, 0, 0
+        self._turns.next_step()
+        self._row_turns.next_step()
         found = []
         for noted, row in zip(pending, _to_host([p.invariant.figures for p in pending]), strict=True):
             figures = dict(zip(FIGURES, row, strict=True))

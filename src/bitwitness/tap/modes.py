@@ -34,6 +34,17 @@ def scripts_modes() -> tuple[list[Any], list[Any]]:
     return _theirs(function_modes()), _theirs(dispatching)
 
 
+def mode_in_doubt() -> str | None:
+    """Return the class of a dispatch mode of the script's that may make something else of results; None where there is none.
+
+    Torch's own (a FLOP counter) look on.
+    """
+    for mode in _theirs(_aside.get() or dispatch_modes()):
+        if not type(mode).__module__.startswith("torch."):
+            return type(mode).__name__
+    return None
+
+
 def is_ours(thing: Any) -> bool:
     """Tell whether a mode, an object, a function or a class is one of bitwitness's."""
     return str(getattr(thing, "__module__", "")).startswith("bitwitness.")

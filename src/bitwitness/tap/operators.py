@@ -30,7 +30,10 @@ from bitwitness.tap.ownwork import in_own_work, own_work
 
 @dataclass(slots=True)
 class OpCall:
-    """One operator call: what ran, where, on what, and what came out. ``own``: bitwitness ran it, not the training."""
+    """One operator call: what ran, where, on what, and what came out.
+
+    ``own``: bitwitness ran it, not the training. ``checked``: a handler has held it against what it must give.
+    """
 
     func: OpOverload
     args: tuple[Any, ...]
@@ -41,6 +44,7 @@ class OpCall:
     phase: str
     call: int
     own: bool = False
+    checked: bool = False
 
     def site(self, slot: str = "out0") -> Site:
         """Return the site of one of the call's values."""
