@@ -88,16 +88,17 @@ def test_all_of_these_operators_were_checked() -> None:
     assert set(CHECKS) - set(checked) == {"copy_"}
 
 
-def test_each_operator_has_its_turn() -> None:
+@pytest.mark.parametrize(("rows", "each"), [(600, 1), (64, 2)], ids=["large", "small"])
+def test_each_large_operator_has_its_turn_and_the_small_are_always_checked(rows, each) -> None:
     sensor = ChecksumSensor()
-    x = torch.ones(64, 64)
-    for _ in range(2):
+    x = torch.ones(rows, 600)
+    for step in range(1, 3):
         with OperatorTap(ModuleTracker(), sensor, sensor.select):
             _ = x + x
             _ = x - x
         sensor.drain(0, 0)
-        assert sum(count for count, _ in sensor.checked_calls.values()) in (1, 2)
-    assert {op: count for op, (count, _) in sensor.checked_calls.items()} == {"add": 1, "sub": 1}
+        assert sum(count for count, _ in sensor.checked_calls.values()) == step * each
+    assert {op: count for op, (count, _) in sensor.checked_calls.items()} == {"add": each, "sub": each}
 
 
 def test_flat_parameters_and_narrow_rows_are_left_alone() -> None:

@@ -284,5 +284,10 @@ def test_periods_that_were_set_are_those_that_are_told() -> None:
         return guard.coverage()["sensors"]["periods"]
 
     assert periods() == {}
-    assert periods(seal={"every": 7}) == {"seal": 7}
-    assert periods(deep_every=0, update={"every": 3}) == {"optimizer": 3, "replicas": 100, "seal": 100}
+    assert periods(seal={"every": 7}) == {"seal": 7, "gradients": 7}
+    assert periods(deep_every=0, update={"every": 3}) == {
+        "optimizer": 3,
+        "replicas": 100,
+        "seal": 100,
+        "gradients": 100,
+    }

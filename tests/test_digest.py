@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -7,8 +8,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from bitwitness import UsageError
-from bitwitness.stats import bit_hash
-from bitwitness.stats.digest import ROW_BYTES
+from bitwitness.stats import HashBatch, bit_hash, digest, hashmany
+from bitwitness.stats.changed import change_of
+from bitwitness.stats.digest import ROW_BYTES, flat_bits
+from bitwitness.stats.hashmany import LARGEST, hash_together
+from bitwitness.stats.reader import built
 
 DTYPES = [
     torch.float64,
@@ -272,3 +276,43 @@ def test_parameters_and_grad_mode_are_left_alone():
 def test_meta_and_quantized_tensors_are_named():
     with pytest.raises(UsageError, match=r"shape \[3\] is on the meta device and holds no numbers; materialise"):
         bit_hash(torch.empty(3, device="meta"))
+
+
+_LENGTHS = (0, 1, 3, 7, 8, 100, 1021, 2041, 2042, 2043, 2044, 4084, 8167, 8168, 8172, 70_000)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.int64)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(_LENGTHS) | st.integers(0, 40_000), st.sampled_from(_DTYPES)), min_size=1, max_size=12
+    )
+)
+@settings(max_examples=40, deadline=None)
+def test_tensors_that_are_hashed_together_have_the_hashes_that_they_have_alone(tensors) -> None:
+    made = [(torch.randn(length) * 100).to(dtype) for length, dtype in tensors]
+    alone = [int(bit_hash(x)) for x in made]
+    for compiled in (True, False):  # as an accelerator hashes, too
+        with mock.patch.object(hashmany, "built", built if compiled else lambda: None):
+            flats = [flat for flat in map(flat_bits, made) if compiled or not ROW_BYTES < flat.nbytes < ROW_BYTES + 4]
+            expected = [
+                h for h, x in zip(alone, made, strict=True) if compiled or not ROW_BYTES < x.nbytes < ROW_BYTES + 4
+            ]
+            if flats:
+                assert hash_together(flats).hashes.tolist() == expected
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_what_is_kept_of_tensors_that_are_read_together_tells_which_word_has_changed(compiled, monkeypatch) -> None:
+    monkeypatch.setattr(digest, "can_be_together", lambda flat: flat.nbytes <= LARGEST)
+    monkeypatch.setattr(hashmany, "built", built if compiled else lambda: None)
+    made = [torch.randn(n) for n in (300, 5000, 20_000, 9, 2042)]
+    for index, at in ((0, 17), (1, 4999), (2, 12_345), (3, 8), (4, 2041)):
+        before, after = HashBatch(), HashBatch()
+        before.add_all(made)
+        made[index].view(torch.int32)[at] ^= 1 << 20
+        after.add_all(made)
+        assert [int(a == b) for a, b in zip(before.on_host(), after.on_host(), strict=True)].count(0) == 1
+        change = change_of(before.kept(index), after.kept(index), flat_bits(made[index]))
+        assert change.word is not None
+        assert change.word.flipped == 1
+        assert change.word.at // 4 == at // 2 * 2

@@ -261,7 +261,9 @@ def test_an_accelerator_gives_the_same_features():
     here, there = features_of(grads), features_of([grad.cuda() for grad in grads])
     assert torch.equal(here.digest, there.digest.cpu())
     torch.testing.assert_close(there.absmax.cpu(), here.absmax, rtol=0, atol=0)
-    torch.testing.assert_close(there.l2.cpu(), here.l2)
+    torch.testing.assert_close(
+        there.l2.cpu(), here.l2, rtol=1e-4, atol=0
+    )  # either sums a million numbers in its own order
     with_nan = torch.tensor([1.0, math.nan, math.inf], device="cuda")
     assert math.isnan(features_of([with_nan]).absmax[0])
 

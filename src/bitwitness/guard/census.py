@@ -7,7 +7,7 @@ layers, by `sense.flops`); of any other operator each element of the result coun
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
@@ -59,22 +59,24 @@ class Census:
     """Counts the calls of deep steps."""
 
     def __init__(self) -> None:
-        self._calls: Counter[OpOverload] = Counter()
-        self._elements: defaultdict[OpOverload, int] = defaultdict(int)
+        self._seen: dict[OpOverload, list[int]] = {}  # calls, elements: hashing an overload is most of what this costs
 
     def __call__(self, func: OpOverload, result: Any) -> None:
         """Count one call; nothing is read of its numbers."""
-        self._calls[func] += 1
+        seen = self._seen.get(func)
+        if seen is None:
+            seen = self._seen[func] = [0, 0]
+        seen[0] += 1
         with suppress(Exception):  # a tensor of the script's own class, say: this runs inside its training
             if isinstance(result, torch.Tensor):
-                self._elements[func] += result.numel()
+                seen[1] += result.numel()
             elif isinstance(result, tuple | list) and (tensors := tensors_in(result)):
-                self._elements[func] += tensors[0].numel()
+                seen[1] += tensors[0].numel()
 
     def collectives(self) -> dict[str, int]:
         """Return the collectives that were called on deep steps, by name."""
         found: Counter[str] = Counter()
-        for func, count in self._calls.items():
+        for func, (count, _) in self._seen.items():
             if is_collective(func) and computes_or_sends(func):
                 found[func.overloadpacket.__name__.strip("_")] += count
         return dict(found)
@@ -94,14 +96,14 @@ class Census:
         kinds: dict[str, dict[str, Any]] = {}
         work = Counter[str]()
         whose: dict[str, str] = {}
-        for func, count in self._calls.items():
+        for func, (count, elements) in self._seen.items():
             kind = kind_of(func)
             if kind is None or kind == COLLECTIVE:
                 continue
             op = func.overloadpacket.__name__
             names[op] += count
             whose[op] = kind
-            work[op] = flops.get(op, 0) or work[op] + self._elements[func]
+            work[op] = flops.get(op, 0) or work[op] + elements
         for op, count in names.items():
             row = kinds.setdefault(
                 whose[op], {"calls": 0, "checked": 0, "operations": 0, "operations_checked": 0, "ops": {}, "never": {}}

@@ -57,10 +57,15 @@ def coverage_table(watch: GuardWatch) -> dict[str, Any]:
         **compared,
     }
     table |= exact
-    if (twice := sensors.operators.twice) is not None:
+    twice = sensors.operators.twice
+    if twice is not None:
         table["twice"] = twice.coverage()
     if checksum is not None:
-        table["operators"] = {**checksum.coverage(), "census": census.table(checksum.flops, checksum.checked_calls)}
+        checked = dict(checksum.checked_calls)
+        for op, (count, work) in twice.checked_calls.items() if twice is not None else ():
+            before = checked.get(op, (0, 0))
+            checked[op] = before[0] + count, before[1] + work
+        table["operators"] = {**checksum.coverage(), "census": census.table(checksum.flops, checked)}
     return table
 
 

@@ -43,7 +43,9 @@ class LostVerdicts:
         verdict = outcome.verdict
         evidence = {**verdict.evidence, **wrong.evidence}
         # a gradient that is not what it was is held against replays as it is
-        same = "gradients" in wrong.evidence and verdict.cause is Cause.TRANSIENT_HARDWARE and verdict.ranks == wrong.ranks
+        same = (
+            "gradients" in wrong.evidence and verdict.cause is Cause.TRANSIENT_HARDWARE and verdict.ranks == wrong.ranks
+        )
         if not (same or verdict.cause in (Cause.DISMISSED, Cause.INCONCLUSIVE)) or outcome.apart:
             outcome.verdict = replace(verdict, evidence=evidence, message=f"{verdict.message}; also: {wrong.text}")
             return

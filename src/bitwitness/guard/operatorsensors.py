@@ -71,6 +71,7 @@ class OperatorSensors:
         self.census = Census()
         self._switches = switches
         self._active: dict[str, _Looking] = {}
+        self._asked: dict[OpOverload, list[str]] = {}
         self._tracker = ModuleTracker()
         self._tracker.name_tree(root.root)
         if exact is not None:
@@ -88,7 +89,7 @@ class OperatorSensors:
 
         ``ranges``: measure how close results come to the ends of narrow dtypes, too.
         """
-        self._active = self._handlers()
+        self._active, self._asked = self._handlers(), {}
         if not ranges:
             self._active.pop("approach", None)
         if not self._active:
@@ -128,7 +129,7 @@ class OperatorSensors:
 
     def look_again(self, replayer: Replayer, record: StepRecord) -> None:
         """Execute a step with compiled code once more, eagerly, under the operator tap; its result is thrown away."""
-        self._active = self._handlers()
+        self._active, self._asked = self._handlers(), {}
         if not self._active:
             return
         try:
@@ -143,12 +144,14 @@ class OperatorSensors:
         started, doubt = self._now(), mode_in_doubt()
         if doubt is not None:
             self.under_modes[doubt] += 1
-        for name, sensor in self._active.items():
-            if doubt is not None and name in _RESULTS:
+        asked = self._asked.get(call.func)
+        if asked is None:
+            asked = self._asked[call.func] = [name for name, one in self._active.items() if one.select(call.func)]
+        for name in asked:
+            if name in self._switches.off or (doubt is not None and name in _RESULTS):
                 continue  # the result may be the mode's, and no operator's
             try:
-                if name not in self._switches.off and sensor.select(call.func):
-                    sensor(call)
+                self._active[name](call)
             except Exception as error:
                 self._switches.turn_off(name, error)
         self._checking_seconds += self._now() - started

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from bitwitness.errors import UsageError
 from bitwitness.finding import Finding, Severity
@@ -25,7 +24,7 @@ from bitwitness.sense.checksum_product import check_product
 from bitwitness.sense.checksum_reference import check_reference
 from bitwitness.sense.checksum_rows import check_rows, is_checked_by_row
 from bitwitness.sense.flops import carries_flops, flops_of
-from bitwitness.sense.invariant import FIGURES, Invariant, Signs
+from bitwitness.sense.invariant import Invariant, Signs
 from bitwitness.sense.selftest import seen, self_test
 from bitwitness.sense.turns import Turns, is_small
 from bitwitness.site import Site
@@ -103,7 +102,8 @@ class ChecksumSensor:
         if not by_row:
             self._seen[call.op] += flops
         if not self._has_turn(call, by_row):
-            return  # another step's turn
+            call.checked = True  # in another step
+            return
         with torch.no_grad():
             product = product_of(call) if call.op in READERS else None
             if by_row:
@@ -145,13 +145,13 @@ class ChecksumSensor:
         on_host = output.device.type == "cpu" if self._deferred is None else not self._deferred
         if on_host:
             # A product's inputs may be overwritten as soon as this returns, so it is confirmed now or never.
-            ratio, index, _, _, overflowed = invariant.figures.tolist()
+            ratio = invariant.worst.item()
             if ratio <= 1:
                 self.largest_ratio = max(self.largest_ratio, ratio)
-                if not overflowed:
+                if invariant.overflowed is None or not invariant.overflowed:
                     return
             elif product is not None and self._scheme == "signs":
-                element = compare_row_with_float64(product, int(index))
+                element = compare_row_with_float64(product, int(invariant.index) // invariant.per_row)
                 if not element.wrong:
                     self._unconfirmed += 1
                     return
@@ -164,14 +164,16 @@ class ChecksumSensor:
         self._turns.next_step()
         self._row_turns.next_step()
         found = []
-        for noted, row in zip(pending, _to_host([p.invariant.figures for p in pending]), strict=True):
-            figures = dict(zip(FIGURES, row, strict=True))
-            if figures["overflowed"]:
+        for noted, (worst, index, overflowed) in zip(pending, _to_host([p.invariant for p in pending]), strict=True):
+            if worst <= 1:
+                self.largest_ratio = max(self.largest_ratio, worst)
+                if not overflowed:
+                    continue
+            figures = noted.invariant.figures(worst, int(index), int(overflowed))
+            if overflowed:
                 found.append(_overflow(noted, figures, step, rank))
-            if not figures["ratio"] <= 1:
+            if not worst <= 1:
                 found.append(_failure(noted, figures, step, rank))
-            else:
-                self.largest_ratio = max(self.largest_ratio, figures["ratio"])
         self._dropped += max(0, len(found) - _LIMIT)
         return found[:_LIMIT]
 
@@ -212,16 +214,20 @@ class ChecksumSensor:
         }
 
 
-def _to_host(figures: list[Tensor]) -> list[list[float]]:
-    """Move the figures of all checks, device by device, in one transfer each; keep their order."""
+def _to_host(invariants: list[Invariant]) -> list[tuple[float, float, float]]:
+    """Bring the worst ratio, its index and the overflows of all checks, device by device, in one transfer each; in order."""
     by_device: dict[torch.device, list[int]] = defaultdict(list)
-    for position, tensor in enumerate(figures):
-        by_device[tensor.device].append(position)
-    rows: list[list[float]] = [[] for _ in figures]
+    for position, invariant in enumerate(invariants):
+        by_device[invariant.worst.device].append(position)
+    rows = [(0.0, 0.0, 0.0)] * len(invariants)
     for positions in by_device.values():
-        moved = torch.stack([figures[p] for p in positions]).cpu().tolist()
-        for position, row in zip(positions, moved, strict=True):
-            rows[position] = row
+        mine = [invariants[position] for position in positions]
+        none = mine[0].index.new_zeros(())
+        overflows = [none if i.overflowed is None else i.overflowed for i in mine]
+        parts = [[i.worst.double() for i in mine], [i.index for i in mine], overflows]
+        moved = torch.stack([torch.stack(part).double() for part in parts], 1).cpu().tolist()
+        for position, (worst, index, overflowed) in zip(positions, moved, strict=True):
+            rows[position] = worst, index, overflowed
     return rows
 
 

@@ -71,10 +71,10 @@ def check_product(product: Product, signs: Signs) -> Invariant | None:
         expected, size = expected + product.beta * bias_w, size + abs(product.beta) * bias_size
     sums, norms = _row_sums(out, w, blocks)
     # A wrong C shall not widen its own threshold without bound, nor a large one lose it: ||A_m|| ||B|| bounds a right one.
-    norms = torch.where(torch.isfinite(norms), norms, size)
+    norms = torch.where(norms < math.inf, norms, size)  # nor NaN, of which nothing is true
     residual = (sums - expected).abs_()
     threshold = row_threshold(product, norms, size, expected) + running
-    judged = torch.isfinite(threshold + expected)
+    judged = (threshold + expected).abs_() < math.inf
     if out.dtype is not torch.float16:
         return largest("C w = A (B w)", residual, threshold, judged, per_row=blocks)
     reach = size >= torch.finfo(torch.float16).max  # a true bound of each element: below it, none can overflow

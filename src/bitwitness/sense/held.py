@@ -115,8 +115,7 @@ class HeldState:
 def read(tensors: dict[Name, torch.Tensor]) -> Reading:
     """Hash tensors, each read once; waits for their devices."""
     batch = HashBatch()
-    for tensor in tensors.values():
-        batch.add(tensor)
+    batch.add_all(tensors.values())
     return Reading(tensors, batch, batch.on_host())
 
 

@@ -8,20 +8,44 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-FIGURES = ("ratio", "index", "residual", "threshold", "overflowed")
-
 
 @dataclass(frozen=True, slots=True)
 class Invariant:
-    """One identity, checked on one call.
+    """One identity, checked on one call; the tensors are on the operator's device.
 
-    ``figures``: float64 [5] on the operator's device, named by `FIGURES`: the largest residual over its threshold, the flat
-    index where it is, residual and threshold there, and how many rows overflowed by their own values. ``ratio`` above 1
-    is a failure.
+    Attributes
+    ----------
+    name
+        The identity.
+    worst
+        The largest residual over its threshold, 0-d; above 1, or NaN, is a failure.
+    index
+        Where that is, flat, int64, 0-d; ``per_row`` of them are a row.
+    residual, threshold
+        All of either.
+    overflowed
+        How many rows overflowed by their own values, 0-d; None where none can.
+
     """
 
     name: str
-    figures: Tensor
+    worst: Tensor
+    index: Tensor
+    residual: Tensor
+    threshold: Tensor
+    overflowed: Tensor | None
+    per_row: int
+
+    def figures(self, worst: float, index: int, overflowed: int) -> dict[str, float]:
+        """Return what is told of it: the ratio, row, residual and threshold of the worst place; waits for the device."""
+        there = torch.stack([values.reshape(-1)[index].double() for values in (self.residual, self.threshold)]).tolist()
+        return {
+            "ratio": math.inf if math.isnan(worst) else worst,
+            "index": float(index // self.per_row),
+            "residual": there[0],
+            "threshold": there[1],
+            "overflowed": float(overflowed),
+        }
 
 
 def largest(
@@ -38,12 +62,10 @@ def largest(
     All tensors have one shape and at least one element; ``per_row`` of them in a row share one index. A residual that is not
     finite fails: ``judged`` (bool) is to be True only where the inputs, and therefore the threshold, are finite.
     """
-    ratio = (residual / threshold).nan_to_num_(nan=math.inf, posinf=math.inf)
-    worst, index = ratio.masked_fill_(~judged, 0.0).reshape(-1).max(0)
-    at = index.reshape(1)
-    there = [values.reshape(-1).index_select(0, at)[0].double() for values in (residual, threshold)]
-    count = index.new_zeros(()) if overflowed is None else overflowed.sum()
-    return Invariant(name, torch.stack([worst.double(), (index // per_row).double(), *there, count.double()]))
+    ratio = torch.where(judged, residual / threshold, 0.0)
+    worst, index = ratio.reshape(-1).max(0)
+    count = None if overflowed is None else overflowed.sum()
+    return Invariant(name, worst, index, residual, threshold, count, per_row)
 
 
 class Signs:

@@ -120,11 +120,12 @@ class Seal:
     def broken(self, now: Reading) -> list[Broken]:
         """Return the tensors that changed without a trace."""
         found = []
+        before, after = self._reading.hashes.tolist(), now.hashes.tolist()
         for index, (name, tensor) in enumerate(now.tensors.items()):
             place = self._place.get(name)
             if place is None or self._marks[name] != _marks(tensor):
                 continue  # new, replaced or written to
-            if self._reading.hashes[place] != now.hashes[index]:
+            if before[place] != after[index]:
                 change = _change(self._reading, place, now, index, tensor)
                 found.append(Broken(name, tensor, change))
         return found

@@ -12,7 +12,7 @@ other, so that many of them are hashed in one batch.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,18 +20,14 @@ import torch
 from torch import Tensor
 
 from bitwitness.stats.fold import ROW_BYTES, WORD, Fold, fold, is_large
+from bitwitness.stats.hashmany import AT_ONCE, Together, can_be_together, hash_together
 from bitwitness.stats.local import local_parts
+from bitwitness.stats.mixing import COLUMNS_FROM, GOLDEN, Words, length_number, numbers, scramble
 from bitwitness.stats.reader import built
 
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, odd: the numbering step of splitmix64
-_SCRAMBLE = 0xD6E8FEB86659FD93 - (1 << 64)  # multiplier of Degski's 64-bit mixer
-_LOW_HALF = 0xFFFFFFFF  # int64 shifts to the right with its sign, which is masked away
-_COLUMNS_FROM = 1 << 32  # where the numbering of columns begins: rows never come so far
 _QUICK_WORDS = (
     1 << 15
 )  # from some 50,000 on torch's multiplication, which numpy does not vectorize, makes up for its calls
-_Words = Tensor | np.ndarray
-"""int64. Of torch or of numpy: both wrap around, and they share the operators that are used here."""
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -99,7 +95,7 @@ def joined(hashes: Sequence[Tensor]) -> Tensor:
     """Return one hash for a tensor that is stored in several parts."""
     result = hashes[0]
     for other in hashes[1:]:
-        result = result * _GOLDEN + other
+        result = result * GOLDEN + other
     return result
 
 
@@ -112,6 +108,7 @@ class HashBatch:
     def __init__(self) -> None:
         self._flats: list[Tensor] = []
         self._folds: dict[int, Fold] = {}
+        self._together: dict[int, tuple[Together, int]] = {}
 
     def __len__(self) -> int:
         return len(self._flats)
@@ -129,6 +126,9 @@ class HashBatch:
 
     def kept(self, index: int) -> tuple[Tensor, Fold | None]:
         """Return what is kept of a tensor: its `flat_bits` if it is small, else a stand-in, and its sums."""
+        if index in self._together:
+            together, place = self._together[index]
+            return together.kept(place)
         return self._flats[index], self._folds.get(index)
 
     @torch.no_grad()
@@ -144,9 +144,43 @@ class HashBatch:
         self._flats.append(flat)
 
     @torch.no_grad()
+    def add_all(self, tensors: Iterable[Tensor]) -> None:
+        """Read many at once, which on an accelerator takes hardly more launches than one."""
+        several: dict[int, Tensor] = {}
+        for tensor in tensors:
+            flat = flat_bits(local_parts(tensor)[0])
+            if can_be_together(flat):
+                several[len(self._flats)] = flat
+                self._flats.append(flat.new_empty(0))
+            else:
+                self.add(tensor)
+        for members in _heaps(several):
+            together = hash_together([several[index] for index in members])
+            self._together |= {index: (together, place) for place, index in enumerate(members)}
+
+    @torch.no_grad()
     def finish(self) -> list[Tensor]:
         """Return the hashes in the order of adding: int64, 0-d, on the tensors' devices."""
-        return hashes_of(self._flats, self._folds)
+        alone = [index for index in range(len(self._flats)) if index not in self._together]
+        folds = {place: self._folds[index] for place, index in enumerate(alone) if index in self._folds}
+        found = dict(zip(alone, hashes_of([self._flats[index] for index in alone], folds), strict=True))
+        found |= {index: together.hashes[place] for index, (together, place) in self._together.items()}
+        return [found[index] for index in range(len(self._flats))]
+
+
+def _heaps(flats: Mapping[int, Tensor]) -> Iterator[list[int]]:
+    """Yield tensors of one device each, by number, as many as are laid end to end at a time."""
+    heaps: dict[torch.device, list[int]] = {}
+    sizes: dict[torch.device, int] = {}
+    for index, flat in flats.items():
+        heap = heaps.setdefault(flat.device, [])
+        sizes[flat.device] = sizes.get(flat.device, 0) + flat.nbytes
+        if heap and sizes[flat.device] > AT_ONCE:
+            yield heap
+            heaps[flat.device], sizes[flat.device] = [index], flat.nbytes
+        else:
+            heap.append(index)
+    yield from (heap for heap in heaps.values() if heap)
 
 
 def hashes_of(flats: Sequence[Tensor], folds: Mapping[int, Fold] | None = None) -> list[Tensor]:
@@ -156,12 +190,17 @@ def hashes_of(flats: Sequence[Tensor], folds: Mapping[int, Fold] | None = None) 
     """
     folds = folds or {}
     large, small = defaultdict(list), defaultdict(list)
+    several = {index: flat for index, flat in enumerate(flats) if index not in folds and can_be_together(flat)}
+    hashes: dict[int, Tensor] = {}
+    for members in _heaps(several):
+        hashes.update(zip(members, hash_together([flats[index] for index in members]).hashes.unbind(), strict=True))
     for index, flat in enumerate(flats):
+        if index in hashes:
+            continue
         if is_large(flat):
             large[flat.device].append(index)
         else:
             small[flat.device, flat.dtype, flat.numel()].append(index)
-    hashes: dict[int, Tensor] = {}
     for members in large.values():
         batch = _hash_large([folds.get(index) or fold(flats[index]) for index in members])
         hashes.update(zip(members, batch.unbind(), strict=True))
@@ -181,19 +220,19 @@ def _hash_large(folds: list[Fold]) -> Tensor:
     words = _quick(tails.view(torch.int64))
     columns = _quick(torch.stack([part.columns for part in folds]))
     columns += _shifted(words)
-    columns += _numbers(_COLUMNS_FROM, columns)
+    columns += numbers(COLUMNS_FROM, columns)
     rows = _quick(torch.cat([piece for part in folds for piece in part.rows]))
-    hashes, last = _scramble(columns).sum(1), words.sum(1)
+    hashes, last = scramble(columns).sum(1), words.sum(1)
     first = 0
     for index, part in enumerate(folds):  # slices of one: an element of numpy's array would warn when it wraps around
         mine = rows[first : first + part.count]
-        mine += _numbers(0, mine)
-        hashes[index : index + 1] += _plain(_scramble(mine).sum(), hashes)
-        last[index : index + 1] += _length_number(part.count * ROW_BYTES + len(part.tail))
+        mine += numbers(0, mine)
+        hashes[index : index + 1] += _plain(scramble(mine).sum(), hashes)
+        last[index : index + 1] += length_number(part.count * ROW_BYTES + len(part.tail))
         if len(part.tail) > ROW_BYTES:  # by up to three bytes, too few for the half word that a row must have after it
             last[index : index + 1] += _plain(_excess(part.tail), last)
         first += part.count
-    hashes += _scramble(last)
+    hashes += scramble(last)
     return torch.as_tensor(hashes)
 
 
@@ -205,10 +244,10 @@ def _excess(tail: Tensor) -> Tensor:
     """Return the bytes of a tail that has more than a row, as a multiple of an odd constant: int64, 0-d."""
     word = tail.new_zeros(WORD)
     word[: len(tail) - ROW_BYTES].copy_(tail[ROW_BYTES:])
-    return word.view(torch.int64)[0] * _GOLDEN
+    return word.view(torch.int64)[0] * GOLDEN
 
 
-def _plain(word: Any, beside: _Words) -> Any:
+def _plain(word: Any, beside: Words) -> Any:
     """Return a word as it can be added to others: numpy's arrays take no tensors."""
     return word if isinstance(beside, Tensor) else int(word)
 
@@ -223,14 +262,14 @@ def _hash_small(flats: list[Tensor]) -> Tensor:
         stacked = torch.nn.functional.pad(stacked, (0, -length % WORD // stacked.itemsize))
     words = _quick(stacked.view(torch.int64))
     columns = _shifted(words)
-    columns += _numbers(_COLUMNS_FROM, columns)
-    hashes, last = _scramble(columns).sum(1), words.sum(1)
-    last += _length_number(length)
-    hashes += _scramble(last)
+    columns += numbers(COLUMNS_FROM, columns)
+    hashes, last = scramble(columns).sum(1), words.sum(1)
+    last += length_number(length)
+    hashes += scramble(last)
     return torch.as_tensor(hashes)
 
 
-def _quick(words: Tensor) -> _Words:
+def _quick(words: Tensor) -> Words:
     """Return what computes on the same memory at the least price: of a few words on a CPU, numpy's array.
 
     A call of torch costs more, and several times as much below a dispatch mode, of which a script may have its own.
@@ -238,39 +277,9 @@ def _quick(words: Tensor) -> _Words:
     return words.numpy() if words.device.type == "cpu" and words.numel() < _QUICK_WORDS else words
 
 
-def _shifted(rows: _Words) -> _Words:
+def _shifted(rows: Words) -> Words:
     """Return the words of each row read from half a word on, around its end: a copy."""
     if isinstance(rows, Tensor):
         return rows.view(torch.int32).roll(-1, 1).view(torch.int64)
     halves = rows.view(np.int32)
     return np.concatenate((halves[:, 1:], halves[:, :1]), 1).view(np.int64)
-
-
-def _length_number(length: int) -> int:
-    """Return the number of the last row, which stands for the tensor's length in bytes."""
-    return _wrap(_GOLDEN * (-1 - length))
-
-
-def _numbers(first: int, words: _Words) -> _Words:
-    """Return multiples of an odd constant from the ``first`` on, one for each word of a row: all different."""
-    count = words.shape[-1]
-    numbers = torch.arange(count, device=words.device) if isinstance(words, Tensor) else np.arange(count)
-    numbers *= _GOLDEN
-    numbers += _wrap(_GOLDEN * first)
-    return numbers
-
-
-def _scramble(words: _Words) -> _Words:
-    """Apply Degski's 64-bit mixer in place: a bijection; each bit of the input sways each of the output."""
-    for step in range(3):
-        high = words >> 32
-        high &= _LOW_HALF
-        words ^= high
-        if step < 2:
-            words *= _SCRAMBLE
-    return words
-
-
-def _wrap(number: int) -> int:
-    """Return the signed 64-bit integer that is ``number`` modulo 2^64."""
-    return (number + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -9,12 +9,15 @@ from torch import Tensor
 
 from bitwitness.errors import UsageError
 
+_PLAIN = (Tensor, torch.nn.Parameter)
 _COMPRESSED_BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
 _COMPRESSED = (*_COMPRESSED_BY_ROW, torch.sparse_csc, torch.sparse_bsc)
 
 
 def is_wrapper(tensor: Tensor) -> bool:
     """Tell whether a tensor is of a class that holds others and is neither distributed nor jagged: a quantized weight, say."""
+    if type(tensor) in _PLAIN:
+        return False
     known = hasattr(type(tensor), "to_local") or tensor.layout == torch.jagged
     return hasattr(type(tensor), "__tensor_flatten__") and not known
 
@@ -36,6 +39,8 @@ def local_values(tensor: Tensor) -> Tensor:
 
 def local_parts(tensor: Tensor) -> list[Tensor]:
     """Return `local_values`, then the index tensors that say where the values stand (if it is not dense)."""
+    if type(tensor) in _PLAIN and _is_plain(tensor):
+        return [tensor]
     # A DTensor is known by its method: not every build of torch has the class.
     if hasattr(type(tensor), "to_local"):
         tensor = tensor.to_local()  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ from bitwitness.numerics import summing_dtype
 from bitwitness.stats.sketch import BLOCK, first_weights
 
 LIBRARY = Path(__file__).parent / "native" / "reader.so"
-_VERSION = 3
+_VERSION = 4
 KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 """The library's numbers of the types that it reads."""
 _QUICK = 1 << 16
@@ -74,6 +74,8 @@ class Reader:
             library.bitwitness_fold.restype = None
             library.bitwitness_hash.argtypes = [pointer, count, pointer, pointer, count]
             library.bitwitness_hash.restype = ctypes.c_int64
+            library.bitwitness_hash_all.argtypes = [count, *[pointer] * 7]
+            library.bitwitness_hash_all.restype = None
             matrix = (pointer, count, count, count, count, count)
             library.bitwitness_products.argtypes = [number, number, *matrix, pointer, count, pointer, pointer]
             library.bitwitness_products.restype = None
@@ -122,6 +124,29 @@ class Reader:
         places = rows.data_ptr(), rows.numel(), columns.data_ptr(), tail.data_ptr(), tail.numel()
         found: int = self._quick.bitwitness_hash(*places)
         return found
+
+    def hash_all(
+        self,
+        flats: Sequence[Tensor],
+        counts: Sequence[int],
+        rows: Tensor,
+        columns: Tensor,
+        tails: Tensor,
+        hashes: Tensor,
+    ) -> None:
+        """Do both for many tensors in memory, given by their contiguous bits; see `stats/hashmany.py` for the results.
+
+        ``counts``: how many rows each has; ``rows`` int64 [their sum], ``columns`` int64 [N, 1021] and ``tails`` int8
+        [N, 8176], both zeros, ``hashes`` int64 [N].
+        """
+        places = np.array([flat.data_ptr() for flat in flats], dtype=np.uintp)
+        lengths = np.array([flat.nbytes for flat in flats], dtype=np.int64)
+        numbers = np.array(counts, dtype=np.int64)
+        library = self._quick if lengths.sum() <= _QUICK else self._long
+        library.bitwitness_hash_all(
+            *(len(flats), places.ctypes.data, lengths.ctypes.data, numbers.ctypes.data),
+            *(rows.data_ptr(), columns.data_ptr(), tails.data_ptr(), hashes.data_ptr()),
+        )
 
     def sketch(self, values: Tensor) -> float:
         """Return the sketch that `read` takes, bit by bit."""

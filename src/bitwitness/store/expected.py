@@ -110,7 +110,7 @@ FAULTS = (
     Fault("activation's gradient", ("activation gradient",)),
     Fault("recomputed activation", ("backward",), exact=("recompute",)),
     Fault("weight's gradient", ("gradient",)),
-    Fault("gradient before its use", (), exact=("gradients",)),
+    Fault("gradient at its use", (), exact=("gradients",)),
     Fault("weight", ("weight",), exact=("replicas", "seal"), stays=True),
     Fault("optimizer's state", (), exact=("optimizer", "replicas", "seal"), stays=True),
     Fault("buffer", (), exact=("replicas", "seal"), stays=True),

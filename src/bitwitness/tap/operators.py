@@ -69,6 +69,8 @@ def _is_fake(kind: type) -> bool:
     return kind.__module__ == "torch._subclasses.fake_tensor"
 
 
+_UNASKED: Any = object()
+
 Handler = Callable[[OpCall], Any]
 """Sees a call after it ran; what it returns, unless None, takes the result's place."""
 
@@ -174,7 +176,9 @@ class OperatorTap(TorchDispatchMode):
             return NotImplemented  # a DTensor dispatches again, with the local tensors of this device
         if types and any(map(_is_fake, types)):
             return func(*args, **kwargs)  # shapes alone are worked out, for a DTensor say: nothing is computed
-        name = self._wanted[func] if func in self._wanted else self._name(func)
+        name = self._wanted.get(func, _UNASKED)
+        if name is _UNASKED:
+            name = self._name(func)
         if name is None or ((own := in_own_work()) and not self._own_work):
             return self._counted(func, func(*args, **kwargs))
         module, phase, call = self._tracker.locate(name)

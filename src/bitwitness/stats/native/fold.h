@@ -72,3 +72,16 @@ INLINE uint64_t finished(const uint64_t *rows, ptrdiff_t count, const uint64_t *
     last += numbered(word_at(beyond) - 1 - (uint64_t)(count * ROW_BYTES + length));
     return hash + scrambled(last);
 }
+
+/* The same of what has no whole row: its words turn around its own end. `bytes` are followed by zeros up to a whole word. */
+INLINE uint64_t finished_small(const unsigned char *bytes, ptrdiff_t length)
+{
+    ptrdiff_t words = length ? (length + 7) / 8 : 1;
+    uint64_t last = numbered(-(uint64_t)1 - (uint64_t)length), hash = 0;
+    for (ptrdiff_t i = 0; i < words; i++) {
+        uint64_t word = word_at(bytes + 8 * i), next = word_at(bytes + 8 * ((i + 1) % words));
+        last += word;
+        hash += scrambled(((word >> 32) | (next << 32)) + numbered((UINT64_C(1) << 32) + (uint64_t)i));
+    }
+    return hash + scrambled(last);
+}

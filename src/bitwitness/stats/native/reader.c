@@ -121,7 +121,7 @@ INLINE void copy_double(int kind, const void *values, ptrdiff_t count, double *t
 #include "fold.h"
 
 /* What a change of the arguments below changes, too: a library that was built of other sources is not used. */
-int bitwitness_reader_version(void) { return 3; }
+int bitwitness_reader_version(void) { return 4; }
 
 /* Writes FIGURES numbers for `count` values. `weights`: BLOCK of them (double for FLOAT64, else float), or NULL for no sketch;
    `before`: as many values of the same kind, which are replaced once their squared distance is known, or NULL; `zeros`: count
@@ -167,6 +167,25 @@ void bitwitness_fold(const void *bytes, ptrdiff_t count, uint64_t *rows, uint64_
 uint64_t bitwitness_hash(const uint64_t *rows, ptrdiff_t count, const uint64_t *columns, const void *tail, ptrdiff_t length)
 {
     return finished(rows, count, columns, (const unsigned char *)tail, length);
+}
+
+/* Both for many tensors: of each its `counts` rows, one after another tensor's in `rows`, its columns in [tensors, ROW_WORDS],
+   what follows its rows in `tails` [tensors, ROW_BYTES + 8], and its hash. Columns and tails are zeros before. */
+void bitwitness_hash_all(ptrdiff_t tensors, const void *const *places, const int64_t *lengths, const int64_t *counts,
+                         uint64_t *rows, uint64_t *columns, unsigned char *tails, uint64_t *hashes)
+{
+    for (ptrdiff_t i = 0; i < tensors; i++) {
+        const unsigned char *bytes = (const unsigned char *)places[i];
+        ptrdiff_t count = counts[i], rest = lengths[i] - count * ROW_BYTES;
+        uint64_t *mine = columns + i * ROW_WORDS;
+        unsigned char *tail = tails + i * (ROW_BYTES + 8);
+        if (rest)
+            memcpy(tail, bytes + count * ROW_BYTES, (size_t)rest);
+        if (count)
+            bitwitness_fold(bytes, count, rows, mine);
+        hashes[i] = count ? finished(rows, count, mine, tail, rest) : finished_small(tail, rest);
+        rows += count;
+    }
 }
 
 /* Products of `batch` matrices x with a vector each, and the squares beside them, in float (double for FLOAT64). A matrix is
