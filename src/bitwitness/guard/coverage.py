@@ -57,15 +57,10 @@ def coverage_table(watch: GuardWatch) -> dict[str, Any]:
         **compared,
     }
     table |= exact
-    twice = sensors.operators.twice
-    if twice is not None:
+    if (twice := sensors.operators.twice) is not None:
         table["twice"] = twice.coverage()
     if checksum is not None:
-        checked = dict(checksum.checked_calls)
-        for op, (count, work) in twice.checked_calls.items() if twice is not None else ():
-            before = checked.get(op, (0, 0))
-            checked[op] = before[0] + count, before[1] + work
-        table["operators"] = {**checksum.coverage(), "census": census.table(checksum.flops, checked)}
+        table["operators"] = {**checksum.coverage(), "census": census.table(checksum.flops, checksum.checked_calls)}
     return table
 
 

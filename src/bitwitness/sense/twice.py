@@ -98,8 +98,6 @@ class TwiceSensor:
     """Of all operators one in so many, as the plan of deep steps says."""
     calls: Counter[str] = field(default_factory=Counter)
     """Calls that were computed again, by operator."""
-    elements: Counter[str] = field(default_factory=Counter)
-    """The elements of their first results."""
     _known: dict[str, _Known] = field(default_factory=dict)
     _pending: list[_Pending] = field(default_factory=list)
     _turns: Turns = field(default_factory=Turns)
@@ -129,7 +127,6 @@ class TwiceSensor:
                 return
             known.same, proof = _REPEATS, compare_with_float64(call)
         self.calls[call.op] += 1
-        self.elements[call.op] += outputs[0].numel()
         sites = tuple(call.site(f"out{index}") for index in range(len(outputs)))
         shapes = tuple(f"{str(out.dtype).removeprefix('torch.')} {list(out.shape)}" for out in outputs)
         self._pending.append(_Pending(sites, key, shapes, differ, proof))
@@ -158,11 +155,6 @@ class TwiceSensor:
         for key in {str(f.evidence["operator"]) for f in findings if f.sensor == "twice"}:
             self._known[key].strikes += 1
             self._known[key].same = 0
-
-    @property
-    def checked_calls(self) -> dict[str, tuple[int, int]]:
-        """Calls that were computed again, by operator, and their elements."""
-        return {op: (count, self.elements[op]) for op, count in self.calls.items()}
 
     def coverage(self) -> dict[str, Any]:
         """Return what was computed again, and which operators do not repeat their bits."""
