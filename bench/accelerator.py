@@ -213,7 +213,7 @@ def clean(device: str, quick: bool) -> list[str]:
         "| training | steps | suspicions by sensor | verdicts | twice | not repeated | failures |",
         "|" + "---|" * 7,
     ]
-    steps = 10 if quick else 150
+    steps = 10 if quick else 60
     for setting in SMALL[:1] if quick else SMALL:
         training = Training(setting, device)
         with bw.Guard(training.model, training.optimizer, deep_every=1, quiet=True) as guard:

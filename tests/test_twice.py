@@ -167,6 +167,20 @@ def test_what_draws_writes_or_shows_is_not_computed_again() -> None:
     assert not {"bernoulli", "rand_like", "native_dropout", "randperm"} & set(sensor.calls)
 
 
+def test_results_that_are_sparse_or_nested_are_left_alone() -> None:
+    embed = nn.Embedding(40, 8, sparse=True)
+    nested = torch.nested.nested_tensor([torch.randn(3, 4), torch.randn(2, 4)], layout=torch.jagged)
+
+    def run() -> None:
+        embed(torch.randint(0, 40, (5,))).sum().backward()
+        torch.sparse.mm(torch.eye(4).to_sparse(), torch.randn(4, 4))
+        torch.sigmoid(nested)
+        torch.randn(3, dtype=torch.complex64).exp()
+
+    _, found = looked_at(run)
+    assert not found
+
+
 def test_large_operators_take_turns_and_small_ones_are_always_looked_at() -> None:
     large, small = torch.randn(600, 600), torch.randn(20)
     sensor = TwiceSensor(one_in=4)

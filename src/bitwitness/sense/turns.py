@@ -16,7 +16,8 @@ _SMALL = 1 << 20
 
 def is_small(results: Iterable[Tensor]) -> bool:
     """Tell whether a call's results are small."""
-    return sum(result.nbytes for result in results) <= _SMALL
+    # a sparse tensor has no ``nbytes``
+    return sum(result.numel() * result.element_size() for result in results) <= _SMALL
 
 
 @dataclass(slots=True)
