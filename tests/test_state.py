@@ -382,6 +382,8 @@ def test_differences_that_are_the_scripts_convict_nobody(told, case) -> None:
     for rank in told[case]:
         assert not rank["verdicts"]
         assert not [text for text in rank["findings"] if text.startswith(EXACT)]
+        # DistributedDataParallel brings rank 0's before each forward, past torch's count of writes
+        assert not [line for line in rank["not_covered"] if "running_" in line]
         assert not rank["failures"]
 
 

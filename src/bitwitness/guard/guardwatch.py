@@ -35,6 +35,7 @@ from bitwitness.session.instrument import Forward
 from bitwitness.session.judging import CompleteStep
 from bitwitness.session.reporter import Reporter
 from bitwitness.session.session import Session
+from bitwitness.tap.compiled import distributed
 from bitwitness.tap.modes import scripts_modes_off
 from bitwitness.tap.moments import BackwardCall
 from bitwitness.tap.traffic import TrafficCount
@@ -78,7 +79,8 @@ class GuardWatch(Watch):
         self.self_tests: dict[str, str] = {}
         """What came of each sensor's self-test, by name; empty where none was made."""
         self.sensors = Sensors(config, self.reader.root, ranks, reporter, clock, modules=looked_at)
-        held = HeldState(self.reader.root.root)
+        reducing = distributed(self.reader.root.wrapper)
+        held = HeldState(self.reader.root.root, broadcasts=reducing is not None and bool(reducing.broadcast_buffers))
         self.investigation = Investigation(config, self.reader.root, self.reader.gradients, ranks, reporter, held)
         deep = self.is_deep if self.deep.enabled else None
         self.state = StateSensors(config, held, ranks, reporter, self.sensors.switches, self.reader.root.now, deep)

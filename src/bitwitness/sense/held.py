@@ -70,11 +70,13 @@ class HeldState:
     ----------
     root
         The user's own module.
+    broadcasts
+        Whether buffers are overwritten by another rank's before each forward, which leaves no trace.
 
     """
 
-    def __init__(self, root: nn.Module) -> None:
-        self._root = root
+    def __init__(self, root: nn.Module, *, broadcasts: bool = False) -> None:
+        self._root, self._broadcasts = root, broadcasts
         self._optimizers: WeakKeyDictionary[Optimizer, None] = WeakKeyDictionary()
 
     def stepped(self, optimizer: Optimizer) -> None:
@@ -86,7 +88,9 @@ class HeldState:
         return {Name(name): p.detach() for name, p in self._root.named_parameters() if is_readable(p)}
 
     def buffers(self) -> dict[Name, torch.Tensor]:
-        """Return all buffers that can be read."""
+        """Return all buffers that can be read, where they are the rank's own."""
+        if self._broadcasts:
+            return {}
         return {Name(name): b.detach() for name, b in self._root.named_buffers() if is_readable(b)}
 
     def named(self) -> dict[str, nn.Parameter]:
