@@ -30,11 +30,18 @@ from bitwitness.testing import FaultyDevice, contained
 from corruption.accounts import begun
 from corruption.cells import WATCHFUL, Cell
 from corruption.heard import listen
-from corruption.strikes import COMPUTED, RECEIVED, STATE, as_fault, draw, strike, strike_state
+from corruption.strikes import COMPUTED, RECEIVED, SENT, STATE, as_fault, draw, strike, strike_state
 
 STEPS = 14
 STRIKE = 11
-_PLACES = ("forward", "backward", "weight", "optimizer state", "received")
+_PLACES = ("forward", "backward", "weight", "optimizer state", "received", "collective")
+_COLLECTIVES = {
+    "ddp": ("*/allreduce_:comm.in0", "*/allreduce_:comm.out0"),
+    "fsdp2": ("*/_reduce_scatter_base_:comm.in0", "*/_reduce_scatter_base_:comm.out0", "*/_allgather_base_:comm.out0"),
+    "hsdp": (
+        "*/_reduce_scatter_base_:comm.out0", "*/_allgather_base_:comm.out0", "*/allreduce_:comm.in0", "*/allreduce_:comm.out0",
+    ),
+}  # fmt: skip
 
 
 class Job:
@@ -119,7 +126,7 @@ def run_trial(cell: Cell, number: int, drawn: dict[str, Any], mode: str) -> dict
     heard: list[Any] = []
     clean, good, *_ = train(cell, number, None, STEPS, None, heard.append)
     faults = []
-    if drawn["place"] in COMPUTED:
+    if drawn["place"] in (*COMPUTED, *SENT):
         when = {"steps": [STRIKE]} if drawn["class"] == "transient" else {"from_step": STRIKE}
         faults = [as_fault(drawn, site=drawn["where"], rank=drawn["rank"], **when)]
     with FaultyDevice(faults, rank=dist.get_rank(), seed=drawn["seed"]):
@@ -152,7 +159,9 @@ def merged(told: list[dict[str, Any]], drawn: dict[str, Any]) -> dict[str, Any]:
     where = drawn["where"].split("#")[0]
     texts = [text for t in told for text in t["texts"]] + [v["why"] for v in told[0]["verdicts"]]
     return {
-        "harm": told[0]["harm"], "struck": any(t["struck"] for t in told),
+        # what is written to a collective's result before it has arrived is overwritten, and strikes nothing
+        "harm": told[0]["harm"],
+        "struck": any(t["struck"] for t in told) and not (drawn["place"] in SENT and told[0]["harm"] == 0),
         "steps": min(steps) - STRIKE + 1 if steps else None,
         "sensors": sorted({s for t in told for s in t["sensors"]}), "verdicts": told[0]["verdicts"],
         "as_clean": all(t["equal"] for t in told), "named": any(where in text for text in texts),
@@ -169,7 +178,7 @@ def worker(cell: Cell, seed: int, numbers: range, lines: Path) -> None:
     for number in numbers:
         rng = random.Random(f"{seed} {cell.name} {number}")
         mode = WATCHFUL if number % 2 else "every tenth step"
-        drawn = {**draw(rng, places, cell.subject.model(), _PLACES),
+        drawn = {**draw(rng, places, cell.subject.model(), _PLACES, _COLLECTIVES[cell.way]),
                  "rank": rng.randrange(cell.ranks), "seed": rng.randrange(1 << 30)}  # fmt: skip
         told: list[Any] = [None] * cell.ranks
         dist.all_gather_object(told, run_trial(cell, number, drawn, mode))

@@ -20,15 +20,24 @@ COMPUTED = ("forward", "backward", "recomputed")
 STATE = ("weight", "optimizer state", "buffer")
 """Bits in memory between one step's end and the next forward."""
 RECEIVED = ("received",)
-"""What a collective delivered to one rank."""
+"""A gradient in memory, between its reduction and its use."""
+SENT = ("collective",)
+"""What one rank gives to a collective, or is given by it."""
 CLASSES = ("transient", "persistent", "intermittent")
 _BITS = 12  # from the top: the sign, the exponent, the highest bits of the mantissa
 
 
-def draw(rng: random.Random, places: Places, model: nn.Module, wanted: Sequence[str]) -> dict[str, Any]:
-    """Return a fault: ``place``, ``sort`` (flip or pattern), ``class``, ``where`` and ``fault`` as a user would declare it."""
+def draw(
+    rng: random.Random, places: Places, model: nn.Module, wanted: Sequence[str], collectives: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return a fault: ``place``, ``sort`` (flip or pattern), ``class``, ``where`` and ``fault`` as a user would declare it.
+
+    ``collectives``: sites of those that the training makes.
+    """
     place = rng.choice(wanted)
-    if place in COMPUTED:
+    if place in SENT:
+        where, kind = rng.choice(collectives), "transient"
+    elif place in COMPUTED:
         sites = places.operators["backward" if place == "backward" else "forward"]
         where = rng.choice([s for s in sites if ".block" in s] if place == "recomputed" else sites)
         kind = "transient" if place == "recomputed" else rng.choice(CLASSES)

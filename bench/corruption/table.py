@@ -16,7 +16,9 @@ from corruption.references import CHECKSUM, is_product
 from corruption.strikes import STATE
 
 Accounts = Sequence[dict[str, Any]]
-PLACES = ("forward", "backward", "recomputed", "weight", "optimizer state", "buffer", "received", "checkpoint")
+PLACES = (
+    "forward", "backward", "recomputed", "weight", "optimizer state", "buffer", "received", "collective", "checkpoint",
+)  # fmt: skip
 _HARDWARE = {"transient_hardware", "persistent_hardware"}
 _STATE_CAUSES = {"corrupt_state"}
 _NO_VERDICT = {"inconclusive", "dismissed"}
@@ -33,7 +35,9 @@ def _judged(account: dict[str, Any], verdict: dict[str, Any]) -> str:
         return "inconclusive"
     if not account["struck"]:
         return "wrong"
-    allowed = _HARDWARE | (_STATE_CAUSES if account["place"] in (*STATE, "received", "checkpoint") else set())
+    allowed = _HARDWARE | (
+        _STATE_CAUSES if account["place"] in (*STATE, "received", "collective", "checkpoint") else set()
+    )
     if account["class"] == "transient" and account["place"] not in (*STATE, "received"):
         allowed = allowed - {"persistent_hardware"}
     if verdict["cause"] not in allowed:

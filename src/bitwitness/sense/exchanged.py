@@ -24,6 +24,7 @@ from bitwitness.stats import in_hex
 _LEAST = -(1 << 63)
 _MOST_WORDS = 1 << 16  # of one deep step, over all groups
 _DIFFERS, _CONTRADICTS = 1, 2
+_FOR_ONE = ("reduce_scatter", "all_to_all")
 
 
 @dataclass(slots=True)
@@ -157,7 +158,9 @@ class Comparison:
         evidence["hashes_by_rank"] = [in_hex(rows[rank][2]) for rank in members]
         evidence["contradicted_on"] = [rank for rank in members if rows[rank][1] & _CONTRADICTS]
         site = Site(".", str(evidence["op"]), int(evidence["call"]), "backward", "out0")
-        return Mismatch(_text(evidence, odd, members), odd, site, {"collective": evidence}, "received wrongly")
+        # A piece that one rank alone receives has been wrong there, or on its way, or with one that gave: nobody else can tell.
+        blamed = () if evidence["op"] in _FOR_ONE else odd
+        return Mismatch(_text(evidence, odd, members), blamed, site, {"collective": evidence}, "received wrongly")
 
 
 def odd_ones(rows: dict[int, tuple[int, int]]) -> tuple[int, ...]:
