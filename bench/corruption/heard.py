@@ -17,7 +17,9 @@ def listen(guard: Guard, notice: Callable[[Finding | Note], object]) -> None:
 
     def event(said: Event, **more: Any) -> None:
         suspects = isinstance(said, Finding) and said.severity is not Severity.INFO
-        if suspects or (isinstance(said, Note) and said.message.startswith(("seal: inconclusive", "gradients: inconclusive"))):
+        if suspects or (
+            isinstance(said, Note) and said.message.startswith(("seal: inconclusive", "gradients: inconclusive"))
+        ):
             notice(said)  # type: ignore[arg-type]
         told(said, **more)
 
