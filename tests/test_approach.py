@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch.autograd import forward_ad
 
+from bitwitness import Guard
 from bitwitness.nonfinite.approach import ApproachSensor
 from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.operators import OperatorTap
@@ -39,3 +41,18 @@ def test_a_result_near_the_end_of_its_dtype_is_told_in_its_turn() -> None:
         found += [one.message for one in sensor.drain(step, 0, scaled=False)]
     assert len(found) == 1
     assert "mul (forward) comes close to bfloat16's largest number" in found[0]
+
+
+def test_zeros_that_lie_nowhere_are_left_alone() -> None:
+    model = torch.nn.Linear(8, 8).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Guard(model, optimizer, deep_every=1, quiet=True) as guard:
+        for _ in range(10):
+            x = torch.randn(4, 8, dtype=torch.bfloat16)
+            with forward_ad.dual_level():
+                out, tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x))))
+            optimizer.zero_grad()
+            (out.square().mean() + tangent.square().mean()).backward()
+            optimizer.step()
+    assert not guard.reporter.failures
+    assert not guard.findings

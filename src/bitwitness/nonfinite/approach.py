@@ -68,6 +68,11 @@ class OperatorClass:
     underflow: float = 0.0
 
 
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor lies anywhere: the zeros that forward-mode differentiation makes do not."""
+    return type(tensor) is not torch.Tensor or tensor.data_ptr() != 0
+
+
 class ApproachSensor:
     """Measures narrow results while its tap is on, and tells what is near the end of its range.
 
@@ -100,10 +105,11 @@ class ApproachSensor:
 
     def __call__(self, call: OpCall) -> None:
         """Measure one operator's narrow results; nothing waits."""
-        made = [t for t in call.outputs if measurable(t)]
+        made = [t for t in call.outputs if measurable(t) and _has_memory(t)]
         outputs = [t for t in made if narrow(t) and self._has_turn(t)] if "empty" not in call.op else []
         outputs = [t for t in outputs if not self._is_the_scripts(call, t)]
-        given = [t for t in tensors_in([*call.args, *call.kwargs.values()]) if measurable(t)] if outputs else []
+        used = tensors_in([*call.args, *call.kwargs.values()]) if outputs else ()
+        given = [t for t in used if measurable(t) and _has_memory(t)]
         wide = next((t for t in given if not narrow(t)), None) if call.op in _CASTS else None
         inputs = [self._index(t, call) for t in given if narrow(t) or t is wide]
         for tensor in made:  # what was known of this memory is gone
