@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
 import sys
 from pathlib import Path
 
@@ -413,3 +414,16 @@ def test_a_shard_that_nobody_else_holds_is_sealed_by_its_rank(tmp_path: Path) ->
     assert (step, cause, ranks, site) == (7, "transient_hardware", [1], "0/weight#0:grad.used"), message
     assert told["fsdp gradient"][0]["action"] == ["healed"]
     assert [rank["bits"] for rank in told["fsdp gradient"]] == [rank["bits"] for rank in told["fsdp"]]
+
+
+def test_weights_that_other_processes_write_meanwhile_convict_nobody() -> None:
+    job = Path(__file__).parent / "jobs" / "hogwild.py"
+    run = subprocess.run([sys.executable, str(job)], capture_output=True, text=True, check=False, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    assert len(lines) == 3
+    for told in lines:
+        assert told["verdicts"] == []
+        assert told["failures"] == {}
+        assert not {"optimizer", "seal", "gradients", "checksum", "twice"} & set(told["findings"])
+        assert [line for line in told["not_covered"] if "memory that other processes may write" in line]

@@ -56,8 +56,8 @@ def gaps_of(watch: GuardWatch) -> list[str]:
     if (refused := watch.investigation.replayer.refused) is not None:
         gaps.append(refused)
     gaps += [
-        f"{count} calls of operators were not checked: the script's {mode} was on, and what it makes of results is not known"
-        for mode, count in sensors.operators.under_modes.most_common(2)
+        f"{count} calls of operators were not checked: {reason}"
+        for reason, count in sensors.operators.in_doubt.most_common(2)
     ]
     gaps += [*sensors.exact.gaps(), *_compiled_gaps(watch), *_unread_gaps(watch)]
     gaps += [*_state_gaps(watch), *_sharding_gaps(watch)]

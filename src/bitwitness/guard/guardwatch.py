@@ -221,7 +221,8 @@ class GuardWatch(Watch):
         compare = None if self.uneven.before else self.investigation.compare_replicas
         findings += self.state.look(record, light, compare, deep=deep)
         findings += self.kept.look(light, record.number, alone=compare is None)
-        self.proven.settle(findings, together=deep or self.state.seal_due(record.number))
+        together = compare is not None and (deep or self.state.seal_due(record.number))
+        self.proven.settle(findings, together=together)
         return self._follow_up.follow(step, light, findings, deep=deep)
 
     def finish(self, *, broken_off: bool) -> None:

@@ -55,7 +55,8 @@ class KeptGradients:
     def left(self, number: int) -> None:
         """Read what the backward of a step has left, if the step is looked at."""
         self._sealed = None
-        if self.seals.watching or self._due(number):
+        # among ranks what one alone has proven is settled by all, on the steps that all look at
+        if self._due(number) or (self.seals.watching and self._ranks.size == 1):
             self._switches.do("gradients", self._seal)
 
     def _seal(self) -> None:

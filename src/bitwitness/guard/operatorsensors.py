@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, Protocol
 
+import torch
+
 from bitwitness.capture.light import LightStep
 from bitwitness.capture.root import RootTap
 from bitwitness.capture.step import StepRecord
@@ -18,10 +20,11 @@ from bitwitness.nonfinite.approach import ApproachSensor
 from bitwitness.replay.run import Replayer, ReplayError
 from bitwitness.sense.checksum import ChecksumSensor
 from bitwitness.sense.twice import TwiceSensor
+from bitwitness.stats.local import is_in_shared_memory
 from bitwitness.tap.compat import OpOverload
 from bitwitness.tap.modes import mode_in_doubt
 from bitwitness.tap.modules import ModuleTracker
-from bitwitness.tap.operators import OpCall, OperatorTap
+from bitwitness.tap.operators import OpCall, OperatorTap, tensors_in
 
 _RESULTS = ("checksum", "twice")
 """The sensors that hold an operator's result against what it must be."""
@@ -81,8 +84,8 @@ class OperatorSensors:
         self.not_looked_again: str | None = None
         self._now = root.now
         self._checking_seconds = 0.0
-        self.under_modes: Counter[str] = Counter()
-        """Calls under a dispatch mode of the script's that may make something else of results, by its class."""
+        self.in_doubt: Counter[str] = Counter()
+        """Calls whose results may not follow from their inputs by the operator alone, by the reason."""
 
     def tap(self, *, ranges: bool = True) -> AbstractContextManager[Any] | None:
         """Return the dispatch mode of a deep step; what is compiled for the first time meanwhile can be so later.
@@ -141,20 +144,30 @@ class OperatorSensors:
             self._switches.turn_off("checksum", error)
 
     def _checked(self, call: OpCall) -> None:
-        started, doubt = self._now(), mode_in_doubt()
+        started, doubt = self._now(), self._doubt(call)
         if doubt is not None:
-            self.under_modes[doubt] += 1
+            self.in_doubt[doubt] += 1
         asked = self._asked.get(call.func)
         if asked is None:
             asked = self._asked[call.func] = [name for name, one in self._active.items() if one.select(call.func)]
         for name in asked:
             if name in self._switches.off or (doubt is not None and name in _RESULTS):
-                continue  # the result may be the mode's, and no operator's
+                continue
             try:
                 self._active[name](call)
             except Exception as error:
                 self._switches.turn_off(name, error)
         self._checking_seconds += self._now() - started
+
+    @staticmethod
+    def _doubt(call: OpCall) -> str | None:
+        """Say why a result may be another's doing: a mode's, or that of who changes the inputs meanwhile; None if it is not."""
+        mode = mode_in_doubt()
+        if mode is not None:
+            return f"the script's {mode} was on, and what it makes of results is not known"
+        given = tensors_in((*call.args, *call.kwargs.values()))
+        shared = any(type(t) in (torch.Tensor, torch.nn.Parameter) and is_in_shared_memory(t) for t in given)
+        return "they read memory that other processes may write" if shared else None
 
     def failed_checksums(self, light: LightStep) -> list[Finding]:
         """Return which of a deep step's products failed their checksums."""

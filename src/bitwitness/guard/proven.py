@@ -30,9 +30,9 @@ class Proven:
         text = (
             "" if mine is None else json.dumps([mine.sensor, mine.message, mine.site.short, mine.evidence], default=str)
         )
-        if self._ranks.size == 1 or not together:
+        if self._ranks.size == 1:
             texts = {self._ranks.rank: text}
-        elif bool(self._ranks.max(torch.tensor([float(mine is not None)]))):
+        elif together and bool(self._ranks.max(torch.tensor([float(mine is not None)]))):
             texts = dict(enumerate(self._ranks.gather_text(text)))
         else:
             return

@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 from bitwitness.site import Site
 from bitwitness.stats import HashBatch
-from bitwitness.stats.local import is_wrapper, local_parts
+from bitwitness.stats.local import is_in_shared_memory, is_wrapper, local_parts
 
 GRAD = "grad"
 
@@ -134,8 +134,9 @@ def _tensors(state: dict[Any, Any]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def is_readable(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor's bits can be read where it lies."""
+    """Tell whether a tensor's bits can be read where it lies, and are this process's own."""
     if tensor.is_meta or tensor.is_quantized or tensor.layout != torch.strided or is_wrapper(tensor):
         return False
     values = local_parts(tensor.detach())[0]
-    return values.untyped_storage().nbytes() >= values.nbytes  # shards that are gathered elsewhere leave none
+    # shards that are gathered elsewhere leave none
+    return values.untyped_storage().nbytes() >= values.nbytes and not is_in_shared_memory(values)

@@ -14,8 +14,9 @@ import torch
 from torch import nn, optim
 from torch.optim.optimizer import Optimizer
 
-from bitwitness.stats.local import local_parts
+from bitwitness.stats.local import is_in_shared_memory, local_parts
 from bitwitness.tap.optimizerhooks import others_around
+from bitwitness.tap.threads import working_elsewhere
 
 ELEMENTWISE = (
     optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad, optim.Adadelta,
@@ -53,6 +54,12 @@ def unfit(optimizer: Optimizer) -> str:
         return f"{kind.__name__} has hooks around its step"
     if getattr(optimizer, "found_inf", None) is not None:
         return f"{kind.__name__} unscales gradients in its step"
+    if any(
+        is_in_shared_memory(local_parts(p.detach())[0]) for group in optimizer.param_groups for p in group["params"]
+    ):
+        return f"parameters of {kind.__name__} lie in memory that other processes may write"
+    if (thread := working_elsewhere()) is not None:
+        return f"another thread of the script's works ({thread})"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"{kind.__name__} is differentiable"
     return ""

@@ -22,6 +22,11 @@ def is_wrapper(tensor: Tensor) -> bool:
     return hasattr(type(tensor), "__tensor_flatten__") and not known
 
 
+def is_in_shared_memory(tensor: Tensor) -> bool:
+    """Tell whether a plain tensor lies in memory that other processes may write (``model.share_memory()``, Hogwild)."""
+    return tensor.is_cpu and tensor.is_shared()  # on an accelerator torch calls all memory shared
+
+
 def local_values(tensor: Tensor) -> Tensor:
     """Return the strided tensor of the values that ``tensor`` stores on this rank.
 
