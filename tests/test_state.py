@@ -300,8 +300,21 @@ def test_a_gradients_flipped_bit_of_a_mantissa_is_proven_by_the_quiet_steps_afte
     _, guard = train_struck(strike)
     assert guard.findings[0].step == 7
     (verdict,) = guard.verdicts
-    assert (str(verdict.cause), verdict.step) == ("transient_hardware", 7 + QUIET)
+    assert (str(verdict.cause), str(verdict.action), verdict.step) == ("transient_hardware", "reported", 7 + QUIET)
     assert "no script did it" in verdict.message
+    assert verdict.message.endswith("; step 7 has used it")
+
+
+def test_what_is_seen_and_not_proven_is_no_clean_bill() -> None:
+    def negate(step, model) -> None:
+        if step == 7:
+            flip(model[0].weight.grad, 1003, 7)
+
+    _, guard = train_struck(negate)
+    assert not guard.verdicts
+    assert guard.coverage()["left_open"] == 1
+    _, guard = train_struck(by_hand)
+    assert guard.coverage()["left_open"] == 0
 
 
 def by_hand(step, model) -> None:

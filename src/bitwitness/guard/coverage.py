@@ -28,9 +28,9 @@ def coverage_table(watch: GuardWatch) -> dict[str, Any]:
         "steps": {"training_forwards": root.forwards_seen, **_counted(watch), **_forwards(watch)},
         "outputs": {"outputs_seen": root.outputs_seen},
         "sensors": {"off": sensors.off, "on": sensors.on, "self_tests": watch.self_tests, "periods": sensors.periods},
-        "suspicions": investigation.suspicions,
+        "suspicions": investigation.suspicions + watch.left_open,
         "dismissed": investigation.dismissed,
-        "left_open": investigation.left_open,
+        "left_open": investigation.left_open + watch.left_open,
         "stopped_at": investigation.stopped_at,
         "verdicts": [f"step {v.step}: {v.cause} {list(v.ranks)} {v.action}" for v in investigation.verdicts],
         "replay": {

@@ -138,6 +138,11 @@ class GuardWatch(Watch):
         return self.state.charge()
 
     @property
+    def left_open(self) -> int:
+        """Changes of memory that are neither the script's, as far as was seen, nor proven to be a fault's."""
+        return self.state.seals.left_open + self.kept.seals.left_open
+
+    @property
     def tracing(self) -> Tracing:
         """What follows a step that is not finite."""
         return self.investigation.tracing

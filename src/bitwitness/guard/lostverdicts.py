@@ -55,11 +55,12 @@ class LostVerdicts:
         ranks = often or wrong.ranks
         failed = outcome.experiments is None or outcome.experiments.good is None
         devices = self._devices()
+        used = _used_in(wrong)
         outcome.judgement = Judgement(
             cause,
             ranks,
-            heal=not failed,
-            skip=failed,
+            heal=used is None and not failed,
+            skip=used is None and failed,
             intermittent=bool(often),
             wrong={rank: [f"{wrong.site.short} in step {verdict.step}"] for rank in ranks},
         )
@@ -68,7 +69,8 @@ class LostVerdicts:
             cause=cause,
             ranks=ranks,
             devices=tuple(devices[rank] for rank in ranks),
-            message=f"step {verdict.step}: {wrong.text}; {self._who(wrong, ranks, devices, often=bool(often))}",
+            message=f"step {verdict.step}: {wrong.text}; {self._who(wrong, ranks, devices, often=bool(often))}"
+            + ("" if used is None else f"; step {used} has used it"),
             site=wrong.site,
             evidence=evidence,
             fault_code=FAULT_CODE,
@@ -79,3 +81,9 @@ class LostVerdicts:
         named = ", ".join(f"rank {rank}: {devices[rank]}" for rank in ranks)
         times = f" ({_REPEATED} times so far)" if often else ""
         return f"{named} {wrong.did}{times}" if named else "by a device or a link that is not known"
+
+
+def _used_in(wrong: Mismatch) -> int | None:
+    """Return the step that has used what was lost, where that was proven only later; None where it still can be put right."""
+    steps = [told["seen_before_step"] for told in wrong.evidence.values() if "quiet_steps" in told]
+    return int(steps[0]) if steps else None

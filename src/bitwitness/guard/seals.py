@@ -54,6 +54,12 @@ class SealJudgement:
         self._times: Counter[Name] = Counter()
         self.by_script: set[Name] = set()
         """What the script was seen to write to; not sealed any more."""
+        self._lost_a_word: set[Name] = set()
+
+    @property
+    def left_open(self) -> int:
+        """In how many tensors a word changed, as memory loses it, and nothing told whether the script or a fault did it."""
+        return len(self._lost_a_word - self.by_script) + (self._suspected is not None)
 
     @property
     def watching(self) -> bool:
@@ -109,6 +115,7 @@ class SealJudgement:
                 self._reporter.finding(self._finding(one, step, Severity.WARNING))
         again = suspected is not None or self._is_habit(broken)
         if not again:
+            self._lost_a_word |= {one.name for one in broken if one.few or one.change.word is not None}
             name = str(broken[0].name) if len(broken) == 1 else f"{broken[0].name} and {len(broken) - 1} more"
             self._reporter.once(f"{self._span.sensor}: inconclusive: {_OPEN.format(name, self._span.short)}")
         for one in broken:
