@@ -16,7 +16,7 @@ from bitwitness import Guard
 from bitwitness.tap.compat import current_node
 
 STEPS = 8
-ALONE = {"trend": {"enabled": False}, "checksum": {"enabled": False}, "nonfinite": {"enabled": False}}
+ALONE = {name: {"enabled": False} for name in ("trend", "checksum", "twice", "nonfinite")}
 
 
 class Net(nn.Module):

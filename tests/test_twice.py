@@ -230,3 +230,19 @@ def test_an_operator_that_does_not_repeat_its_bits_is_left_alone_and_named() -> 
         library._destroy()
     assert sensor.coverage()["do_not_repeat"] == ["special_entr on cpu"]
     assert len(calls) == 3 + 3  # the first call thrice again; then never
+
+
+def test_sparse_gradients_do_not_disturb_a_training() -> None:
+    torch.manual_seed(0)
+    embed, head = nn.Embedding(40, 8, sparse=True), nn.Linear(8, 3)
+    model = nn.Sequential(embed, head)
+    optimizers = [torch.optim.SparseAdam(embed.parameters(), 1e-2), torch.optim.SGD(head.parameters(), 1e-2)]
+    with Guard(model, optimizers[1], deep_every=1, quiet=True) as guard:
+        for _ in range(6):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            model(torch.randint(0, 40, (9,))).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    assert not guard.reporter.failures
+    assert not [line for line in guard.coverage()["not_covered"] if "cannot be told" in line]

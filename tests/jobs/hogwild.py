@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import torch
 import torch.multiprocessing as mp
@@ -46,7 +47,7 @@ def train(number: int, model: Net) -> None:
         "failures": guard.reporter.failures,
         "not_covered": guard.coverage()["not_covered"],
     }
-    print(json.dumps(told), flush=True)
+    os.write(1, (json.dumps(told) + "\n").encode())  # in one piece: the others write to the same pipe
 
 
 if __name__ == "__main__":

@@ -144,7 +144,11 @@ class OperatorSensors:
             self._switches.turn_off("checksum", error)
 
     def _checked(self, call: OpCall) -> None:
-        started, doubt = self._now(), self._doubt(call)
+        started = self._now()
+        try:
+            doubt = self._doubt(call)
+        except Exception as error:  # this runs inside the script's own operator
+            doubt = f"it cannot be told what they read ({type(error).__name__}: {error})"
         if doubt is not None:
             self.in_doubt[doubt] += 1
         asked = self._asked.get(call.func)

@@ -24,7 +24,8 @@ def is_wrapper(tensor: Tensor) -> bool:
 
 def is_in_shared_memory(tensor: Tensor) -> bool:
     """Tell whether a plain tensor lies in memory that other processes may write (``model.share_memory()``, Hogwild)."""
-    return tensor.is_cpu and tensor.is_shared()  # on an accelerator torch calls all memory shared
+    # on an accelerator torch calls all memory shared; what is not strided has no memory of its own
+    return tensor.is_cpu and tensor.layout is torch.strided and tensor.is_shared()
 
 
 def local_values(tensor: Tensor) -> Tensor:
