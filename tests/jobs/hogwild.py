@@ -36,7 +36,7 @@ def train(number: int, model: Net) -> None:
     torch.manual_seed(number)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     with Guard(model, optimizer, deep_every=1, quiet=True) as guard:
-        for _ in range(40):
+        for _ in range(24):
             tokens = torch.randint(0, 2000, (16, 32))
             optimizer.zero_grad()
             functional.cross_entropy(model(tokens), tokens[:, 0] % 50).backward()
