@@ -18,10 +18,10 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(2000, 256)
-        self.conv = nn.Conv1d(256, 256, 3, padding=1)
-        self.norm = nn.GroupNorm(4, 256)
-        self.head = nn.Linear(256, 50)
+        self.embed = nn.Embedding(500, 64)
+        self.conv = nn.Conv1d(64, 64, 3, padding=1)
+        self.norm = nn.GroupNorm(4, 64)
+        self.head = nn.Linear(64, 50)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Map tokens [B, T] to scores [B, 50]."""
@@ -37,7 +37,7 @@ def train(number: int, model: Net) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     with Guard(model, optimizer, deep_every=1, quiet=True) as guard:
         for _ in range(24):
-            tokens = torch.randint(0, 2000, (16, 32))
+            tokens = torch.randint(0, 500, (16, 32))
             optimizer.zero_grad()
             functional.cross_entropy(model(tokens), tokens[:, 0] % 50).backward()
             optimizer.step()
