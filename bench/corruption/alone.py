@@ -12,9 +12,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
-from detection.apart import forked, relative_error, unwatched
+from detection.apart import flat, forked, relative_error, unwatched
 from detection.collect import HARMFUL
 from detection.faults import survey
 from detection.persistent import LIMIT
@@ -84,7 +83,7 @@ class Training:
 
     def flat(self) -> torch.Tensor:
         """Return all parameters as one float64 vector."""
-        return torch.cat([p.detach().flatten() for p in self.model.parameters()]).double()
+        return flat(self.model.parameters())
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
@@ -111,7 +110,7 @@ def clean(training: Training) -> dict[str, Any]:
     update = training.flat() - before
     for _ in range(_AFTER - 1):
         training.step()
-    return {"gradient": torch.cat([g.flatten() for g in grads]).double(), "update": update, "digest": training.digest()}
+    return {"gradient": flat(grads), "update": update, "digest": training.digest()}
 
 
 def trial(training: Training, drawn: dict[str, Any], seed: int, expected: dict[str, Any]) -> dict[str, Any]:
@@ -139,11 +138,7 @@ def trial(training: Training, drawn: dict[str, Any], seed: int, expected: dict[s
                 step += 1
                 grads, loss = training.backward(device if recomputed and step == 1 else None)
                 if step == 1:  # at once: a step that is stopped at has no end
-                    # by numpy: a faulty device would strike torch's casts here, too
-                    flat = np.concatenate([g.numpy().astype(np.float64).ravel() for g in grads])
-                    good = expected["gradient"].numpy()
-                    error = float(np.linalg.norm(flat - good) / np.linalg.norm(good))
-                    found["harm"] = error if np.isfinite(error) else float("inf")
+                    found["harm"] = relative_error(expected["gradient"], flat(grads))
                 for name in training.references.ask(training.steps, grads, loss):
                     found["references"].setdefault(name, step)
                 training.finish()

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from detection.apart import flat
 from detection.faults import Places, survey
 from detection.subjects import CONTEXT, TEXT
 from forking import together
@@ -111,7 +112,7 @@ def train(
                 struck |= found is not None and strike(found, drawn, drawn["seed"])
             if step == STRIKE:
                 grads = [p.grad for p in job.model.parameters() if p.grad is not None]
-                gradient = torch.cat([local_parts(g)[0].flatten() for g in grads]).double()
+                gradient = flat(local_parts(g)[0] for g in grads)
             job.finish()
     except TrainingStopped:
         stopped = True

@@ -6,10 +6,11 @@ import gc
 import io
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -62,7 +63,12 @@ def forked(guard: Guard, call: Callable[[], dict[str, Any]], *, seconds: int = 0
     return torch.load(io.BytesIO(text)) if text else {"lost": True}
 
 
+def flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return copies of tensors as one float64 vector; by numpy, since an emulated device strikes torch's casts here, too."""
+    return torch.from_numpy(np.concatenate([t.detach().numpy().astype(np.float64).ravel() for t in tensors]))
+
+
 def relative_error(good: torch.Tensor, bad: torch.Tensor) -> float:
-    """Return the L2 norm of the difference over that of ``good``; infinite where it is not a number."""
-    error = float((bad - good).norm() / good.norm())
+    """Return the L2 norm of the difference over that of ``good``; infinite where it is not a number. By numpy, as `flat`."""
+    error = float(np.linalg.norm(bad.numpy() - good.numpy()) / np.linalg.norm(good.numpy()))
     return error if error == error else float("inf")  # noqa: PLR0124 - NaN

@@ -16,7 +16,7 @@ from torch import nn
 from bitwitness import Guard
 from bitwitness.demo.model import batch
 from bitwitness.testing import FaultyDevice, from_mapping
-from detection.apart import forked, relative_error, unwatched
+from detection.apart import flat, forked, relative_error, unwatched
 from detection.faults import SORTS, draw, survey
 from detection.subjects import CONTEXT, TEXT, Subject
 
@@ -57,12 +57,12 @@ class Loop:
 def trial(loop: Loop, drawn: dict[str, Any], seed: int) -> dict[str, Any]:
     """Train on with a fault, in this process, which is thrown away afterwards."""
     with unwatched(loop.guard, loop.model, loop.optimizer, loop.generator):
-        clean = torch.cat([g.flatten() for g in loop.backward()]).double()
+        clean = flat(loop.backward())
     fault = from_mapping({"fault": [{"element": seed % 4096, **drawn["fault"], "site": drawn["where"]}]})
     found: dict[str, Any] = {"harm": 0.0, "steps": None, "sensors": [], "verdicts": []}
     with FaultyDevice(fault, seed=seed, model=loop.model):
         for step in range(LIMIT):
-            faulty = torch.cat([g.flatten() for g in loop.backward()]).double()
+            faulty = flat(loop.backward())
             if step == 0:
                 found["harm"] = relative_error(clean, faulty)
                 if not found["harm"] > 1.0:

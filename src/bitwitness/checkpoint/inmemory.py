@@ -43,10 +43,8 @@ def hashes_of_state(content: Any) -> tuple[SealedTensor, ...]:
         entries = tensors_in(content, "a state", None).entries
     except UsageError:
         return ()
-    batch, names = HashBatch(), []
+    batch = HashBatch()
     with torch.no_grad(), without_dispatch_modes():
-        for name, entry in entries.items():
-            batch.add(entry.read())
-            names.append(name)
+        batch.add_all(entry.read() for entry in entries.values())
         hashes = [in_hex(one) for one in batch.finish()]
-    return tuple(SealedTensor(name, "", None, hashed) for name, hashed in zip(names, hashes, strict=True))
+    return tuple(SealedTensor(name, "", None, hashed) for name, hashed in zip(entries, hashes, strict=True))

@@ -161,8 +161,9 @@ class GuardWatch(Watch):
     @contextmanager
     def around_forward(self, forward: Forward) -> Iterator[None]:
         """Look at buffers before they may be written; look at operators."""
-        with self.session.working(), scripts_modes_off():
-            self.state.forward_begins()
+        if self.state.holds_buffers:
+            with self.session.working(), scripts_modes_off():
+                self.state.forward_begins()
         with super().around_forward(forward):
             yield
 

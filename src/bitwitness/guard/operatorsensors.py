@@ -7,8 +7,6 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, Protocol
 
-import torch
-
 from bitwitness.capture.light import LightStep
 from bitwitness.capture.root import RootTap
 from bitwitness.capture.step import StepRecord
@@ -169,8 +167,7 @@ class OperatorSensors:
         mode = mode_in_doubt()
         if mode is not None:
             return f"the script's {mode} was on, and what it makes of results is not known"
-        given = tensors_in((*call.args, *call.kwargs.values()))
-        shared = any(type(t) in (torch.Tensor, torch.nn.Parameter) and is_in_shared_memory(t) for t in given)
+        shared = any(map(is_in_shared_memory, tensors_in((*call.args, *call.kwargs.values()))))
         return "they read memory that other processes may write" if shared else None
 
     def failed_checksums(self, light: LightStep) -> list[Finding]:

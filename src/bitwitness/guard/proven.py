@@ -36,8 +36,8 @@ class Proven:
             texts = dict(enumerate(self._ranks.gather_text(text)))
         else:
             return
-        texts = {rank: text for rank, text in texts.items() if text}
-        if texts:
-            sensor, message, site, evidence = json.loads(next(iter(texts.values())))
-            ranks = tuple(rank for rank, text in texts.items() if json.loads(text)[0] == sensor)
+        told = {rank: json.loads(text) for rank, text in texts.items() if text}
+        if told:
+            sensor, message, site, evidence = next(iter(told.values()))
+            ranks = tuple(rank for rank, (whose, *_) in told.items() if whose == sensor)
             self.mismatch = Mismatch(message, ranks, Site.parse(site), {sensor: evidence}, DID[sensor])

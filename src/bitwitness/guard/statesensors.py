@@ -125,6 +125,11 @@ class StateSensors:
         mine = in_hex(desync.hash_of(light.rank))
         return [Finding("replicas", site, Severity.ERROR, message, {"hash": mine}, light.step, light.rank)]
 
+    @property
+    def holds_buffers(self) -> bool:
+        """Whether buffers are sealed now."""
+        return self._buffers is not None
+
     def forward_begins(self) -> None:
         """Compare buffers with what was sealed, before a forward may write them."""
         sealed, self._buffers = self._buffers, None

@@ -29,6 +29,7 @@ from bitwitness.sense.invariant import Invariant, Signs
 from bitwitness.sense.selftest import seen, self_test
 from bitwitness.sense.turns import Turns, is_small
 from bitwitness.site import Site
+from bitwitness.stats.host import numbers_of
 from bitwitness.tap.compat import OpOverload
 from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.operators import OpCall, OperatorTap
@@ -180,7 +181,7 @@ class ChecksumSensor:
                 self.largest_ratio = max(self.largest_ratio, worst)
                 if not overflowed:
                     continue
-            figures = noted.invariant.figures(worst, int(index), int(overflowed))
+            figures = noted.invariant.figures(worst, index, overflowed)
             if overflowed:
                 found.append(_overflow(noted, figures, step, rank))
             if not worst <= 1:
@@ -225,21 +226,17 @@ class ChecksumSensor:
         }
 
 
-def _to_host(invariants: list[Invariant]) -> list[tuple[float, float, float]]:
-    """Bring the worst ratio, its index and the overflows of all checks, device by device, in one transfer each; in order."""
-    by_device: dict[torch.device, list[int]] = defaultdict(list)
-    for position, invariant in enumerate(invariants):
-        by_device[invariant.worst.device].append(position)
-    rows = [(0.0, 0.0, 0.0)] * len(invariants)
-    for positions in by_device.values():
-        mine = [invariants[position] for position in positions]
-        none = mine[0].index.new_zeros(())
-        overflows = [none if i.overflowed is None else i.overflowed for i in mine]
-        parts = [[i.worst.double() for i in mine], [i.index for i in mine], overflows]
-        moved = torch.stack([torch.stack(part).double() for part in parts], 1).cpu().tolist()
-        for position, (worst, index, overflowed) in zip(positions, moved, strict=True):
-            rows[position] = worst, index, overflowed
-    return rows
+def _to_host(invariants: list[Invariant]) -> list[tuple[float, int, int]]:
+    """Bring the worst ratio, its index and the overflows of all checks to the host."""
+    none = torch.zeros((), dtype=torch.int64)
+    return list(
+        zip(
+            numbers_of([i.worst.double() for i in invariants]),
+            numbers_of([i.index for i in invariants]),
+            numbers_of([none if i.overflowed is None else i.overflowed for i in invariants]),
+            strict=True,
+        )
+    )
 
 
 def _failure(noted: _Pending, figures: dict[str, float], step: int, rank: int) -> Finding:

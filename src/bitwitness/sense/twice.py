@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ from bitwitness.sense.selftest import seen, self_test
 from bitwitness.sense.turns import Turns, is_small
 from bitwitness.site import Site
 from bitwitness.stats.digest import flat_bits
+from bitwitness.stats.host import numbers_of
+from bitwitness.stats.local import is_torchs_own
 from bitwitness.tap.compat import OpOverload
 from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.operators import OpCall, OperatorTap, tensors_in
@@ -146,7 +149,9 @@ class TwiceSensor:
         pending, self._pending = self._pending, []
         self._turns.next_step()
         found = []
-        for noted, counts in zip(pending, _on_host([p.differ for p in pending]), strict=True):
+        told = iter(numbers_of([count for noted in pending for count in noted.differ]))
+        for noted in pending:
+            counts = list(islice(told, len(noted.sites)))
             known = self._known[noted.key]
             if not any(counts):
                 known.same += 1
@@ -188,7 +193,7 @@ def _copy(value: Any) -> Any:
 
 
 def _is_plain(x: Tensor) -> bool:
-    return type(x) in (Tensor, torch.nn.Parameter) and x.layout is torch.strided and not (x.is_quantized or x.is_meta)
+    return is_torchs_own(x) and x.layout is torch.strided and not (x.is_quantized or x.is_meta)
 
 
 def _differing(one: list[Tensor], other: list[Tensor]) -> Tensor:
@@ -202,19 +207,6 @@ def _differing(one: list[Tensor], other: list[Tensor]) -> Tensor:
         else:
             counts.append((flat_bits(a) != flat_bits(b)).sum())
     return torch.stack(counts)
-
-
-def _on_host(counts: list[Tensor]) -> list[list[int]]:
-    """Move all counts to the host, device by device, in one transfer each."""
-    places: dict[torch.device, list[int]] = {}
-    for index, count in enumerate(counts):
-        places.setdefault(count.device, []).append(index)
-    rows: list[list[int]] = [[] for _ in counts]
-    for mine in places.values():
-        flat = torch.cat([counts[index] for index in mine]).tolist()
-        for index in mine:
-            rows[index], flat = flat[: len(counts[index])], flat[len(counts[index]) :]
-    return rows
 
 
 def _finding(noted: _Pending, counts: list[int], step: int, rank: int) -> Finding:

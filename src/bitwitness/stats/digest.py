@@ -21,6 +21,7 @@ from torch import Tensor
 
 from bitwitness.stats.fold import ROW_BYTES, WORD, Fold, fold, is_large
 from bitwitness.stats.hashmany import AT_ONCE, Together, can_be_together, hash_together
+from bitwitness.stats.host import numbers_of
 from bitwitness.stats.local import local_parts
 from bitwitness.stats.mixing import COLUMNS_FROM, GOLDEN, Words, length_number, numbers, scramble
 from bitwitness.stats.reader import built
@@ -116,13 +117,7 @@ class HashBatch:
     @torch.no_grad()
     def on_host(self) -> Tensor:
         """Return the hashes in the order of adding, int64 [N] on the host; one transfer a device, each waited for."""
-        found, places = self.finish(), dict[torch.device, list[int]]()
-        hashes = torch.zeros(len(found), dtype=torch.int64)
-        for index, value in enumerate(found):
-            places.setdefault(value.device, []).append(index)
-        for mine in places.values():
-            hashes[mine] = torch.stack([found[index] for index in mine]).cpu()
-        return hashes
+        return torch.tensor(numbers_of(self.finish()), dtype=torch.int64)
 
     def kept(self, index: int) -> tuple[Tensor, Fold | None]:
         """Return what is kept of a tensor: its `flat_bits` if it is small, else a stand-in, and its sums."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bitwitness.stats.fold import HALF_WORD, ROW_BYTES, ROW_WORDS, WORD, Fold, is_large
+from bitwitness.stats.host import to_device
 from bitwitness.stats.mixing import COLUMNS_FROM, GOLDEN, length_number, numbers, scramble
 from bitwitness.stats.reader import built
 
@@ -82,13 +83,13 @@ def hash_together(flats: Sequence[Tensor]) -> Together:
 
 
 def _laid_end_to_end(data: list[Tensor], counts: tuple[int, ...], lengths: tuple[int, ...]) -> Together:
-    device = data[0].device
+    device, each = data[0].device, torch.tensor(counts)
+    owner = to_device(torch.arange(len(counts)).repeat_interleave(each), device)
     tails = _tails(data, counts, lengths)
-    rows, columns = _whole_rows(data, counts, device)
+    rows, columns = _whole_rows(data, counts, owner)
     # Words that a small tensor has, or a row; those behind them are no columns.
     widths = [ROW_WORDS if count else -(-max(n, 1) // WORD) for count, n in zip(counts, lengths, strict=True)]
-    facts = torch.tensor([widths, list(map(length_number, lengths))], dtype=torch.int64).to(device, non_blocking=True)
-    width, length = facts[0], facts[1]
+    width, length = to_device([*widths, *map(length_number, lengths)], device).view(2, -1)
     words = tails.view(torch.int64)
     every = columns + _shifted_within(words[:, :ROW_WORDS], width)
     every += torch.as_tensor(numbers(COLUMNS_FROM, every))
@@ -97,7 +98,7 @@ def _laid_end_to_end(data: list[Tensor], counts: tuple[int, ...], lengths: tuple
     last = words[:, :ROW_WORDS].sum(1) + length + words[:, ROW_WORDS] * GOLDEN
     hashes = mixed.sum(1) + torch.as_tensor(scramble(last))
     if rows.numel():
-        owner, number = _owners(counts, device)
+        number = to_device(torch.arange(sum(counts)) - (each.cumsum(0) - each).repeat_interleave(each), device)
         hashes.index_add_(0, owner, torch.as_tensor(scramble(rows + number * GOLDEN)))
     return Together(hashes, rows, columns, tails, counts, lengths)
 
@@ -112,26 +113,17 @@ def _tails(data: list[Tensor], counts: tuple[int, ...], lengths: tuple[int, ...]
     return torch.cat(pieces).view(len(data), -1)
 
 
-def _whole_rows(data: list[Tensor], counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the sums of all whole rows, and by tensor those of the columns of their shifted words."""
-    columns = torch.zeros(len(data), ROW_WORDS, dtype=torch.int64, device=device)
+def _whole_rows(data: list[Tensor], counts: tuple[int, ...], owner: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sums of all whole rows, and by tensor those of the columns of their shifted words; ``owner``: by row."""
+    columns = torch.zeros(len(data), ROW_WORDS, dtype=torch.int64, device=owner.device)
     large = [(part, count * ROW_BYTES) for part, count in zip(data, counts, strict=True) if count]
     if not large:
-        return torch.zeros(0, dtype=torch.int64, device=device), columns
+        return owner, columns
     rows = torch.cat([part[:end] for part, end in large]).view(torch.int64).view(-1, ROW_WORDS).sum(1)
     shifted = (
         torch.cat([part[HALF_WORD : end + HALF_WORD] for part, end in large]).view(torch.int64).view(-1, ROW_WORDS)
     )
-    return rows, columns.index_add_(0, _owners(counts, device)[0], shifted)
-
-
-def _owners(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return by row whose it is, and its number there."""
-    of = torch.tensor(counts, dtype=torch.int64)
-    owner = torch.arange(len(counts)).repeat_interleave(of)
-    first = (of.cumsum(0) - of).repeat_interleave(of)
-    both = torch.stack([owner, torch.arange(len(owner)) - first]).to(device, non_blocking=True)
-    return both[0], both[1]
+    return rows, columns.index_add_(0, owner, shifted)
 
 
 def _shifted_within(words: Tensor, width: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
-"""What lies on a device brought to the host, for which nobody has to wait until it is read; and numbers the other way."""
+"""What lies on a device brought to the host, waited for when it is read; and numbers the other way."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -16,7 +17,19 @@ def to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
     return host, event.synchronize
 
 
-def to_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+def numbers_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """Return 0-d tensors of one dtype as Python's numbers, in their order: one transfer a device, each waited for."""
+    places: dict[torch.device, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        places.setdefault(tensor.device, []).append(index)
+    numbers: list[Any] = [None] * len(tensors)
+    for mine in places.values():
+        for index, number in zip(mine, torch.stack([tensors[index] for index in mine]).tolist(), strict=True):
+            numbers[index] = number
+    return numbers
+
+
+def to_device(numbers: Sequence[int] | torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return whole numbers on a device, int64, without waiting for it."""
-    here = torch.tensor(numbers, dtype=torch.int64)
+    here = torch.as_tensor(numbers, dtype=torch.int64)
     return here if device.type == "cpu" else here.pin_memory().to(device, non_blocking=True)

@@ -9,23 +9,29 @@ from torch import Tensor
 
 from bitwitness.errors import UsageError
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+_TORCHS_OWN = (Tensor, torch.nn.Parameter)
 _COMPRESSED_BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
 _COMPRESSED = (*_COMPRESSED_BY_ROW, torch.sparse_csc, torch.sparse_bsc)
 
 
+def is_torchs_own(tensor: Tensor) -> bool:
+    """Tell whether a tensor is of no class beside torch's own."""
+    return type(tensor) in _TORCHS_OWN
+
+
 def is_wrapper(tensor: Tensor) -> bool:
     """Tell whether a tensor is of a class that holds others and is neither distributed nor jagged: a quantized weight, say."""
-    if type(tensor) in _PLAIN:
+    if is_torchs_own(tensor):
         return False
     known = hasattr(type(tensor), "to_local") or tensor.layout == torch.jagged
     return hasattr(type(tensor), "__tensor_flatten__") and not known
 
 
 def is_in_shared_memory(tensor: Tensor) -> bool:
-    """Tell whether a plain tensor lies in memory that other processes may write (``model.share_memory()``, Hogwild)."""
+    """Tell whether a tensor of torch's own lies in memory that other processes may write (``model.share_memory()``)."""
     # on an accelerator torch calls all memory shared; what is not strided has no memory of its own
-    return tensor.is_cpu and tensor.layout is torch.strided and tensor.is_shared()
+    strided = is_torchs_own(tensor) and tensor.layout is torch.strided
+    return strided and tensor.is_cpu and tensor.is_shared()
 
 
 def local_values(tensor: Tensor) -> Tensor:
@@ -45,7 +51,7 @@ def local_values(tensor: Tensor) -> Tensor:
 
 def local_parts(tensor: Tensor) -> list[Tensor]:
     """Return `local_values`, then the index tensors that say where the values stand (if it is not dense)."""
-    if type(tensor) in _PLAIN and _is_plain(tensor):
+    if is_torchs_own(tensor) and _is_plain(tensor):
         return [tensor]
     # A DTensor is known by its method: not every build of torch has the class.
     if hasattr(type(tensor), "to_local"):

@@ -6,10 +6,10 @@ one at a tenth of memory's pace.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from bitwitness.numerics import summing_dtype
+from bitwitness.stats.local import is_torchs_own
 from bitwitness.stats.reader import built
 
 
@@ -29,7 +29,7 @@ def products(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
 
     """
     reader = built()
-    if reader is None or not _is_plain(x) or not reader.reaches(x) or x.dim() not in (2, 3):
+    if reader is None or not is_torchs_own(x) or not reader.reaches(x) or x.dim() not in (2, 3):
         return None
     if v.dtype is not summing_dtype(x.dtype):
         return None
@@ -48,12 +48,8 @@ def pairs(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
     reader = built()
     if reader is None or x.dim() != 4 or x.shape != y.shape or x.dtype is not y.dtype:
         return None
-    if not all(_is_plain(t) and reader.reaches(t) and t.stride(-1) == 1 for t in (x, y)):
+    if not all(is_torchs_own(t) and reader.reaches(t) and t.stride(-1) == 1 for t in (x, y)):
         return None
     out = x.new_empty((3, *x.shape[:-1]), dtype=summing_dtype(x.dtype))
     reader.pairs(x, y, out)
     return out[0], out[1], out[2]
-
-
-def _is_plain(x: Tensor) -> bool:
-    return type(x) in (Tensor, torch.nn.Parameter)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bitwitness.stats.local import is_torchs_own
 from bitwitness.tap.compat import process_groups
 
 _REDUCTIONS = ("SUM", "AVG", "MAX", "MIN", "PRODUCT", "BAND", "BOR", "BXOR")
@@ -102,4 +103,4 @@ def _flat(value: Any) -> list[Tensor]:
 
 def plain(tensors: list[Tensor]) -> bool:
     """Tell whether all are strided tensors of no class of their own."""
-    return all(type(t) in (Tensor, torch.nn.Parameter) and t.layout is torch.strided for t in tensors)
+    return all(is_torchs_own(t) and t.layout is torch.strided for t in tensors)

@@ -12,11 +12,9 @@ from typing import Any
 
 import torch
 
-from bitwitness.stats.local import local_values
+from bitwitness.stats.local import is_torchs_own, local_values
 from bitwitness.tap.compat import enable_grad, is_traceable_wrapper_subclass, uncast, undispatched
 from bitwitness.tap.storages import StorageRef
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def spans_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
@@ -67,10 +65,10 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     Not detached: beneath autograd, where dispatch modes run, that would give it another version counter.
     """
     wrapper: Any = tensor
-    while type(wrapper) not in _PLAIN and is_traceable_wrapper_subclass(wrapper):
+    while not is_torchs_own(wrapper) and is_traceable_wrapper_subclass(wrapper):
         wrapper = _inner(wrapper)
     tensor = wrapper
-    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.dtype.is_complex:
+    if not is_torchs_own(tensor) or tensor.layout is not torch.strided or tensor.dtype.is_complex:
         return local_values(tensor)
     return local_values(tensor) if tensor.is_meta or tensor.is_neg() or tensor.is_quantized else tensor
 
