@@ -91,8 +91,8 @@ def test_a_pair_opens_at_the_faulty_operator(
         assert page.locator(".node[aria-current=true]").count() == 2  # in both panes
         assert page.locator(".node[aria-current=true] .state").first.inner_text() == "✗"
         assert page.locator("#which").inner_text() == "suspect 1 of 2"
-        # what is told of a node is fetched once it is marked
-        page.wait_for_function("document.querySelector('#told').innerText.includes('approximate none against tanh')")
+        # what is told of a node is fetched once it is marked (a locator waits without eval, which the page forbids)
+        page.locator("#told", has_text="approximate none against tanh").wait_for()
         assert "test_view.py" in page.locator("#told").inner_text()
         assert page.locator("#hint").inner_text().startswith("Shown as a tree, as --no-explorer asks")
         wide, seen = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
