@@ -10,9 +10,12 @@ from collections import ChainMap, UserDict, UserList, deque
 from types import CellType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
+import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from bitwitness.capture.bare import is_a, items_of, values_of
+from bitwitness.tap.compat import plain_tensors
 
 _DATA: tuple[type, ...] = (SimpleNamespace, argparse.Namespace, UserDict, UserList, ChainMap, threading.local)
 """Classes of Python's own library whose objects hold what a script puts there."""
@@ -22,19 +25,41 @@ _OWN = frozenset(vars(nn.Module())) | {"_is_full_backward_hook", "_compiled_call
 """A module's attributes that torch itself keeps; ``forward`` is captured by its own name."""
 _TRAINERS = ("lightning", "pytorch_lightning", "lightning_fabric", "transformers", "accelerate")
 _FOREIGN = frozenset(("torch", "numpy", "logging", "threading", *_TRAINERS))
+_TORCHS_DATA = ("torch.quasirandom", "torch.optim")
+"""Modules of torch whose objects hold what a script may change, and nothing else."""
+_OPTIMIZERS = frozenset(("param_groups", "defaults"))
+"""What of an optimizer a forward may read or change; the rest grows with the model."""
+_GRAD = ".grad"
+
+
+class Attributes:
+    """What something holds in attributes beside what it is: a list's subclass, an array's, a tensor.
+
+    ``grad``: a tensor's ``.grad`` counts among them.
+    """
+
+    __slots__ = ("grad", "of")
+
+    def __init__(self, of: Any, *, grad: bool = True) -> None:
+        self.of, self.grad = of, grad
+
+
+def has_attributes(value: Any) -> bool:
+    """Tell whether a script can have set attributes on a container, an array or another thing with content of its own."""
+    kind = type(value)
+    package = kind.__module__.partition(".")[0]
+    if package in _FOREIGN or (package in sys.stdlib_module_names and package != "__main__"):
+        return False
+    return hasattr(value, "__dict__") or any(map(_slots, kind.__mro__))
+
+
+def owner_of(thing: Any) -> Any:
+    """Return what a container belongs to: itself, or that whose attributes it is."""
+    return thing.of if type(thing) is Attributes else thing
 
 
 def read(thing: Any, keys: frozenset[str] | None = None) -> Any:
     """Return what a container holds now, in a container of its own."""
-    if isinstance(thing, CellType):
-        try:
-            return {"value": thing.cell_contents}
-        except ValueError:  # an empty cell
-            return {}
-    if isinstance(thing, nn.Module):
-        return {key: value for key, value in vars(thing).items() if key not in _OWN and (keys is None or key in keys)}
-    if isinstance(thing, type):
-        return {key: vars(thing)[key] for key in keys or () if key in vars(thing)}
     if is_a(thing, dict):
         if keys is None:
             return items_of(thing)
@@ -45,12 +70,32 @@ def read(thing: Any, keys: frozenset[str] | None = None) -> Any:
         return values_of(thing)
     if is_a(thing, set):
         return set(values_of(thing))
+    return _names(thing, keys)
+
+
+def _names(thing: Any, keys: frozenset[str] | None) -> dict[str, Any]:
+    """Return what a thing holds by name, of its attributes those that are the script's."""
+    if type(thing) is Attributes:
+        return _beside(thing)
+    if isinstance(thing, CellType):
+        try:
+            return {"value": thing.cell_contents}
+        except ValueError:  # an empty cell
+            return {}
+    if isinstance(thing, nn.Module):
+        return {key: value for key, value in vars(thing).items() if key not in _OWN and (keys is None or key in keys)}
+    if isinstance(thing, type):
+        return {key: vars(thing)[key] for key in keys or () if key in vars(thing)}
+    if isinstance(thing, Optimizer):
+        return {key: value for key, value in vars(thing).items() if key in _OPTIMIZERS}
     return _attributes(thing, keys)
 
 
 def write(thing: Any, held: Any, keys: frozenset[str] | None = None) -> None:
     """Put back into a container what `read` returned."""
-    if isinstance(thing, CellType):
+    if type(thing) is Attributes:
+        _set_beside(thing, held)
+    elif isinstance(thing, CellType):
         thing.cell_contents = held["value"]
     elif isinstance(thing, dict | weakref.WeakKeyDictionary | weakref.WeakValueDictionary) and keys is None:
         thing.clear()
@@ -70,6 +115,28 @@ def write(thing: Any, held: Any, keys: frozenset[str] | None = None) -> None:
         thing.update(held)
     else:
         _set_attributes(thing, held, keys)
+
+
+def _beside(attributes: Attributes) -> dict[str, Any]:
+    thing = attributes.of
+    held = _attributes(thing, None)
+    if not isinstance(thing, torch.Tensor) or not attributes.grad:
+        return held
+    with plain_tensors():
+        return {**held, _GRAD: thing.grad} if thing.is_leaf and thing.grad is not None else held
+
+
+def _set_beside(attributes: Attributes, held: dict[str, Any]) -> None:
+    thing = attributes.of
+    if isinstance(thing, torch.Tensor) and attributes.grad:
+        with plain_tensors():
+            if thing.is_leaf and thing.grad is not held.get(_GRAD):
+                thing.grad = held.get(_GRAD)
+    names = {key: value for key, value in held.items() if key != _GRAD}
+    for key in _attributes(thing, None).keys() - names.keys():
+        object.__delattr__(thing, key)
+    for key, value in names.items():
+        object.__setattr__(thing, key, value)
 
 
 def _attributes(thing: Any, keys: frozenset[str] | None) -> dict[str, Any]:
@@ -101,6 +168,8 @@ def inside(value: Any, *, foreign: bool) -> Any:
         return values_of(value)
     if isinstance(value, nn.Module | ModuleType | FunctionType) or (callable(value) and not hasattr(value, "__dict__")):
         return None
+    if isinstance(value, BaseException | Optimizer) or type(value).__module__.startswith(_TORCHS_DATA):
+        return read(value)
     package = type(value).__module__.partition(".")[0]
     if (not foreign and package in _FOREIGN) or (package in sys.stdlib_module_names and package != "__main__"):
         return None

@@ -6,6 +6,7 @@ tensors, arrays, generators. What is plain (numbers, text) needs no more than it
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from bitwitness.capture.containers import inside, read, write
+from bitwitness.capture.containers import Attributes, has_attributes, inside, owner_of, read, write
 from bitwitness.capture.leaves import LARGEST, UNTOLD, Position, content_of, kind_of, put_back, restorable
 from bitwitness.capture.lossgraph import version_of
 from bitwitness.capture.structure import PLAIN
-from bitwitness.stats.local import local_parts
+from bitwitness.stats.local import is_torchs_own, local_parts
 from bitwitness.tap.compat import keeping_versions
 
 Place = tuple[Any, ...]
@@ -29,6 +30,9 @@ _MOST = 20_000
 """Containers and leaves in one snapshot, since one is taken at every forward. More of them end replays; the first is named."""
 ARGUMENT = "argument"
 """The first part of the place of what a forward was given, which may be an object of any library."""
+SCRIPTED = "scripted attributes"
+"""The last part of the place of what a scripted module's own code changes."""
+_CONTAINERS = (dict, list, set, deque, tuple, frozenset)
 _MISSING = object()
 
 
@@ -109,7 +113,7 @@ class Snapshot:
 
     def things(self) -> set[int]:
         """Return the ``id`` of all that is known."""
-        return {id(one.thing) for one in self.containers} | {id(leaf.thing) for leaf in self.leaves}
+        return {id(owner_of(one.thing)) for one in self.containers} | {id(leaf.thing) for leaf in self.leaves}
 
     def changed(self) -> dict[Place, str]:
         """Return the places at which something differs now, with printable names."""
@@ -138,12 +142,15 @@ class SnapshotWalk:
     ----------
     keep
         Keep tensors' contents, up to `LARGEST` bytes in all; ``keep(place)`` says so for what is found at a place.
+    known
+        The ``id`` of modules and parameters that somebody else minds: the root's own.
 
     """
 
-    def __init__(self, keep: Callable[[Place], bool] = lambda _: True) -> None:
+    def __init__(self, keep: Callable[[Place], bool] = lambda _: True, known: frozenset[int] = frozenset()) -> None:
         self.snapshot = Snapshot()
         self._keep = keep
+        self._known = known
         self._seen: set[int] = set()
 
     def namespace(self, place: Place, name: str, thing: Any, keys: frozenset[str] | None = None) -> None:
@@ -152,6 +159,17 @@ class SnapshotWalk:
         self.snapshot.containers.append(Container(place, name, thing, held, keys))
         for key, value in held.items():
             self.enter((*place, key), f"{name}.{key}", value)
+        if isinstance(thing, nn.Module):
+            self._tensors_attributes(place, name, thing, keys)
+
+    def _tensors_attributes(self, place: Place, name: str, module: nn.Module, keys: frozenset[str] | None) -> None:
+        """Take what a script has set on a module's parameters and buffers, and what scripted code keeps beside them."""
+        own = {**module._parameters, **module._buffers}
+        for key, tensor in own.items():
+            if tensor is not None and (keys is None or key in keys):
+                self._attributes((*place, key), f"{name}.{key}", tensor, 0, grad=key in module._buffers)
+        if isinstance(module, torch.jit.ScriptModule) and (keys is None or SCRIPTED in keys):
+            self.snapshot.leaves.append(Leaf((*place, SCRIPTED), f"{name}'s attributes", module, content_of(module)))
 
     def enter(self, place: Place, name: str, value: Any, depth: int = 0) -> None:
         """Take a value and all that it holds."""
@@ -164,17 +182,51 @@ class SnapshotWalk:
         if depth > _DEPTH:
             return
         if isinstance(value, torch.Tensor):
-            self._tensor(place, name, value)
-        elif kind_of(value) is not None:
-            self.snapshot.leaves.append(Leaf(place, name, value, content_of(value)))
-        elif (held := inside(value, foreign=place[0] == ARGUMENT)) is not None:
-            if not isinstance(value, tuple | frozenset):
-                self.snapshot.containers.append(Container(place, name, value, held))
-            for item in held.values() if isinstance(held, dict) else held:
-                self.enter(place, name, item, depth + 1)
+            self._tensor(place, name, value, depth)
+        elif isinstance(value, nn.Module):
+            self._modules(place, name, value, depth)
+        elif self._content(place, name, value, depth) and has_attributes(value):
+            self._attributes(place, name, value, depth)
 
-    def _tensor(self, place: Place, name: str, value: torch.Tensor) -> None:
-        if isinstance(value, nn.Parameter):
+    def _content(self, place: Place, name: str, value: Any, depth: int) -> bool:
+        """Take what a thing holds; return whether that leaves its attributes out."""
+        if kind_of(value) is not None:
+            self.snapshot.leaves.append(Leaf(place, name, value, content_of(value)))
+            return True
+        if (held := inside(value, foreign=place[0] == ARGUMENT)) is None:
+            return False
+        if not isinstance(value, tuple | frozenset):
+            self.snapshot.containers.append(Container(place, name, value, held))
+        for item in held.values() if isinstance(held, dict) else held:
+            self.enter(place, name, item, depth + 1)
+        return isinstance(value, _CONTAINERS)
+
+    def _attributes(self, place: Place, name: str, value: Any, depth: int, *, grad: bool = True) -> None:
+        """Take what is set on something that is, or holds, other things besides."""
+        beside = Attributes(value, grad=grad)
+        held = read(beside)
+        self.snapshot.containers.append(Container(place, name, beside, held))
+        for item in held.values():
+            self.enter(place, name, item, depth + 1)
+
+    def _modules(self, place: Place, name: str, root: nn.Module, depth: int) -> None:
+        """Take a module that is not the root's, and those in it: one kept in a list, or named by the code."""
+        found = [(path, one) for path, one in root.named_modules() if id(one) not in self._known and not _wraps(one)]
+        self._seen.update(id(one) for _, one in found)
+        for path, module in found:
+            inner = f"{name}.{path}" if path else name
+            held = read(module)
+            self.snapshot.containers.append(Container((*place, path), inner, module, held))
+            mode = frozenset(("training",))
+            self.snapshot.containers.append(
+                Container((*place, path), inner, vars(module), {"training": module.training}, mode)
+            )
+            for key, value in (*held.items(), *_own(module)):
+                self.enter((*place, path, key), f"{inner}.{key}", value, depth)
+            self._tensors_attributes((*place, path), inner, module, None)
+
+    def _tensor(self, place: Place, name: str, value: torch.Tensor, depth: int) -> None:
+        if id(value) in self._known or (isinstance(value, nn.Parameter) and not is_torchs_own(value)):
             return  # the training's own; replays do not change parameters
         size = value.numel() * value.element_size() if value.layout is torch.strided and not value.is_meta else LARGEST
         content = None
@@ -182,6 +234,17 @@ class SnapshotWalk:
             self.snapshot.nbytes += size
             content = value.detach().clone()
         self.snapshot.leaves.append(Leaf(place, name, value, content, version_of(value)))
+        self._attributes(place, name, value, depth)
+
+
+def _wraps(module: nn.Module) -> bool:
+    return type(module).__module__.startswith(("torch.nn.parallel", "torch.distributed"))
+
+
+def _own(module: nn.Module) -> list[tuple[str, Any]]:
+    """Return a module's tables of parameters and buffers, where there are any."""
+    tables = ("_parameters", vars(module).get("_parameters")), ("_buffers", vars(module).get("_buffers"))
+    return [(key, table) for key, table in tables if isinstance(table, dict) and table]
 
 
 def same(a: Any, b: Any) -> bool:

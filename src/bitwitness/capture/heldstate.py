@@ -65,7 +65,7 @@ class HeldState:
         """Return what is known to change in forwards, as it is now, and ``unknown`` things; None if there is nothing."""
         if not self._volatile and not unknown:
             return None
-        walk = SnapshotWalk(lambda place: place in self._mutated or place[0] == ARGUMENT)
+        walk = SnapshotWalk(lambda place: place in self._mutated or place[0] == ARGUMENT, self._known())
         for index, value in enumerate(unknown):
             walk.enter((ARGUMENT, index), f"argument {index}", value)
         wanted: dict[Any, set[str]] = {}
@@ -191,11 +191,15 @@ class HeldState:
 
     def everything(self) -> Snapshot:
         """Return all that can be reached, as it is now."""
-        walk = SnapshotWalk()
+        walk = SnapshotWalk(known=self._known())
         for key, (name, thing, keys) in self._namespaces().items():
             walk.namespace((key,), name, thing, keys)
         self._mind_left_out(walk.snapshot.left_out)
         return walk.snapshot
+
+    def _known(self) -> frozenset[int]:
+        """Return the ``id`` of the root's own modules and parameters, which are minded elsewhere."""
+        return frozenset((*map(id, self._root.modules()), *map(id, self._root.parameters())))
 
     def _mind_left_out(self, name: str | None) -> None:
         if name is not None and self.refused is None:

@@ -9,6 +9,7 @@ import ctypes
 import gc
 import io
 import itertools
+import mmap
 import queue
 import random
 import sys
@@ -27,6 +28,7 @@ _UNTOLD = (GeneratorType, map, filter, zip)
 """Things that do not tell how far they have come: each time that they are asked, they count as moved."""
 _CHANNELS = frozenset(("_queue", "socket", "ssl", "sqlite3", "multiprocessing.queues", "multiprocessing.connection"))
 """Modules whose objects give and take what nobody can take back."""
+_FOREIGN_FUNCTION: type = ctypes.CFUNCTYPE(None).__mro__[1]
 _ASKED = itertools.count()
 _SPAWNED = "n_children_spawned"
 """What a numpy seed counts, and cannot be set back."""
@@ -37,7 +39,10 @@ _BY_TYPE: tuple[tuple[Any, str], ...] = (
     ((io.StringIO, io.BytesIO), "memory"),
     (array, "array.array"),
     (memoryview, "memoryview"),
+    (mmap.mmap, "map of a file"),
     ((ctypes._SimpleCData, ctypes.Structure, ctypes.Union, ctypes.Array), "ctypes"),
+    ((ctypes.CDLL, _FOREIGN_FUNCTION), UNTOLD),
+    (torch.jit.ScriptModule, "script"),
     (queue.Queue, "queue"),
     (_UNTOLD, UNTOLD),
 )
@@ -123,6 +128,26 @@ def _set_viewed(thing: Any, content: Any) -> None:
     thing.cast("B")[:] = content
 
 
+def _mapped(thing: Any) -> Any:
+    return None if thing.closed or len(thing) > LARGEST else thing[:]
+
+
+def _script(thing: Any) -> Any:
+    """Return a scripted module's attributes; what it holds as parameters and buffers is known elsewhere."""
+    held = {name: thing._c.getattr(name) for name in thing._concrete_type.get_attributes()}
+    return {name: value.detach().clone() if isinstance(value, torch.Tensor) else value for name, value in held.items()}
+
+
+def _set_script(thing: Any, content: Any) -> None:
+    for name, value in content.items():
+        now = thing._c.getattr(name)
+        if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.shape == value.shape:
+            with torch.no_grad():
+                now.copy_(value)
+        else:
+            thing._c.setattr(name, value)
+
+
 def _set_ctypes(thing: Any, content: Any) -> None:
     ctypes.memmove(ctypes.addressof(thing), content, len(content))
 
@@ -173,6 +198,8 @@ _KINDS_OF_STATE: dict[str | None, tuple[Callable[[Any], Any], Callable[[Any, Any
     "iterator": (_position, lambda _thing, _content: None),
     "memoryview": (_viewed, _set_viewed),
     "ctypes": (bytes, _set_ctypes),
+    "map of a file": (_mapped, _set_bytes),
+    "script": (_script, _set_script),
     "seeds": (lambda s: Position(str(s.n_children_spawned)), lambda _thing, _content: None),
     "array.array": (lambda a: a.tobytes(), _set_array),
     "shared": (lambda s: bytes(s.get_obj()), _set_shared),

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice, repeat
 from operator import is_not, itemgetter
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, MethodWrapperType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
 from bitwitness.capture.bare import CONTAINERS, Items, Keys, is_a, size_of, values_of
+from bitwitness.capture.containers import has_attributes
 from bitwitness.capture.contents import Place
 from bitwitness.capture.structure import PLAIN
 from bitwitness.tap.modes import is_ours
@@ -178,7 +179,7 @@ class Search:
     Parameters
     ----------
     known
-        The ``id`` of modules that are looked at by themselves.
+        The ``id`` of modules and parameters that are looked at by themselves.
     seen
         What was found before, by ``id``: each thing is taken once.
     room
@@ -215,9 +216,11 @@ class Search:
         elif is_a(value, dict):
             bare, keys = (value.values(), value.keys()) if type(value) is dict else (Items(value), Keys(value))
             self._hold(place, name, bare, values_of(value), depth, keys=keys, thing=value)
+            self._attributes(place, name, value, depth)
         elif is_a(value, list, deque, set):
             bare = value if type(value) in CONTAINERS else Items(value)
             self._hold(place, name, bare, values_of(value), depth, thing=value)
+            self._attributes(place, name, value, depth)
         elif is_a(value, tuple, frozenset):
             for item in values_of(value):
                 self.enter(place, name, item, depth + 1)
@@ -231,6 +234,11 @@ class Search:
         for item in items:
             self.enter(place, name, item, depth + 1)
 
+    def _attributes(self, place: Place, name: str, value: Any, depth: int) -> None:
+        """Take what is set on a container of a class of the script's."""
+        if has_attributes(value) and (names := getattr(value, "__dict__", None)) is not None:
+            self._hold(place, name, names.values(), list(names.values()), depth, keys=names.keys(), thing=value)
+
     def _object(self, place: Place, name: str, value: Any, depth: int) -> None:
         view: Any = None
         if isinstance(value, FunctionType):
@@ -239,7 +247,7 @@ class Search:
             view = Variable(value)
         elif isinstance(value, partial):
             self._hold(place, name, value.keywords.values(), [value.func, *value.args], depth, thing=value)
-        elif isinstance(value, MethodType):
+        elif isinstance(value, MethodType | BuiltinFunctionType | MethodWrapperType):
             self.enter(place, name, value.__self__, depth + 1)
         elif not isinstance(value, ModuleType) and _looked_into(value):
             names = vars(value)
@@ -254,8 +262,8 @@ class Search:
             return
         held = {key: item for key, item in vars(value).items() if key not in TORCHS}
         self._hold(place, name, Some(vars(value), held), list(held.values()), depth, thing=value)
-        for buffer in value.buffers(recurse=False):
-            self._tensor(place, name, buffer)
+        for tensor in (*value.buffers(recurse=False), *value.parameters(recurse=False)):
+            self._tensor(place, name, tensor)
         for child in value.children():
             self.enter(place, name, child, depth)
 
@@ -263,7 +271,8 @@ class Search:
         if (
             value.layout is torch.strided
             and not value.is_meta
-            and type(value) is torch.Tensor
+            and type(value) in (torch.Tensor, nn.Parameter)
+            and id(value) not in self._known
             and not value.is_quantized
         ):
             self.tensors.append((place, name, value))

@@ -160,6 +160,7 @@ class Surroundings:
         self._known = set(map(id, self._modules))
         own = (vars(module).get("_parameters", {}).values() for module in self._modules)  # a traced module has none
         self._parameters = [parameter for held in own for parameter in held if parameter is not None]
+        self._known.update(map(id, self._parameters))
         self._count = self._readings = 0
         self._imported = len(sys.modules)
         self._seen: dict[int, Any] = {}

@@ -6,7 +6,7 @@ import builtins
 import os
 from collections.abc import Iterable, Iterator
 from functools import lru_cache, partial
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, MethodWrapperType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -23,6 +23,8 @@ _SKIPPED = (ModuleType, type, FunctionType, MethodType)
 _FORWARD = frozenset(("forward", "__call__"))
 _NESTED, _TABLE = 3, 256  # tables within tables, and entries of each, that are looked through for functions
 _CACHED = type(lru_cache(lambda: None))
+_BUILT_IN = (BuiltinFunctionType, MethodWrapperType)
+"""Bound methods of objects that are not written in Python: a generator's ``random``, a list's ``pop``."""
 
 
 def is_users_function(value: Any) -> bool:
@@ -133,6 +135,10 @@ class _CodeSearch:
         if isinstance(value, partial):
             self._owners[id(value)] = "partial", {**dict(enumerate(value.args)), **value.keywords}
             self.function(value.func)
+            return
+        if isinstance(value, _BUILT_IN):
+            if value.__self__ is not None and not isinstance(value.__self__, ModuleType | type):
+                self._owners[id(value.__self__)] = type(value.__self__).__qualname__, {"object": value.__self__}
             return
         owner = value.__self__ if isinstance(value, MethodType) else value
         if not isinstance(value, MethodType) and not (is_users_kind(type(value)) and callable(value)):

@@ -92,6 +92,8 @@ class Investigation:
         parameters = list(root.parameters.values())
         low = any(p.dtype in (torch.bfloat16, torch.float16) for p in parameters)
         self.replayer = make_replayer(root, gradients)
+        if not config.replay.enabled:
+            self.replayer.end("`replay.enabled` is false")
         self.experiments = ReplayExperiments(ranks, self.replayer, NEAR["low" if low else "full"])
         self.devices = devices or gather_devices(ranks, this_device(root.device))
         reducing = distributed(root.wrapper)

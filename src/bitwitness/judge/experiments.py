@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from bitwitness.capture.step import Pass, StepRecord
-from bitwitness.judge.agreement import PAIRS, Agreement, Match
-from bitwitness.judge.decide import Judgement, decide
+from bitwitness.judge.agreement import LOCAL, PAIRS, Agreement, Match
+from bitwitness.judge.decide import decide
 from bitwitness.judge.exchanging import judge_exchanging
+from bitwitness.judge.executions import Experiments
 from bitwitness.judge.fingerprint import Fingerprint
+from bitwitness.judge.otherinputs import HiddenState
 from bitwitness.judge.spread import HealthySpread
 from bitwitness.ranks import Ranks
 from bitwitness.replay.errors import ReplayError
@@ -27,28 +28,7 @@ from bitwitness.replay.run import Execution, Replayer
 # each several times as long as a plain one, while the others wait. Longer would find a lost rank later.
 _LONGEST_WAIT = 20
 
-
-@dataclass(slots=True)
-class Experiments:
-    """What the experiments on one step brought to light on this rank.
-
-    ``executions`` are fingerprints in the order of `agreement.NAMES` (None where one was not made); ``good`` is the second
-    local replay with its gradients; ``received`` are other ranks' payloads that ran here, by rank.
-    """
-
-    executions: list[Fingerprint | None]
-    judgement: Judgement
-    rows: list[Agreement]
-    good: Execution | None = None
-    received: dict[int, list[Pass]] = field(default_factory=dict)
-    problem: str | None = None
-    unrepeated: str | None = None
-    """Why the script's loss code was not run again here, if so."""
-    spreads: torch.Tensor | None = None
-
-    def agree(self, a: Fingerprint, b: Fingerprint) -> bool:
-        """Return whether two executions gave the same, up to what healthy ones differ by."""
-        return a.compare(b, 0.0, self.spreads) is Match.EQUAL
+_NOT_LEARNED = "a step to learn from cannot be run again: {}"
 
 
 class ReplayExperiments:
@@ -79,6 +59,7 @@ class ReplayExperiments:
         """What was not repeated, or not asked, in how many experiments."""
         self.agreed: Counter[int] = Counter()
         self._problem: str | None = None
+        self._hidden = HiddenState(ranks, replayer)
 
     @property
     def spread(self) -> float:
@@ -117,9 +98,7 @@ class ReplayExperiments:
         ready = self._all_ready(record)
         here = self._fingerprint(record) if ready else None
         if self._any(here is None) or here is None:
-            return (
-                f"a step to learn from cannot be run again: {self._problem or 'another rank could not replay its step'}"
-            )
+            return _NOT_LEARNED.format(self._problem or "another rank could not replay its step")
         elsewhere = here
         if self.ranks.size > 1 and not self._exchanging():
             found, _ = self._elsewhere(record, 1)
@@ -127,6 +106,8 @@ class ReplayExperiments:
                 self._note_uncovered("another rank's device could not be asked")
             else:
                 elsewhere = found
+        if (hidden := self._hidden.ends_replays(record, [original, here], self.tolerance)) is not None:
+            return _NOT_LEARNED.format(hidden)
         far = self._healthy.learn(original, here, elsewhere, self.tolerance)
         self._note_match(record, original, here)
         self.calibrated += 1
@@ -184,13 +165,17 @@ class ReplayExperiments:
         if first is not None and not first.whole:
             changed = bool((original.outputs != first.outputs)[dependent].any())
         made = [x for x in executions[1:] if x is not None]
+        # Of what another device bears out, the training's own does not count: it may have been wrong.
+        asked = executions[: len(LOCAL)] if self.ranks.size == 1 else executions[1 : len(LOCAL)]
+        hidden = self._hidden.ends_replays(record, asked, self.tolerance) if replayed else None
+        self._problem = self._problem or hidden
         row = Agreement(
             tuple(self._match(executions[a], executions[b]) for a, b in PAIRS),
             suspicious=suspicious,
             proven_by_checksum=proven_by_checksum,
             outputs_changed=changed,
             never_repeated=never,
-            failed=first is None or second is None,
+            failed=first is None or second is None or hidden is not None,
             partial=any(not x.whole for x in made),
             spread=any(original.compare(x, 0.0) is not Match.EQUAL for x in made),
         )

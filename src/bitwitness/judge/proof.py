@@ -14,7 +14,8 @@ from bitwitness.finding import Cause, Severity, to_jsonable
 from bitwitness.judge.agreement import LOCAL, Match, spreading
 from bitwitness.judge.alone import contradicts_operators, examine
 from bitwitness.judge.decide import CANNOT, Judgement
-from bitwitness.judge.experiments import Experiments, ReplayExperiments
+from bitwitness.judge.executions import Experiments
+from bitwitness.judge.experiments import ReplayExperiments
 from bitwitness.judge.fingerprint import Fingerprint
 from bitwitness.judge.localize import Located, locate
 from bitwitness.replay.errors import ReplayError

@@ -14,7 +14,7 @@ from typing import Any
 from bitwitness.finding import Action, Cause, Device, Finding, Severity, Verdict, to_jsonable
 from bitwitness.judge.agreement import NAMES, PAIRS, Match
 from bitwitness.judge.decide import PARTIAL, Judgement
-from bitwitness.judge.experiments import Experiments
+from bitwitness.judge.executions import Experiments
 from bitwitness.judge.localize import Located
 from bitwitness.judge.replicas import Desync
 from bitwitness.ranks import Ranks

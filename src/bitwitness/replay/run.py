@@ -96,6 +96,10 @@ class Replayer:
         """Why no step may be run again any more; None if that is not so."""
         return self._untouched.refused
 
+    def end(self, reason: str) -> None:
+        """Run no step again any more."""
+        self._held.refused = self._held.refused or reason
+
     def run(
         self,
         record: StepRecord,

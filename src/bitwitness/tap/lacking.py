@@ -13,6 +13,7 @@ from torch import nn
 ATTRIBUTES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "torch.Tensor": (lambda: torch.empty(0), ("_version", "_base", "_backward_hooks", "_post_accumulate_grad_hooks")),
     "torch.nn.Module": (nn.Module, ("_parameters", "_buffers", "_modules", "_forward_hooks", "_compiled_call_impl")),
+    "torch.jit.ScriptModule": (lambda: torch.jit.script(nn.Identity()), ("_c", "_concrete_type")),
     "torch.autograd.graph.Node": (lambda: torch.ones(1, requires_grad=True).exp().grad_fn, ("_sequence_nr",)),
 }
 """Private attributes of torch's objects: versions, hooks and parts are read where they are kept, for there is no way to ask."""
