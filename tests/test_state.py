@@ -123,7 +123,10 @@ def test_one_process_convicts_a_flipped_bit_once_nothing_like_it_has_come_again(
     _, _, guard = train(strike)
     (verdict,) = guard.verdicts
     assert (str(verdict.cause), verdict.ranks, verdict.step) == ("corrupt_state", (0,), 5 + QUIET)
-    assert verdict.evidence["seen_before_step"] == 5
+    assert verdict.since == 5
+    assert (
+        f"corrupt since before step 5 (proven by step {5 + QUIET}; checkpoints made since hold it)" in verdict.message
+    )
     assert "one bit of element [7, 26]" in verdict.message
     assert str(verdict.site) == ("0/weight#0:optim." + key if key else "0/weight#0:param.value")
 
@@ -305,6 +308,7 @@ def test_a_gradients_flipped_bit_of_a_mantissa_is_proven_by_the_quiet_steps_afte
     assert (str(verdict.cause), str(verdict.action), verdict.step) == ("transient_hardware", "reported", 7 + QUIET)
     assert "no script did it" in verdict.message
     assert verdict.message.endswith("; step 7 has used it")
+    assert verdict.since == 7
 
 
 def test_what_is_seen_and_not_proven_is_no_clean_bill() -> None:

@@ -45,6 +45,10 @@ class Action(StrEnum):
     REPORTED = "reported"
 
 
+SEEN = "seen_before_step"
+"""In evidence: the step before whose use of gradients something was seen that only later steps have proven."""
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """The identity of one accelerator (or of the host, on CPU): enough to find and quarantine it."""
@@ -98,6 +102,12 @@ class Verdict:
     sensor: str = "judge"
     evidence: Mapping[str, Any] = field(default_factory=dict)
     fault_code: str | None = None
+
+    @property
+    def since(self) -> int:
+        """The first step whose numbers are not to be trusted: earlier than ``step`` where it took steps to prove (`SEEN`)."""
+        told = (self.evidence, *(one for one in self.evidence.values() if isinstance(one, Mapping)))
+        return min([self.step, *(int(one[SEEN]) for one in told if SEEN in one)])
 
     def to_event(self) -> dict[str, Any]:
         """Return the JSON object for ``events.jsonl``, without its time."""

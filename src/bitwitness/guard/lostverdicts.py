@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
-from bitwitness.finding import Cause, Device
+from bitwitness.finding import SEEN, Cause, Device
 from bitwitness.judge.decide import Judgement
 from bitwitness.judge.verdict import FAULT_CODE, Outcome
 from bitwitness.sense.mismatch import Mismatch
@@ -85,5 +85,5 @@ class LostVerdicts:
 
 def _used_in(wrong: Mismatch) -> int | None:
     """Return the step that has used what was lost, where that was proven only later; None where it still can be put right."""
-    steps = [told["seen_before_step"] for told in wrong.evidence.values() if "quiet_steps" in told]
+    steps = [told[SEEN] for told in wrong.evidence.values() if SEEN in told]
     return int(steps[0]) if steps else None

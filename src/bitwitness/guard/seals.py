@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from bitwitness.finding import Finding, Severity
+from bitwitness.finding import SEEN, Finding, Severity
 from bitwitness.sense.held import Name
 from bitwitness.sense.seal import Broken
 from bitwitness.session.reporter import Reporter
@@ -104,7 +104,7 @@ class SealJudgement:
             return []
         found, self._suspected = self._suspected.finding, None
         message = f"{found.message}; nothing changed in this way in the {QUIET} steps since: no script did it"
-        evidence = {**found.evidence, "quiet_steps": QUIET, "seen_before_step": found.step}
+        evidence = {**found.evidence, "quiet_steps": QUIET, SEEN: found.step}
         return [Finding(self._span.sensor, found.site, Severity.ERROR, message, evidence, step, self._rank)]
 
     def _count(self, broken: list[Broken], step: int) -> None:

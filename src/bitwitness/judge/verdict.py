@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bitwitness.finding import Action, Cause, Device, Finding, Severity, Verdict, to_jsonable
+from bitwitness.finding import SEEN, Action, Cause, Device, Finding, Severity, Verdict, to_jsonable
 from bitwitness.judge.agreement import NAMES, PAIRS, Match
 from bitwitness.judge.decide import PARTIAL, Judgement
 from bitwitness.judge.executions import Experiments
@@ -139,7 +139,11 @@ class VerdictBuilder:
         first = json.loads(self._ranks.broadcast_text(json.dumps(told), accused[0]))
         what, where = first.pop("said")
         numbers = self._numbers(accused)
-        message = f"the state of rank {', '.join(map(str, numbers))} is corrupt before step {step}: {what}"
+        since = int(first.get(SEEN, step))
+        proven = f" (proven by step {step}; checkpoints made since hold it)" if since < step else ""
+        message = (
+            f"the state of rank {', '.join(map(str, numbers))} is corrupt since before step {since}{proven}: {what}"
+        )
         verdict = Verdict(
             Cause.CORRUPT_STATE,
             step,

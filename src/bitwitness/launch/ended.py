@@ -150,10 +150,10 @@ def first_trace(verdict: Verdict, events: Sequence[Event], *, alone: bool) -> in
     known = {key_of(device) for device in verdict.devices}
     notes = [event for event in events if isinstance(event, Note) and not alone]
     dismissed = {note.step for note in notes if note.evidence.get("cause") == "dismissed"}
-    steps = [verdict.step]
+    steps = [verdict.since]
     for event in events:
         if isinstance(event, Verdict) and known & {key_of(device) for device in event.devices}:
-            steps.append(event.step)
+            steps.append(event.since)
         elif isinstance(event, Finding) and event.severity is not Severity.INFO and event.step not in dismissed:
             steps += [event.step] if event.rank in verdict.ranks or not verdict.ranks else []
     return min(steps)

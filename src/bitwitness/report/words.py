@@ -74,7 +74,8 @@ def _of_verdict(verdict: Verdict, more: int) -> str:
         case Cause.PERSISTENT_HARDWARE:
             said = f"The device of {who} computes wrongly, first seen {at}; {done}"
         case Cause.CORRUPT_STATE:
-            said = f"The weights or other state of {who} were found corrupt {at}; {done}"
+            since = f", and are so since before step {verdict.since}" if verdict.since < verdict.step else ""
+            said = f"The weights or other state of {who} were found corrupt {at}{since}; {done}"
         case Cause.SOFTWARE:
             said = f"The program computes wrongly {at}, and the hardware is not to blame; {done}"
         case Cause.DATA:
