@@ -100,9 +100,10 @@ def test_ranks_may_exchange_something_by_themselves(tmp_path: Path) -> None:
 
 
 def test_what_one_rank_does_or_holds_for_itself_is_no_fault(tmp_path: Path) -> None:
-    names = ("accumulated with norm", "probed by one rank", "drawn from a generator")
+    names = ("accumulated with norm", "reduced twice", "probed by one rank", "drawn from a generator")
     told = run(2, tmp_path, "communicating_trials", *names)
     bits_held(told)
+    left_open(told["reduced twice", "clean"], "reduced over the ranks more than once in a step")
     left_open(
         told["drawn from a generator", "clean"], "strengths (generator) does not tell whether it moves in the forward"
     )

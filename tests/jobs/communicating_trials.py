@@ -180,6 +180,17 @@ def accumulated_with_norm() -> Training:
     return trained(model, loss)
 
 
+def reduced_twice() -> Training:
+    """Each of two backwards reduces what the one before has left, as where ``no_sync`` was forgotten."""
+    model, x = normed(), drawn(6, 8)
+
+    def loss(_index):
+        F.cross_entropy(model(x()), torch.arange(6) % 4).backward()
+        return F.cross_entropy(model(x()), torch.arange(6) % 4)
+
+    return trained(model, loss)
+
+
 def probed_by_one_rank() -> Training:
     """Rank 0 alone looks at gradients of the bare model, and clips them, between two steps."""
     model, x = DistributedDataParallel(mlp()), drawn(6, 8)
@@ -253,6 +264,7 @@ def drawn_from_a_generator() -> Training:
 
 TRIALS = {
     "accumulated with norm": Trial(accumulated_with_norm, settings={"deep_every": 1}),
+    "reduced twice": Trial(reduced_twice),
     "probed by one rank": Trial(probed_by_one_rank),
     "post-local sgd": Trial(post_local_sgd, settings={"deep_every": 1}),
     "power sgd": Trial(power_sgd, faults=both("2/addmm:forward")),

@@ -21,6 +21,10 @@ WRAPPED_LATER = (
     "after that"
 )
 EXCHANGED_IN_BACKWARD = "ranks exchange something in the backward, by other means than DistributedDataParallel"
+REDUCED_TWICE = (
+    "gradients are reduced over the ranks more than once in a step (accumulation without no_sync()), so that a rank's own part "
+    "is known no more: run all backwards but the last one under model.no_sync(), which is also faster"
+)
 IN_LOSS_CODE = "ranks exchange something in the loss code"
 CHANGED_BY_HOOK = "a hook of the script's ({}) changes a gradient in the backward, outside the model's forward"
 PARAMETER_HOOKS = "the hooks on parameters' gradients are not the same now as in the backward"

@@ -18,6 +18,7 @@ from bitwitness.capture.ledger import Change
 from bitwitness.capture.step import ForwardRecord
 from bitwitness.capture.structure import nbytes
 from bitwitness.stats import norms_of
+from bitwitness.tap.compiled import distributed
 from bitwitness.tap.modes import scripts_modes_off
 from bitwitness.tap.moments import BackwardCall
 from bitwitness.tap.ownwork import own_work
@@ -79,6 +80,9 @@ class RootTap(ForwardTap):
         syncs = [forward.sync for forward in self.record.forwards if self.backwards in forward.backwards]
         self.reducing = self._reduces() and (any(syncs) or not syncs)
         if self.reducing:
+            if self.record.reduced and not self._no_other_rank and distributed(self.wrapper) is not None:
+                self.record.give_up(reasons.REDUCED_TWICE)
+            self.record.reduced = True
             self._first.queue(call.roots)
 
     def end_backward(self) -> bool:
@@ -124,7 +128,12 @@ class RootTap(ForwardTap):
         if len(kept) < len(record.forwards) or not kept:
             reason, lost = (record.unreplayable if kept else None), len(kept) < len(record.forwards)
             self.record = replace(
-                record, forwards=kept, unreplayable=reason, unhealable=None, cleared=record.cleared or lost
+                record,
+                forwards=kept,
+                unreplayable=reason,
+                unhealable=None,
+                cleared=record.cleared or lost,
+                reduced=False,
             )
         self.ledger.forget()
 

@@ -151,6 +151,9 @@ class StepRecord:
     cleared: bool = False
     """Whether gradients of an earlier backward of the step were zeroed, and the forwards behind them forgotten."""
 
+    reduced: bool = False
+    """Whether one of its backwards has had its gradients reduced over the ranks."""
+
     @property
     def zero_start(self) -> bool:
         """Whether gradients were added to what was there; a replay is told only of zeros, which turn -0.0 into +0.0."""
