@@ -348,3 +348,9 @@ def test_a_sensor_that_fails_is_off_from_that_step_on_and_says_so(
     assert "the guard failed in its sensor trend (now off) and does without it" in note.message
     assert "planted" in capsys.readouterr().err
     assert guards[0].coverage()["failures"] == {"sensor trend (now off)": "ZeroDivisionError: planted"}
+
+
+def test_a_scripted_model_is_declined_with_what_to_do() -> None:
+    model = torch.jit.script(nn.Linear(4, 4))
+    with pytest.raises(bw.UsageError, match=r"a scripted module.*call it inside a module of your own"):
+        bw.Guard(model, torch.optim.SGD(model.parameters(), lr=0.1)).start()

@@ -173,7 +173,7 @@ def _seen(tables: Sequence[Table]) -> str:
         seen = f"{parameters.get('watched')} of {parameters.get('of')} parameters, {held} steps{times}"
         parts.append(f"{seen}, {steps.get('deep', 0)} of them deep")
         share = _of(first, "operators").get("share_checked")
-        if isinstance(share, float) and _of(first, "operators").get("flops_seen"):
+        if isinstance(share, float) and _of(first, "operators").get("flops_seen") and steps.get("deep"):
             parts[-1] += f" ({share:.1%} of the FLOPs checked)"
         dismissed, suspicions = (sum(table.get(name, 0) for table in guards) for name in ("dismissed", "suspicions"))
         told = f"{suspicions} suspicion{'s' * (suspicions > 1)}, {dismissed} dismissed"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bitwitness.errors import UsageError
 from bitwitness.tap.compiled import EntryPoint, HookedCall
 from bitwitness.tap.hooks import ModuleHook, left_out_of_pickles
 
@@ -27,9 +28,19 @@ class ForwardHooks:
     after
         Called with the result (None where the call raised).
 
+    Raises
+    ------
+    UsageError
+        For a scripted module, which takes no hooks.
+
     """
 
     def __init__(self, entry: EntryPoint, root: nn.Module, before: Before, after: After) -> None:
+        if isinstance(entry.module, torch.jit.ScriptModule):
+            raise UsageError(
+                "the model is a scripted module, on which torch sets no hooks; call it inside a module of your own (class "
+                "Net(nn.Module), whose forward calls it), and give that one"
+            )
         self._entry = entry
         self._root = root
         self._before = before
