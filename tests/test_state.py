@@ -182,6 +182,13 @@ def test_a_script_that_writes_without_a_trace_is_told_what_that_hides() -> None:
     assert table["state"]["seal"]["tensors"] == 15
 
 
+def test_a_suspicion_that_was_the_scripts_own_write_counts_as_dismissed() -> None:
+    _, _, guard = train(often)
+    table = guard.coverage()
+    assert [finding.step for finding in guard.findings if finding.sensor == "seal"] == [5, 7]
+    assert (table["suspicions"], table["dismissed"], table["left_open"]) == (2, 2, 0)
+
+
 def test_a_guarded_training_has_the_unguarded_ones_bits() -> None:
     for kind in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad):
         (one, first, guard), (other, second, _) = train(kind=kind), train(kind=kind, guarded=False)

@@ -143,6 +143,11 @@ class GuardWatch(Watch):
         return self.state.seals.left_open + self.kept.seals.left_open
 
     @property
+    def explained(self) -> int:
+        """Suspicions of the seals that turned out to be the script's own writes."""
+        return self.state.seals.explained + self.kept.seals.explained
+
+    @property
     def tracing(self) -> Tracing:
         """What follows a step that is not finite."""
         return self.investigation.tracing

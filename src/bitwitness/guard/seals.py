@@ -55,11 +55,17 @@ class SealJudgement:
         self.by_script: set[Name] = set()
         """What the script was seen to write to; not sealed any more."""
         self._lost_a_word: set[Name] = set()
+        self._told: list[Name] = []
 
     @property
     def left_open(self) -> int:
         """In how many tensors a word changed, as memory loses it, and nothing told whether the script or a fault did it."""
         return len(self._lost_a_word - self.by_script) + (self._suspected is not None)
+
+    @property
+    def explained(self) -> int:
+        """How many suspicions were told of tensors that changed again, as scripts change them."""
+        return sum(name in self.by_script for name in self._told)
 
     @property
     def watching(self) -> bool:
@@ -91,9 +97,7 @@ class SealJudgement:
         elif self._suspected is not None or len(broken) > 1 or not broken[0].of_mantissa:
             self._count(broken, step)
         else:
-            finding = self._finding(broken[0], step, Severity.WARNING)
-            self._reporter.finding(finding)
-            self._suspected = _Suspected(finding)
+            self._suspected = _Suspected(self._tell(broken[0], step))
         return []
 
     def _go_on(self, step: int) -> list[Finding]:
@@ -112,7 +116,7 @@ class SealJudgement:
         suspected, self._suspected = self._suspected, None
         if suspected is None and all(one.few for one in broken):
             for one in broken:
-                self._reporter.finding(self._finding(one, step, Severity.WARNING))
+                self._tell(one, step)
         again = suspected is not None or self._is_habit(broken)
         if not again:
             self._lost_a_word |= {one.name for one in broken if one.few or one.change.word is not None}
@@ -140,6 +144,12 @@ class SealJudgement:
         first = first or min(self.by_script)
         what = str(first) if count == 1 else f"{first} and {count - 1} more tensors"
         return _BY_SCRIPT.format(what, self._span.short)
+
+    def _tell(self, broken: Broken, step: int) -> Finding:
+        finding = self._finding(broken, step, Severity.WARNING)
+        self._told.append(broken.name)
+        self._reporter.finding(finding)
+        return finding
 
     def _finding(self, broken: Broken, step: int, severity: Severity) -> Finding:
         evidence = broken.evidence()
