@@ -43,6 +43,18 @@ def test_a_result_near_the_end_of_its_dtype_is_told_in_its_turn() -> None:
     assert "mul (forward) comes close to bfloat16's largest number" in found[0]
 
 
+def test_large_results_have_their_turn_too_less_often() -> None:
+    sensor, found, looked_at = ApproachSensor(0.9), [], 0
+    for step in range(40):
+        with OperatorTap(ModuleTracker(), sensor, sensor.select):
+            x = torch.full((1024, 640), 1e19, dtype=torch.bfloat16)
+            _ = x * (x * 3.3)
+        looked_at += bool(sensor._seen)
+        found += [one.message for one in sensor.drain(step, 0, scaled=False)]
+    assert len(found) == 1
+    assert looked_at <= 8
+
+
 def test_zeros_that_lie_nowhere_are_left_alone() -> None:
     model = torch.nn.Linear(8, 8).bfloat16()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -26,6 +26,7 @@ from bitwitness.stats.local import local_values
 from bitwitness.tap.compat import OpOverload
 from bitwitness.tap.frames import Line, current_line, line_text
 from bitwitness.tap.operators import OpCall, tensors_in
+from bitwitness.tap.turns import Turns, is_small
 
 _SAMPLE = 1024  # elements of each result whose size is looked at one by one
 _RISING = 0.125  # of the largest number: from here on a rise is told
@@ -36,6 +37,8 @@ _WIDE_RANGE = 1e38
 """Largest number from which a dtype has float32's range: what comes near its end does so slowly, or everywhere."""
 _TURNS = 4
 """Of operators with such results one in so many is measured on a sampled step, by turns."""
+_APART = 8
+"""Steps between two on which any large one is: to read a result takes a good part of the time that it takes to make it."""
 _CASTS = ("_to_copy", "copy_")
 
 
@@ -90,8 +93,9 @@ class ApproachSensor:
         self._known: dict[int, dict[Key, int]] = {}
         self._said: set[tuple[str, str]] = set()
         self._idle = 0
-        self._turn = 0
-        self._place = 0
+        self._small, self._large = Turns(), Turns()
+        self._latest: int | None = None
+        self._large_due, self._large_since = True, 0
         self.classes: dict[tuple[str, str], OperatorClass] = {}
 
     @property
@@ -127,8 +131,9 @@ class ApproachSensor:
     def _has_turn(self, tensor: torch.Tensor) -> bool:
         if torch.finfo(tensor.dtype).max < _WIDE_RANGE:
             return True
-        self._place += 1
-        return self._place % _TURNS == self._turn % _TURNS
+        if is_small([tensor]):
+            return self._small.has_one(_TURNS)
+        return self._large_due and self._large.has_one(_TURNS)
 
     def _index(self, tensor: torch.Tensor, call: OpCall) -> int:
         key = key_of(tensor)
@@ -160,8 +165,8 @@ class ApproachSensor:
         """Return what the sampled step showed; waits for the device once. ``scaled``: gradients carry a loss scale."""
         seen, sizes = self._seen, self._sizes
         self._seen, self._sizes, self._known = [], [], {}
-        self._turn, self._place = self._turn + 1, 0
-        self._idle = 0 if seen else self._idle + 1
+        self._idle = 0 if seen else self._idle + self._large_due
+        self._next_turns(step)
         if not seen:
             return []
         rows = torch.stack([size.to(sizes[0].device) for size in sizes]).tolist()
@@ -180,6 +185,16 @@ class ApproachSensor:
         for key, numbers in made.items():
             findings += self._rise(key, numbers, seen, shares, rows, step, rank)
         return findings
+
+    def _next_turns(self, step: int) -> None:
+        """Let others have their turn; large ones on the next step, if it is as far on as this one was from the last."""
+        pace = _APART if self._latest is None else max(1, step - self._latest)
+        self._latest = step
+        self._small.next_step()
+        if self._large_due:
+            self._large.next_step()
+        self._large_since = pace if self._large_due else self._large_since + pace
+        self._large_due = self._large_since >= _APART
 
     def _once(self, kind: str, one: _NarrowResult) -> bool:
         key = (kind, f"{one.site.module}/{one.site.op}")

@@ -27,13 +27,13 @@ from bitwitness.sense.checksum_rows import check_rows, is_checked_by_row
 from bitwitness.sense.flops import carries_flops, flops_of
 from bitwitness.sense.invariant import Invariant, Signs
 from bitwitness.sense.selftest import seen, self_test
-from bitwitness.sense.turns import Turns, is_small
 from bitwitness.site import Site
 from bitwitness.stats.host import numbers_of
 from bitwitness.tap.compat import OpOverload
 from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.operators import OpCall, OperatorTap
 from bitwitness.tap.threads import working_elsewhere
+from bitwitness.tap.turns import Turns, is_small
 
 Scheme = Literal["signs", "reference"]
 _LIMIT = 64  # findings a step: a faulty device fails hundreds of operators at once

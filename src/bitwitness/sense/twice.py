@@ -28,7 +28,6 @@ from bitwitness.oracle.eligible import draws, is_unique
 from bitwitness.oracle.live import Discrepancy, compare_with_float64
 from bitwitness.sense.flops import carries_flops, flops_of
 from bitwitness.sense.selftest import seen, self_test
-from bitwitness.sense.turns import Turns, is_small
 from bitwitness.site import Site
 from bitwitness.stats.digest import flat_bits
 from bitwitness.stats.host import numbers_of
@@ -38,6 +37,7 @@ from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.operators import OpCall, OperatorTap, tensors_in
 from bitwitness.tap.ownwork import own_work
 from bitwitness.tap.threads import working_elsewhere
+from bitwitness.tap.turns import Turns, is_small
 
 _WRITE_STATISTICS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 """Operators that write to their fourth and fifth arguments, running statistics, which their schemas do not say."""
