@@ -7,11 +7,15 @@ nobody is convicted. What can be put back is run again; what cannot be seen is f
 from __future__ import annotations
 
 import collections
+import contextvars
 import ctypes
 import functools
 import itertools
 import mmap
+import os
 import random
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -254,9 +258,9 @@ class Net(nn.Module):
         return self.b(F.gelu(self.a(x)) * (1.0 + self.scale * float(self.count() % 5)))
 
 
-def train(case, watch=None, scale=0.05, steps=STEPS):
+def train(case, watch=None, scale=0.05, steps=STEPS, kind=Net):
     torch.manual_seed(4)
-    net = Net()
+    net = kind()
     net.scale, net.count = scale, case(net)
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
     for _ in range(steps) if watch is None else watch(net, optimizer, steps):
@@ -308,6 +312,76 @@ def test_state_that_nobody_can_see_ends_replays_and_is_told(scale: float) -> Non
     assert any("./mul" in line and "given other values by each re-execution" in line for line in told), told
     assert any("test_held_objects.py" in line and "others since the first one" in line for line in told), told
     assert "given other values" in str(found)
+
+
+class Scaled(torch.autograd.Function):
+    """Counts when it goes back."""
+
+    @staticmethod
+    def forward(ctx, x, count):
+        ctx.count = count
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * (1.0 + 0.05 * float(ctx.count() % 5)), None
+
+
+class Behind(Net):
+    def forward(self, x):
+        return self.b(Scaled.apply(F.gelu(self.a(x)), self.count))
+
+
+COUNT: contextvars.ContextVar[int] = contextvars.ContextVar("count", default=0)
+
+
+def in_a_context_variable(_net):
+    COUNT.set(0)
+
+    def count():
+        COUNT.set(COUNT.get() + 1)
+        return COUNT.get()
+
+    return count
+
+
+def in_the_environment(_net):
+    os.environ["COUNT_OF_TEST"] = "0"
+
+    def count():
+        os.environ["COUNT_OF_TEST"] = str(int(os.environ["COUNT_OF_TEST"]) + 1)
+        return int(os.environ["COUNT_OF_TEST"])
+
+    return count
+
+
+def in_a_file(_net):
+    path = Path(tempfile.mkdtemp()) / "count"
+
+    def count():
+        number = int(path.read_text()) if path.exists() else 0
+        with path.open("w") as file:
+            file.write(str(number + 1))
+        return number
+
+    return count
+
+
+BEHIND = {
+    "attribute of a list": RUN_AGAIN["attribute of a list"],
+    "quasirandom numbers": quasirandom,
+    "context variable": in_a_context_variable,
+    "environment": in_the_environment,
+    "file": in_a_file,
+    "iterator": bound_iterator,
+}
+
+
+@pytest.mark.parametrize("kind", BEHIND)
+def test_a_count_in_the_backward_is_the_trainings_own(kind: str) -> None:
+    net, guard = guarded(BEHIND[kind], kind=Behind)
+    assert same(net, train(BEHIND[kind], kind=Behind))
+    assert guard.coverage()["verdicts"] == []
 
 
 def test_replays_turned_off_run_nothing_again() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import threading
 import weakref
@@ -19,8 +20,9 @@ from bitwitness.tap.compat import plain_tensors
 
 _DATA: tuple[type, ...] = (SimpleNamespace, argparse.Namespace, UserDict, UserList, ChainMap, threading.local)
 """Classes of Python's own library whose objects hold what a script puts there."""
-_WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
-_SHOWN: frozenset[type] = frozenset((*_DATA, *_WEAK))
+_MAPPINGS = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, os._Environ)
+"""What is read and written by its own methods."""
+_SHOWN: frozenset[type] = frozenset((*_DATA, *_MAPPINGS))
 _OWN = frozenset(vars(nn.Module())) | {"_is_full_backward_hook", "_compiled_call_impl", "forward"}
 """A module's attributes that torch itself keeps; ``forward`` is captured by its own name."""
 _TRAINERS = ("lightning", "pytorch_lightning", "lightning_fabric", "transformers", "accelerate")
@@ -64,7 +66,7 @@ def read(thing: Any, keys: frozenset[str] | None = None) -> Any:
         if keys is None:
             return items_of(thing)
         return {key: dict.__getitem__(thing, key) for key in keys if dict.__contains__(thing, key)}
-    if isinstance(thing, _WEAK):
+    if isinstance(thing, _MAPPINGS):
         return dict(thing)
     if is_a(thing, list, deque):
         return values_of(thing)
@@ -97,9 +99,8 @@ def write(thing: Any, held: Any, keys: frozenset[str] | None = None) -> None:
         _set_beside(thing, held)
     elif isinstance(thing, CellType):
         thing.cell_contents = held["value"]
-    elif isinstance(thing, dict | weakref.WeakKeyDictionary | weakref.WeakValueDictionary) and keys is None:
-        thing.clear()
-        thing.update(held)
+    elif isinstance(thing, (dict, *_MAPPINGS)) and keys is None:
+        _set_entries(thing, held)
     elif isinstance(thing, dict | nn.Module | threading.local):
         names = thing if isinstance(thing, dict) else vars(thing)  # past the module's own __setattr__
         for key in read(thing, keys).keys() - held.keys():
@@ -124,6 +125,16 @@ def _beside(attributes: Attributes) -> dict[str, Any]:
         return held
     with plain_tensors():
         return {**held, _GRAD: thing.grad} if thing.is_leaf and thing.grad is not None else held
+
+
+def _set_entries(thing: Any, held: dict[Any, Any]) -> None:
+    if isinstance(thing, os._Environ):  # each write goes to the process's own environment, too
+        for name in thing.keys() - held.keys():
+            del thing[name]
+        thing.update({name: value for name, value in held.items() if thing.get(name) != value})
+        return
+    thing.clear()
+    thing.update(held)
 
 
 def _set_beside(attributes: Attributes, held: dict[str, Any]) -> None:

@@ -38,8 +38,9 @@ class HeldState:
         self._root = root
         self._code: dict[str, Namespace] | None = None
         self._structure: list[tuple[Any, ...]] | None = None
-        self._learned = 0
+        self._learned = self._learned_backwards = 0
         self._before: Snapshot | None = None
+        self._before_backward: Snapshot | None = None
         self._volatile: dict[Place, str] = {}
         self._mutated: set[Place] = set()
         self._found: list[Place] = []
@@ -89,6 +90,18 @@ class HeldState:
             lost = around.changed_beside(before.things())
             if lost and self.refused is None:
                 self.refused = f"{lost[0]} changes in the forward, and cannot be put back"
+
+    def backward_begins(self) -> None:
+        """Take what there is before a backward, whose functions and hooks may be the script's, as long as that is learned."""
+        if self._learned_backwards < LEARNED_FROM:
+            self._before_backward = self.everything()
+
+    def backward_ended(self) -> None:
+        """Learn what the backward changed."""
+        before, self._before_backward = self._before_backward, None
+        if before is not None:
+            self._learned_backwards += 1
+            self.learn(before)
 
     def learn(self, before: Snapshot) -> list[str]:
         """Note what differs from a snapshot; return the names of what was not known to change."""

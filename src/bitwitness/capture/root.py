@@ -53,6 +53,8 @@ class RootTap(ForwardTap):
                 self._gradient_hooks.note(list(self.parameters.values()))
                 self._walk(call)
                 self._queue(call)
+                with own_work(), torch.no_grad():
+                    self.capturer.held.backward_begins()
         except Exception as error:
             self._fail("walk over the graph", error)
 
@@ -88,6 +90,7 @@ class RootTap(ForwardTap):
     def end_backward(self) -> bool:
         """Say that it ended; return whether it reached this root."""
         self._first.done()
+        self._learn_of_backward()
         recorded = any(self.backwards in forward.backwards for forward in self.record.forwards)
         if self._alone and groups_between(self._traffic, read_traffic()):
             self.record.give_up(reasons.EXCHANGED_IN_BACKWARD)
@@ -102,6 +105,13 @@ class RootTap(ForwardTap):
         self.window.backward_ended(reached=reached)
         self._call = BackwardCall(())
         return reached
+
+    def _learn_of_backward(self) -> None:
+        try:
+            with self._timed(), own_work(), torch.no_grad():
+                self.capturer.held.backward_ended()
+        except Exception as error:
+            self._fail("held state", error)
 
     def _without_forward(self) -> None:
         """Take gradients that no recorded forward led to."""

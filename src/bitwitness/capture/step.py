@@ -103,6 +103,11 @@ class Pass:
         )
 
     @property
+    def began(self) -> int | None:
+        """When its first forward did, by `tap.timer.file_clock`; None for another rank's."""
+        return self.forwards[0].began
+
+    @property
     def sync(self) -> bool:
         """Whether DistributedDataParallel reduces after it."""
         return self.forwards[-1].sync

@@ -17,7 +17,7 @@ from bitwitness.capture.randomness import randomness_kept
 from bitwitness.capture.step import Pass, StepRecord
 from bitwitness.replay.conditions import shared_generators
 from bitwitness.replay.errors import ReplayError
-from bitwitness.replay.quiet import backward_again
+from bitwitness.replay.quiet import run_backward
 from bitwitness.replay.run import Execution, Replayer
 from bitwitness.tap.compat import keeping_versions, queue_after_backward
 from bitwitness.tap.compiled import distributed
@@ -161,6 +161,5 @@ def _run_pass(
             # The first hook of this backward: queued before the wrapper queues its own final callback.
             roots = [root.view_as(root) for root in roots]
             roots[0].register_hook(lambda _: queue_after_backward(describe))
-        with backward_again():
-            torch.autograd.backward(roots, found.grads)
+        run_backward(replayer.root, group.began, torch.autograd.backward, roots, found.grads)
     return [root.detach() for root in found.roots] if found.through else None

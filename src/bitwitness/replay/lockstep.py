@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from bitwitness.capture.step import Pass, StepRecord
-from bitwitness.replay.quiet import backward_again
+from bitwitness.replay.quiet import run_backward
 from bitwitness.replay.run import Around, Execution, Replayer
 from bitwitness.stats import Features
 from bitwitness.tap.ownwork import own_work
@@ -62,8 +62,8 @@ class LockstepReplayer(Replayer):
         self._sync(reduce=group.sync)
         found = self._passes.starts(group, outputs, around, {})
         done.note(found)
-        with around(), backward_again():
-            torch.autograd.backward(found.roots, found.grads)
+        with around():
+            run_backward(self.root, group.began, torch.autograd.backward, found.roots, found.grads)
 
     def _sync(self, *, reduce: bool) -> None:
         setter = getattr(self.root, "set_requires_gradient_sync", None)

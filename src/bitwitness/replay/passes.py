@@ -19,7 +19,7 @@ from bitwitness.capture.gradhooks import parameter_hooks
 from bitwitness.capture.step import Pass
 from bitwitness.replay.execution import Around, Execution
 from bitwitness.replay.forwards import ForwardReplay
-from bitwitness.replay.quiet import backward_again
+from bitwitness.replay.quiet import run_backward
 from bitwitness.replay.start import Starts, starts_of
 from bitwitness.tap.compat import reparametrized
 from bitwitness.tap.modules import ROOT
@@ -103,10 +103,10 @@ class PassReplay:
         parameters = list(self._parameters.values())
         asked = [p.requires_grad or had for p, had in zip(parameters, self._had_gradients, strict=True)]
         try:
-            with around(), backward_again():
-                grads = iter(
-                    torch.autograd.grad(found.roots, [*compress(parameters, asked)], found.grads, allow_unused=True)
-                )
+            wanted = [*compress(parameters, asked)]
+            with around():
+                ways = found.roots, wanted, found.grads
+                grads = iter(run_backward(self._root, group.began, torch.autograd.grad, *ways, allow_unused=True))
             return [next(grads) if is_asked else None for is_asked in asked], found
         except RuntimeError as error:
             if "use_reentrant" not in str(error):
@@ -123,8 +123,8 @@ class PassReplay:
                 leaf.register_hook(hook)
         with reparametrized(self._root, leaves, tie_weights=True):
             found = self.starts(group, hashes, around, {id(p): leaves[name] for name, p in self._parameters.items()})
-            with around(), backward_again():
-                torch.autograd.backward(found.roots, found.grads)
+            with around():
+                run_backward(self._root, group.began, torch.autograd.backward, found.roots, found.grads)
         return [leaf.grad for leaf in leaves.values()], found
 
     def starts(

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import copy_context
 from typing import Any
 
 from torch import nn
@@ -187,11 +188,13 @@ def _no_warnings() -> AbstractContextManager[None]:
     return replaced(warnings, "_showwarnmsg", wrap)
 
 
-@contextmanager
-def backward_again() -> Iterator[None]:
-    """Go back as the training did: under the script's modes, and with no warning that it was given already."""
-    with _no_warnings(), scripts_modes_back(backward=True):
-        yield
+def run_backward(root: nn.Module, since: int | None, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Go back as the training did: under the script's modes, and reporting as little as `quiet` lets through.
+
+    ``call`` is torch's function that does it; what the script's code in it sets in context variables is gone afterwards.
+    """
+    with quiet(root, since=since), scripts_modes_back(backward=True):
+        return copy_context().run(call, *args, **kwargs)
 
 
 def _is_torchs(module: str) -> bool:
