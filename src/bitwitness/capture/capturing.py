@@ -100,6 +100,10 @@ class Capturer:
             broadcast=broadcast,
         )
         self._compare_buffers(step, record)
+        before = step.forwards[-1] if step.forwards else None
+        if before is not None and before.state_left is not None and before.number + 1 == number:
+            record.state_untouched = not before.state_left.changed()
+            before.state_left = None
         begin = sequence_number()
         record.span = ForwardSpan(number, begin, begin)
         record.span.enter(given)
@@ -138,6 +142,7 @@ class Capturer:
             step.give_up(FROZEN_MOVED)
         record.left = self.buffers.digest() if self._several else None
         record.versions = self.buffers.versions()
+        record.state_left = self.held.volatile() if self._several and record.state is not None else None
         if not self._private and (groups := groups_between(self.traffic, read_traffic())):
             record.communicates = True
             step.partners |= {rank for group in groups for rank in torch.distributed.get_process_group_ranks(group)}

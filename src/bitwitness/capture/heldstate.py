@@ -156,12 +156,15 @@ class HeldState:
         modules = [(name or type(m).__name__, m) for name, m in self._root.named_modules()]
         return Surroundings(modules, self._namespaces_of_code())
 
-    def moved(self, before: Reading) -> str | None:
+    def moved(self, before: Reading, *, but_state: bool = False) -> str | None:
         """Return what a forward that is repeated now would find otherwise; None if nothing.
 
-        The forward or the script has changed it since; from now on it is put back, where that is possible.
+        The forward or the script has changed it since; from now on it is put back, where that is possible. ``but_state``: what
+        is known to change does not count.
         """
         changed = before.changed()
+        if but_state:
+            changed = {place: name for place, name in changed.items() if place[:2] not in self._volatile}
         self._volatile |= {place[:2]: name for place, name in changed.items() if len(place) > 1}
         return next(iter(changed.values()), None)
 

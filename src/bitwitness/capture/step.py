@@ -61,6 +61,10 @@ class ForwardRecord:
     number: int = 0
     span: ForwardSpan | None = None
     state: Snapshot | None = None
+    state_left: Snapshot | None = None
+    """The same when it ended, until the step's next forward begins."""
+    state_untouched: bool = False
+    """Whether it found that as the forward before it in the step had left it."""
     redirect: Any = None
     communicates: bool = False
     ambient: Ambient | None = None

@@ -195,7 +195,7 @@ class Investigation:
         """Tell whether this healthy step is to be replayed, to learn the spread; alone, also one of a kind that is new."""
         if not (self._config.replay.enabled and self._config.replay.calibrate):
             return False
-        if any(verdict.cause not in _NO_FAULT for verdict in self.verdicts):
+        if any(v.cause not in _NO_FAULT and v.action is not Action.HEALED for v in self.verdicts):
             return False  # what a convicted device computes says nothing of the model
         number = record.number  # how many were looked at before
         due = self._rechecks > 0 or number in _CALIBRATIONS or (number > 0 and number % _CALIBRATE_EVERY == 0)

@@ -59,6 +59,7 @@ class ReplayExperiments:
         """What was not repeated, or not asked, in how many experiments."""
         self.agreed: Counter[int] = Counter()
         self._problem: str | None = None
+        self._ways_vary = False  # an execution with other nodes gave the same: their number says nothing of this model
         self._hidden = HiddenState(ranks, replayer)
 
     @property
@@ -159,6 +160,8 @@ class ReplayExperiments:
         never = not self.agreed[record.shape] or ((self.ranks.size == 1 or self.replayer.shared) and self.mismatched)
         if first is not None:
             self._note_match(record, original, first)
+            # A rare branch of the script's, taken once: what it left behind may be nowhere that anybody looks.
+            never |= first.other_way and not self._ways_vary
         dependent = torch.tensor(record.value_dependent(), dtype=torch.bool)
         changed = False
         # Where the loss code was not repeated, the replay began with gradients that belong to the training's own outputs.
@@ -195,6 +198,7 @@ class ReplayExperiments:
     def _note_match(self, record: StepRecord, original: Fingerprint, here: Fingerprint) -> None:
         """Remember whether a replay gave the training's own result."""
         self.mismatched = self._match(original, here) is not Match.EQUAL
+        self._ways_vary |= here.other_way and not self.mismatched
         if not self.mismatched:
             self.agreed[record.shape] += 1
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -36,7 +36,7 @@ class Fingerprint:
     """One execution's local gradients, on the host.
 
     ``digest`` int64 [P], ``l2`` and ``absmax`` float64 [P], and the outputs' bit hashes, int64 [K]. ``whole``: the
-    script's loss code was executed, too.
+    script's loss code was executed, too. ``other_way``: its forwards did not do what the training's did (`Execution`).
     """
 
     digest: torch.Tensor
@@ -44,11 +44,13 @@ class Fingerprint:
     absmax: torch.Tensor
     outputs: torch.Tensor
     whole: bool = True
+    other_way: bool = False
 
     @classmethod
     def of(cls, execution: Execution) -> Fingerprint:
         """Bring an execution's description to the host, in one transfer."""
-        return cls.from_features(execution.features, execution.outputs, whole=execution.whole)
+        found = cls.from_features(execution.features, execution.outputs, whole=execution.whole)
+        return replace(found, other_way=execution.other_way)
 
     @classmethod
     def from_features(cls, features: Features, outputs: torch.Tensor, *, whole: bool = True) -> Fingerprint:

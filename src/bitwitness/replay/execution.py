@@ -41,6 +41,8 @@ class Execution:
     losses: list[torch.Tensor] = field(default_factory=list)
     no_loss: str | None = None
     starts: list[torch.Tensor] = field(default_factory=list)
+    other_way: bool = False
+    """Whether the forwards went another way through the script than the training's own, by the nodes that they made."""
     unproven: str | None = None
     """What led to the training's gradients and was not repeated."""
 

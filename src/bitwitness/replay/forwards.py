@@ -66,12 +66,15 @@ class ForwardReplay:
         """Whether a result counts only where all that led to the training's is repeated."""
         self.alone = True
         """Whether this rank may leave a replay early; the others do not wait for it."""
+        self.other_way = False
+        """Whether a forward of this execution made more or fewer nodes of autograd's than the training's own did."""
         self.results: list[tuple[Memory, torch.Tensor]] | None = None
         """What the forwards returned where the script still uses the memory of the training's own; None to keep none."""
 
     def begin(self) -> None:
         """Say that an execution begins: its first forward starts from the buffers that the training's own found."""
         self._latest = -1
+        self.other_way = False
 
     def run(
         self,
@@ -97,6 +100,8 @@ class ForwardReplay:
             begin = sequence_number()
             values = self._forward(record, given, hashes, around, call)
             span = ForwardSpan(record.number, begin, sequence_number())
+            if record.span is not None and span.end - span.begin != record.span.end - record.span.begin:
+                self.other_way = True
             span.enter(given)
             for index, position in enumerate(differentiable(values)):
                 span.add(values[position], index)
@@ -114,11 +119,13 @@ class ForwardReplay:
         around: Around,
         call: Any = None,
     ) -> list[torch.Tensor]:
-        if self._latest != record.number - 1 or record.untouched is None or not bool(record.untouched):
+        follows = self._latest == record.number - 1
+        if not follows or record.untouched is None or not bool(record.untouched):
             self._keeper.put(record.buffers)  # else they are what the replay of the forward before made of them
         self._latest = record.number
-        if record.state is not None:
-            record.state.restore()
+        follows &= record.state_untouched
+        if record.state is not None and not follows:
+            record.state.restore()  # likewise
         record.random.restore(self._device)
         inputs = iter(given)
         args = map_tensors(record.args, lambda _: next(inputs))
@@ -129,7 +136,7 @@ class ForwardReplay:
             call = self._entry.call if around is nullcontext else self._root
         with ambient, record.autocast.context(), around(), redirected(self._root, record.redirect):
             if around is nullcontext:
-                self._compare_surroundings(record)
+                self._compare_surroundings(record, follows=follows)
             with quiet(self._root, since=record.began), scripts_modes_back():
                 result = copy_context().run(
                     call, *args, **kwargs
@@ -153,10 +160,14 @@ class ForwardReplay:
             hashes += [bit_hash(values[position].detach()) for position in made]
         return values
 
-    def _compare_surroundings(self, record: ForwardRecord) -> None:
-        """See whether a forward that is about to be repeated finds what the training's found."""
+    def _compare_surroundings(self, record: ForwardRecord, *, follows: bool) -> None:
+        """See whether a forward that is about to be repeated finds what the training's found.
+
+        ``follows``: but for what the replay of the forward before has made of the state.
+        """
         with own_work(), torch.no_grad():
-            moved = None if record.surroundings is None else self._held.moved(record.surroundings)
+            around = record.surroundings
+            moved = None if around is None else self._held.moved(around, but_state=follows)
         if moved is not None:
             self._untouched.problem = f"the forward found {moved} otherwise than a re-execution does"
         if record.ambient is not None and (mode := record.ambient.dispatching()) is not None:

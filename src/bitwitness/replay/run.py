@@ -150,6 +150,7 @@ class Replayer:
         if keep:
             done.results, self._forwards.results = self._forwards.results or [], None
             self._untouched.mind_static_gradients(totals, done.features, self.device)
+        done.other_way = self._forwards.other_way
         self._believe(done)
         with own_work(), torch.no_grad():
             done.outputs = torch.stack(outputs) if outputs else torch.zeros(0, dtype=torch.int64, device=self.device)

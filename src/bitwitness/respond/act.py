@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from bitwitness.capture.step import StepRecord
+from bitwitness.capture.structure import tensors_of
 from bitwitness.errors import EXIT_CONVICTED, SideChannelError
 from bitwitness.finding import Action, Cause, Verdict
 from bitwitness.judge.fingerprint import Fingerprint
@@ -68,7 +69,7 @@ class Responder:
         moved = buffers_moved(self._root.replayer, record)  # asked before a heal, which moves them itself
         if judgement.heal and unhealable is None and self._heal(outcome, record, moved):
             self._heal_results(outcome)
-            also = self._leave_out(record, emptied=True) + _unhealed(record, moved=moved)
+            also = self._leave_out(record, emptied=True, outcome=outcome) + _unhealed(record, moved=moved)
             return replace(verdict, action=Action.HEALED, message=f"{verdict.message}; healed with it{also}"), None
         if judgement.heal or judgement.skip:
             self.skip.begin(record.number)
@@ -79,15 +80,19 @@ class Responder:
                 why = "the step cannot be run again"
             elif judgement.heal:
                 why = f"{_TRIES} lockstep replays did not give the agreed gradients"
-            also = self._leave_out(record, emptied=False)
+            also = self._leave_out(record, emptied=False, outcome=outcome)
             return replace(
                 verdict, action=Action.SKIPPED, message=f"{verdict.message}; step skipped: {why}{also}"
             ), None
         return verdict, None
 
-    def _leave_out(self, record: StepRecord, *, emptied: bool) -> str:
-        """Keep what the step gave to other parameters from being used; return what is to be said of it."""
-        waiting, stepped = map(self._root.unguarded, record.others())
+    def _leave_out(self, record: StepRecord, *, emptied: bool, outcome: Outcome) -> str:
+        """Keep what the step gave to other parameters from being used; return what is to be said of it.
+
+        Those that are guarded by themselves are trusted to their guard, unless they were given what was wrong here.
+        """
+        others = record.others()
+        waiting, stepped = others if _handed_on(record, outcome) else map(self._root.unguarded, others)
         said, kept = "", self.skip.leave_out(waiting, emptied=emptied)
         if kept:
             said = f"; {kept} parameters outside the model, which the same backward reached, are not stepped"
@@ -133,6 +138,16 @@ class Responder:
             if not float(self._ranks.max(torch.tensor([float(not same)]))):
                 return True
         return False
+
+
+def _handed_on(record: StepRecord, outcome: Outcome) -> bool:
+    """Tell whether other models may have been given wrong numbers: the outputs were wrong, or a gradient went on."""
+    found = outcome.experiments
+    if found is None or (original := found.executions[0]) is None or (good := found.executions[2]) is None:
+        return True
+    if not torch.equal(original.outputs, good.outputs):
+        return True
+    return any(t.requires_grad for one in record.forwards for t in tensors_of((one.args, one.kwargs)))
 
 
 def _unhealed(record: StepRecord, *, moved: bool) -> str:
