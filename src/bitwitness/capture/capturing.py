@@ -79,6 +79,8 @@ class Capturer:
     ) -> ForwardRecord:
         """Keep what a forward is about to read, in its step's record."""
         state = self.held.forward_begins(objects_in((args, kwargs)))
+        if (used := None if state is None else state.used_up()) is not None:
+            step.give_up(f"{used} cannot be given to the forward again")
         self.buffers.forward_begins()
         given = tensors_of((args, kwargs))
         self.account(step, nbytes(given) + (0 if state is None else state.nbytes), "the batch is")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import threading
 import weakref
 from collections import ChainMap, UserDict, UserList, deque
-from types import CellType, FunctionType, ModuleType, SimpleNamespace
+from collections.abc import Callable
+from types import CellType, FunctionType, MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,20 +20,29 @@ from torch.optim import Optimizer
 from bitwitness.capture.bare import is_a, items_of, values_of
 from bitwitness.tap.compat import plain_tensors
 
-_DATA: tuple[type, ...] = (SimpleNamespace, argparse.Namespace, UserDict, UserList, ChainMap, threading.local)
+_DATA: tuple[type, ...] = (
+    *(SimpleNamespace, argparse.Namespace, UserDict, UserList, ChainMap, threading.local),
+    *(threading.Semaphore, threading.BoundedSemaphore, threading.Event, contextlib.ExitStack),
+)
 """Classes of Python's own library whose objects hold what a script puts there."""
 _MAPPINGS = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, os._Environ)
 """What is read and written by its own methods."""
 _SHOWN: frozenset[type] = frozenset((*_DATA, *_MAPPINGS))
+_POINTERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
+    weakref.ref: lambda pointer: (pointer(),),
+    MappingProxyType: lambda proxy: tuple(proxy.values()),
+}
+"""What stands for other things, and holds nothing by itself."""
 _OWN = frozenset(vars(nn.Module())) | {"_is_full_backward_hook", "_compiled_call_impl", "forward"}
 """A module's attributes that torch itself keeps; ``forward`` is captured by its own name."""
 _TRAINERS = ("lightning", "pytorch_lightning", "lightning_fabric", "transformers", "accelerate")
-_FOREIGN = frozenset(("torch", "numpy", "logging", "threading", *_TRAINERS))
+_FOREIGN = frozenset(("torch", "numpy", "logging", "threading", "bitwitness", *_TRAINERS))
 _TORCHS_DATA = ("torch.quasirandom", "torch.optim")
 """Modules of torch whose objects hold what a script may change, and nothing else."""
 _OPTIMIZERS = frozenset(("param_groups", "defaults"))
 """What of an optimizer a forward may read or change; the rest grows with the model."""
 _GRAD = ".grad"
+_OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__", "__doc__")
 
 
 class Attributes:
@@ -86,6 +97,8 @@ def _names(thing: Any, keys: frozenset[str] | None) -> dict[str, Any]:
             return {}
     if isinstance(thing, nn.Module):
         return {key: value for key, value in vars(thing).items() if key not in _OWN and (keys is None or key in keys)}
+    if isinstance(thing, FunctionType):
+        return {key: getattr(thing, key) for key in _OF_FUNCTIONS} | vars(thing)
     if isinstance(thing, type):
         return {key: vars(thing)[key] for key in keys or () if key in vars(thing)}
     if isinstance(thing, Optimizer):
@@ -164,11 +177,13 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 def _set_attributes(thing: Any, held: dict[str, Any], keys: frozenset[str] | None) -> None:
     put = type.__setattr__ if isinstance(thing, type) else object.__setattr__
-    for key in read(thing, keys):
+    now = read(thing, keys)
+    for key in now:
         if key not in held:
             (type.__delattr__ if isinstance(thing, type) else object.__delattr__)(thing, key)
     for key, value in held.items():
-        put(thing, key, value)
+        if key not in now or now[key] is not value:
+            put(thing, key, value)
 
 
 def inside(value: Any, *, foreign: bool) -> Any:
@@ -177,6 +192,8 @@ def inside(value: Any, *, foreign: bool) -> Any:
         return read(value)
     if is_a(value, tuple, frozenset):
         return values_of(value)
+    if type(value) in _POINTERS:
+        return _POINTERS[type(value)](value)
     if isinstance(value, nn.Module | ModuleType | FunctionType) or (callable(value) and not hasattr(value, "__dict__")):
         return None
     if isinstance(value, BaseException | Optimizer) or type(value).__module__.startswith(_TORCHS_DATA):

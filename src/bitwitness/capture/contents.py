@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from bitwitness.capture.bare import is_a
 from bitwitness.capture.containers import Attributes, has_attributes, inside, owner_of, read, write
+from bitwitness.capture.equality import equal_values, same, same_content, same_items
 from bitwitness.capture.leaves import LARGEST, UNTOLD, Position, content_of, kind_of, put_back, restorable
 from bitwitness.capture.lossgraph import version_of
 from bitwitness.capture.structure import PLAIN
-from bitwitness.stats.local import is_torchs_own, local_parts
+from bitwitness.stats.local import is_torchs_own
 from bitwitness.tap.compat import keeping_versions
 
 Place = tuple[Any, ...]
@@ -53,7 +55,7 @@ class Container:
             return [
                 key for key in {**self.held, **now} if not same(self.held.get(key, _MISSING), now.get(key, _MISSING))
             ]
-        return [] if _same_items(self.held, now) else [""]
+        return [] if same_items(self.held, now) else [""]
 
     @property
     def is_namespace(self) -> bool:
@@ -90,7 +92,7 @@ class Leaf:
             if self.content is None:
                 return version_of(thing) != self.version
             return thing.shape != self.content.shape or not equal_values(thing.detach(), self.content)
-        return not _same_content(self.content, content_of(thing))
+        return not same_content(self.content, content_of(thing))
 
     def restore(self) -> bool:
         """Put its content back; return whether that was possible."""
@@ -126,6 +128,13 @@ class Snapshot:
             if leaf.place not in found and leaf.changed():
                 found[leaf.place] = leaf.name
         return found
+
+    def used_up(self) -> str | None:
+        """Return the name of an argument of the forward that shows at most how far it has come: an iterator, say."""
+        for leaf in self.leaves:
+            if leaf.place[0] == ARGUMENT and (leaf.untold or isinstance(leaf.content, Position)):
+                return f"{leaf.name} ({type(leaf.thing).__name__})"
+        return None
 
     def restore(self) -> list[str]:
         """Put all back; return the names of what could not be."""
@@ -173,7 +182,7 @@ class SnapshotWalk:
 
     def enter(self, place: Place, name: str, value: Any, depth: int = 0) -> None:
         """Take a value and all that it holds."""
-        if isinstance(value, PLAIN) or id(value) in self._seen:
+        if (isinstance(value, PLAIN) and not _is_more(value)) or id(value) in self._seen:
             return
         self._seen.add(id(value))
         if len(self._seen) > _MOST:
@@ -185,7 +194,7 @@ class SnapshotWalk:
             self._tensor(place, name, value, depth)
         elif isinstance(value, nn.Module):
             self._modules(place, name, value, depth)
-        elif self._content(place, name, value, depth) and has_attributes(value):
+        elif (isinstance(value, PLAIN) or self._content(place, name, value, depth)) and has_attributes(value):
             self._attributes(place, name, value, depth)
 
     def _content(self, place: Place, name: str, value: Any, depth: int) -> bool:
@@ -195,11 +204,11 @@ class SnapshotWalk:
             return True
         if (held := inside(value, foreign=place[0] == ARGUMENT)) is None:
             return False
-        if not isinstance(value, tuple | frozenset):
+        if not isinstance(held, tuple) and not is_a(value, tuple, frozenset):
             self.snapshot.containers.append(Container(place, name, value, held))
-        for item in held.values() if isinstance(held, dict) else held:
+        for item in (*held, *held.values()) if isinstance(held, dict) else held:
             self.enter(place, name, item, depth + 1)
-        return isinstance(value, _CONTAINERS)
+        return is_a(value, *_CONTAINERS)
 
     def _attributes(self, place: Place, name: str, value: Any, depth: int, *, grad: bool = True) -> None:
         """Take what is set on something that is, or holds, other things besides."""
@@ -237,6 +246,11 @@ class SnapshotWalk:
         self._attributes(place, name, value, depth)
 
 
+def _is_more(value: Any) -> bool:
+    """Tell whether what is plain is of a class of the script's: it may have attributes."""
+    return type(value).__module__ != "builtins" and not isinstance(value, type) and has_attributes(value)
+
+
 def _wraps(module: nn.Module) -> bool:
     return type(module).__module__.startswith(("torch.nn.parallel", "torch.distributed"))
 
@@ -245,41 +259,6 @@ def _own(module: nn.Module) -> list[tuple[str, Any]]:
     """Return a module's tables of parameters and buffers, where there are any."""
     tables = ("_parameters", vars(module).get("_parameters")), ("_buffers", vars(module).get("_buffers"))
     return [(key, table) for key, table in tables if isinstance(table, dict) and table]
-
-
-def same(a: Any, b: Any) -> bool:
-    """Tell whether two references are to the same thing, or to equal plain values."""
-    return a is b or (isinstance(a, PLAIN) and type(a) is type(b) and repr(a) == repr(b))  # NaN is what it was
-
-
-def _same_items(a: Any, b: Any) -> bool:
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, set):
-        return {id(item) for item in a} == {id(item) for item in b} or a == b
-    return len(a) == len(b) and all(map(same, a, b))
-
-
-def _same_content(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and torch.equal(a, b)
-    if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(_same_content(a[key], b[key]) for key in a)
-    if isinstance(a, tuple | list):
-        return type(a) is type(b) and len(a) == len(b) and all(map(_same_content, a, b))
-    if hasattr(a, "tobytes"):
-        return hasattr(b, "tobytes") and bool(a.tobytes() == b.tobytes())
-    return bool(a == b)
-
-
-def equal_values(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Tell whether two tensors hold the same values, a NaN being what it was."""
-    if a.layout is not torch.strided:
-        parts = local_parts(a), local_parts(b)
-        return len(parts[0]) == len(parts[1]) and all(map(equal_values, *parts))
-    if torch.equal(a, b):
-        return True
-    return a.is_floating_point() and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def _restore_tensor(thing: torch.Tensor, content: torch.Tensor) -> bool:

@@ -49,6 +49,8 @@ class HeldState:
         self._around: Surroundings | None = None
         self.refused: str | None = None
         """Why no replay may be made: something changes in a forward that cannot be put back."""
+        self.disturbance: str | None = None
+        """What a re-execution has changed for good, so that the training may compute other numbers since."""
 
     def forward_begins(self, unknown: list[Any]) -> Snapshot | None:
         """Return what is known to change, as it is now; None if there is nothing. Learn from the first forwards.
@@ -90,6 +92,11 @@ class HeldState:
             lost = around.changed_beside(before.things())
             if lost and self.refused is None:
                 self.refused = f"{lost[0]} changes in the forward, and cannot be put back"
+
+    def disturbed(self, what: str) -> None:
+        """Say that a re-execution has changed something for good: none is made any more."""
+        self.disturbance = self.disturbance or what
+        self.refused = self.refused or what
 
     def backward_begins(self) -> None:
         """Take what there is before a backward, whose functions and hooks may be the script's, as long as that is learned."""
@@ -205,9 +212,11 @@ class HeldState:
                 return None
         return value
 
-    def everything(self) -> Snapshot:
-        """Return all that can be reached, as it is now."""
+    def everything(self, given: Iterable[Any] = ()) -> Snapshot:
+        """Return all that can be reached, as it is now; ``given``: what forwards were given besides tensors, too."""
         walk = SnapshotWalk(known=self._known())
+        for index, value in enumerate(given):
+            walk.enter((ARGUMENT, index), f"argument {index}", value)
         for key, (name, thing, keys) in self._namespaces().items():
             walk.namespace((key,), name, thing, keys)
         self._mind_left_out(walk.snapshot.left_out)

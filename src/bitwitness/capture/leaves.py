@@ -16,7 +16,7 @@ import sys
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import GeneratorType
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
 import torch
@@ -24,11 +24,23 @@ import torch
 LARGEST = 64 << 20
 """Bytes of tensors and arrays whose content is kept; the rest is known by reference and version alone."""
 UNTOLD = "untold"
-_UNTOLD = (GeneratorType, map, filter, zip)
+_UNTOLD = (GeneratorType, AsyncGeneratorType, CoroutineType, map, filter, zip)
 """Things that do not tell how far they have come: each time that they are asked, they count as moved."""
-_CHANNELS = frozenset(("_queue", "socket", "ssl", "sqlite3", "multiprocessing.queues", "multiprocessing.connection"))
+_CHANNELS = frozenset(
+    (
+        *("_queue", "socket", "ssl", "sqlite3", "multiprocessing.queues", "multiprocessing.connection", "subprocess"),
+        *(
+            "multiprocessing.pool",
+            "multiprocessing.managers",
+            "concurrent.futures.thread",
+            "concurrent.futures.process",
+        ),
+        *("_csv", "_hashlib", "zlib", "_bz2", "_lzma", "multiprocessing.shared_memory"),
+    )
+)
 """Modules whose objects give and take what nobody can take back."""
 _FOREIGN_FUNCTION: type = ctypes.CFUNCTYPE(None).__mro__[1]
+_STORE = ("torch._C._distributed_c10d", "Store")
 _ASKED = itertools.count()
 _SPAWNED = "n_children_spawned"
 """What a numpy seed counts, and cannot be set back."""
@@ -43,6 +55,8 @@ _BY_TYPE: tuple[tuple[Any, str], ...] = (
     ((ctypes._SimpleCData, ctypes.Structure, ctypes.Union, ctypes.Array), "ctypes"),
     ((ctypes.CDLL, _FOREIGN_FUNCTION), UNTOLD),
     (torch.jit.ScriptModule, "script"),
+    ((torch._C.ScriptDict, torch._C.ScriptList, ctypes._Pointer), UNTOLD),
+    (torch.UntypedStorage, "storage"),
     (queue.Queue, "queue"),
     (_UNTOLD, UNTOLD),
 )
@@ -71,7 +85,7 @@ def kind_of(thing: Any) -> str | None:
         return numpys
     if isinstance(thing, io.IOBase) or type(thing).__module__ == "_csv":
         return "file"
-    if any(kind.__module__ in _CHANNELS for kind in type(thing).__mro__):
+    if any(kind.__module__ in _CHANNELS or (kind.__module__, kind.__name__) == _STORE for kind in type(thing).__mro__):
         return UNTOLD
     return "iterator" if hasattr(type(thing), "__next__") and hasattr(type(thing), "__iter__") else None
 
@@ -148,6 +162,14 @@ def _set_script(thing: Any, content: Any) -> None:
             thing._c.setattr(name, value)
 
 
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _set_storage(thing: torch.UntypedStorage, content: torch.Tensor) -> None:
+    _bytes_of(thing).copy_(content)
+
+
 def _set_ctypes(thing: Any, content: Any) -> None:
     ctypes.memmove(ctypes.addressof(thing), content, len(content))
 
@@ -175,7 +197,7 @@ def _file_position(thing: Any) -> Position | None:
             return Position(str(file.tell()))
         except (OSError, ValueError):  # a pipe, or a text that is read line by line
             return _untold(file)
-    return None
+    return _untold(thing) if type(thing).__module__ == "_csv" else None
 
 
 def _waiting(thing: Any) -> Position:
@@ -199,6 +221,7 @@ _KINDS_OF_STATE: dict[str | None, tuple[Callable[[Any], Any], Callable[[Any, Any
     "memoryview": (_viewed, _set_viewed),
     "ctypes": (bytes, _set_ctypes),
     "map of a file": (_mapped, _set_bytes),
+    "storage": (lambda s: _bytes_of(s).clone() if s.nbytes() <= LARGEST else None, _set_storage),
     "script": (_script, _set_script),
     "seeds": (lambda s: Position(str(s.n_children_spawned)), lambda _thing, _content: None),
     "array.array": (lambda a: a.tobytes(), _set_array),

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from bitwitness.capture.contents import Place, same
+from bitwitness.capture.contents import Place
+from bitwitness.capture.equality import same
 from bitwitness.capture.lossgraph import version_of
 from bitwitness.capture.reachable import FRAMEWORKS, HOOKS, TORCHS, Cell, Holder, Present, Search, Some, Theirs, Without
 from bitwitness.capture.structure import PLAIN

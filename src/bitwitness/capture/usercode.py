@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import builtins
 import os
-from collections.abc import Iterable, Iterator
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache, partial
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, MethodWrapperType, ModuleType
 from typing import Any
 
+import numpy as np
+import torch
 from torch import nn
 
 from bitwitness.capture.bare import is_a, values_of
 from bitwitness.capture.reachable import HOOKS
 from bitwitness.capture.whosecode import imports_of, is_users, is_users_kind, looks_up, names_in, users_modules
-from bitwitness.tap.compat import CustomOpDef
+from bitwitness.tap.compat import OPDEFS, CustomOpDef
 
 Namespace = tuple[str, Any, frozenset[str] | None]
 """A printable name, what holds the names, and which of them."""
@@ -49,9 +53,21 @@ def namespaces_of(root: nn.Module, beside: Iterable[Any] = ()) -> Iterator[Names
         for parameter in module.parameters(recurse=False):
             for hook in (parameter._backward_hooks or {}).values():
                 search.function(hook)
+    for value in _in_torchs_places():
+        search.used(value)
     for thing in beside:  # last, so that the others' places stay what they are
         search.beside(thing)
     yield from search.found()
+
+
+def _in_torchs_places() -> Iterator[Any]:
+    """Yield functions of the script's that stand in torch's places: patched functions, global hooks, operators of its own."""
+    for names in (vars(torch.nn.functional), vars(torch), vars(torch.Tensor)):
+        yield from filter(is_users_function, tuple(names.values()))
+    hooks = vars(sys.modules["torch.nn.modules.module"])
+    for name in HOOKS:
+        yield from hooks.get(f"_global{name}", {}).values()
+    yield from tuple(OPDEFS.values())
 
 
 class _CodeSearch:
@@ -73,6 +89,8 @@ class _CodeSearch:
 
     def kind(self, kind: type) -> None:
         """Take a class's own attributes and what its methods use, and those of the classes it is made from."""
+        if is_users_kind(type(kind)):
+            self.kind(type(kind))  # what a metaclass does when its classes are used
         for base in kind.__mro__:
             if not self._first(base):
                 continue
@@ -92,16 +110,23 @@ class _CodeSearch:
         """Take what a function of the script's uses, and what it is bound to."""
         self._bound(value)
         function = _function(value)
-        if function is None or not self._first(function) or not is_users(function.__code__):
+        if function is None or not self._first(function):
             return
+        if not is_users(function.__code__):  # a library's, around functions of the script's: decorators
+            for cell in function.__closure__ or ():
+                self._functions_in(_content(cell))
+            self._functions_in(vars(function).get("__wrapped__"))
+        else:
+            self._uses(function)
+
+    def _uses(self, function: FunctionType) -> None:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
             self._cells[id(cell)] = f"{function.__qualname__}'s {name}", cell
             try:
                 self.used(cell.cell_contents)
             except ValueError:
                 continue  # not filled yet
-        if function.__defaults__ or function.__kwdefaults__ or function.__dict__:
-            self._functions[id(function)] = function
+        self._functions[id(function)] = function
         mentions = names_in(function.__code__)
         mentioned, wanted = mentions.mentioned, mentions.wanted
         seen: set[int] = set()
@@ -115,6 +140,10 @@ class _CodeSearch:
             for module in users_modules():
                 names = vars(module)
                 self._named(names, frozenset(n for n in names if not n.startswith("__")), frozenset(), set())
+
+    def _functions_in(self, value: Any) -> None:
+        if isinstance(value, Mapping | list | tuple | FunctionType | MethodType | partial):
+            self.used(dict(value) if isinstance(value, Mapping) else value)
 
     def _named(self, names: dict[str, Any], wanted: frozenset[str], mentioned: frozenset[str], seen: set[int]) -> None:
         """Take some of a namespace's names; of modules among them, each once, what a piece of code mentions."""
@@ -156,6 +185,8 @@ class _CodeSearch:
 
     def used(self, item: Any, depth: int = 0) -> None:
         """Take what a name stands for, and what a table of functions holds."""
+        if is_a(item, defaultdict):
+            self.used(item.default_factory, depth + 1)
         if is_a(item, dict, list, tuple):
             for value in values_of(item)[:_TABLE] if depth < _NESTED else ():
                 self.used(value, depth + 1)
@@ -166,6 +197,8 @@ class _CodeSearch:
             return
         if isinstance(item, CustomOpDef):
             self.function(item._init_fn)
+        if isinstance(item, np.vectorize):
+            self.function(item.pyfunc)
         self.function(item.__wrapped__ if isinstance(item, _CACHED) else item)
         if not isinstance(item, _SKIPPED) and not isinstance(item, nn.Module) and is_users_kind(type(item)):
             self.kind(type(item))
@@ -179,8 +212,7 @@ class _CodeSearch:
         for name, things in self._owners.values():
             yield name, things, None
         for function in self._functions.values():
-            held = {"function": function, "defaults": function.__defaults__, "attributes": function.__dict__}
-            yield f"{function.__qualname__}'s own", held, None
+            yield f"{function.__qualname__}'s own", function, None
         for kind, keys in self._kinds.values():
             yield kind.__qualname__, kind, keys
 

@@ -37,6 +37,7 @@ def coverage_table(watch: GuardWatch) -> dict[str, Any]:
             "calibrations": investigation.experiments.calibrated,
             "same_bits": investigation.experiments.reproducible,
             "spread": investigation.experiments.spread,
+            "disturbed": investigation.replayer.disturbance,
             **_replays(watch),
             "this_step": root.entry.problem or root.record.unreplayable or "can be run again",
         },

@@ -111,7 +111,7 @@ class HiddenState:
         what = next((f"rank {rank}: {text}" if len(told) > 1 else text for rank, text in enumerate(told) if text), None)
         if what is None:
             return None
-        self._replayer.end(_ENDED.format(what=what))
+        self._replayer.end(_ENDED.format(what=what), disturbed=True)
         return self._replayer.refused
 
     def _found(self, record: StepRecord) -> OtherInput | None:

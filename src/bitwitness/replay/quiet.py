@@ -6,6 +6,8 @@ import builtins
 import io
 import logging
 import os
+import sqlite3
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,6 +29,10 @@ _LOOKS = ("stat", "lstat", "access", "listdir", "scandir", "mkdir")
 """Functions of `os` that tell whether a path is there, or what is in it."""
 _OPEN_FILES = ("read", "write", "pread", "pwrite", "readv", "writev", "lseek", "ftruncate", "sendfile", "splice")
 """Functions of `os` that use a file by its number, whose place in it nobody could put back in all cases."""
+_CHANGES = ("chdir", "utime", "rename", "replace", "remove", "unlink", "rmdir", "link", "symlink", "truncate", "open")
+"""Functions of `os` that change what others find, and cannot be taken back."""
+_STARTS = ((subprocess.Popen, "__init__"), (sqlite3, "connect"))
+"""What begins something outside of this process, or of Python."""
 _stat = os.stat
 
 
@@ -58,6 +64,7 @@ def quiet(root: nn.Module, *, since: int | None = None) -> Iterator[None]:
             _nothing_written(since),
             _nothing_looked_at(since),
             _no_open_file_used(),
+            _nothing_begun(),
         ):
             yield
     finally:
@@ -168,6 +175,26 @@ def _no_open_file_used() -> Iterator[None]:
         for name in _OPEN_FILES:
             if hasattr(os, name):
                 stack.enter_context(replaced(os, name, wrap))
+        yield
+
+
+@contextmanager
+def _nothing_begun() -> Iterator[None]:
+    """Have this thread change no path, start no process and open no database: nobody could take that back."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def begun(*args: Any, **kwargs: Any) -> Any:
+            if in_replay() and not _is_torchs(sys._getframe(1).f_globals.get("__name__", "")):
+                raise ReplayError(
+                    f"the forward does what cannot be taken back ({original.__module__}.{original.__qualname__})"
+                )
+            return original(*args, **kwargs)
+
+        return begun
+
+    with ExitStack() as stack:
+        for place, name in (*((os, name) for name in _CHANGES), *_STARTS):
+            stack.enter_context(replaced(place, name, wrap))
         yield
 
 

@@ -96,9 +96,16 @@ class Replayer:
         """Why no step may be run again any more; None if that is not so."""
         return self._untouched.refused
 
-    def end(self, reason: str) -> None:
-        """Run no step again any more."""
+    def end(self, reason: str, *, disturbed: bool = False) -> None:
+        """Run no step again any more; ``disturbed``: for re-executions have changed something of the training's."""
+        if disturbed:
+            self._held.disturbed(reason)
         self._held.refused = self._held.refused or reason
+
+    @property
+    def disturbance(self) -> str | None:
+        """What re-executions have changed for good, so that the training may compute other numbers since."""
+        return self._held.disturbance
 
     def run(
         self,

@@ -13,11 +13,13 @@ import torch
 from torch import nn
 
 from bitwitness.capture.buffers import BufferKeeper
-from bitwitness.capture.contents import Snapshot, equal_values
+from bitwitness.capture.contents import Snapshot
+from bitwitness.capture.equality import equal_values
 from bitwitness.capture.gradients import features_with_absent
 from bitwitness.capture.heldstate import HeldState
 from bitwitness.capture.leaves import LARGEST
 from bitwitness.capture.step import Pass
+from bitwitness.capture.structure import objects_in
 from bitwitness.capture.surroundings import Reading
 from bitwitness.stats import Features
 from bitwitness.stats.local import local_values
@@ -61,7 +63,8 @@ class Untouched:
     def watched(self, passes: Sequence[Pass]) -> Iterator[None]:
         """Run what is inside; put everything back afterwards. `problem` tells what was found."""
         self.problem = None
-        everything, around = self._held.everything(), self._held.surroundings()
+        given = [one for group in passes for f in group.forwards for one in objects_in((f.args, f.kwargs))]
+        everything, around = self._held.everything(given), self._held.surroundings()
         outputs = _living_outputs(passes)
         grads = [None if p.grad is None else (p.grad, local_values(p.grad).detach().clone()) for p in self._parameters]
         with self._buffers_kept():
@@ -84,7 +87,7 @@ class Untouched:
         new = self._held.learn(everything)
         lost = everything.restore() or list(around.changed().values())
         if lost:
-            self._held.refused = self._held.refused or f"a re-execution changed {lost[0]}, which cannot be put back"
+            self._held.disturbed(f"a re-execution changed {lost[0]}, which cannot be put back")
         if new:
             self.problem = (
                 f"a re-execution changes {', '.join(sorted(new)[:3])}, which had not been seen to change before"

@@ -197,6 +197,8 @@ def _doubts(tables: Sequence[Table]) -> Iterator[str]:
         if table.get("left_open"):
             count = table["left_open"]
             yield f"{count} suspicion{'s' * (count > 1)} could neither be proven nor dismissed"
+        if why := _of(table, "replay").get("disturbed"):
+            yield f"the training may have been changed by being run again: {why}"
         for part, why in _of(table, "failures").items():
             yield f"the guard failed in its {part} and did without it: {why}"
         for name, why in _of(_of(table, "sensors"), "off").items():

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._compile import _disable_dynamo as not_compiled
-from torch._library.custom_ops import CustomOpDef
+from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch._ops import OpOverload
 from torch.autograd.function import _HookMixin as NodeHooks
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as keeping_versions
@@ -39,6 +39,7 @@ from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
 from torch.utils._pytree import tree_flatten, tree_map
 
 __all__ = [
+    "OPDEFS",
     "CustomOpDef",
     "NodeHooks",
     "OpOverload",
