@@ -253,8 +253,7 @@ class Search:
             names = vars(value)
             self._hold(place, name, names.values(), list(names.values()), depth, keys=names.keys(), thing=value)
         if view is not None:
-            own = value.__dict__ if isinstance(value, FunctionType) else value
-            self._hold(place, name, view, list(view), depth, thing=own)
+            self._hold(place, name, view, list(view), depth, thing=value)
 
     def _module(self, place: Place, name: str, value: nn.Module, depth: int) -> None:
         """Take a module that is not one of the root's own: kept in a list, named by the code."""

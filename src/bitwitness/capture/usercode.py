@@ -157,7 +157,14 @@ class _CodeSearch:
                 self._named(vars(item), mentioned, mentioned, seen)
             elif name not in known:
                 self.used(item)
+            self._marked(item, mentioned)
             known.add(name)
+
+    def _marked(self, item: Any, mentioned: frozenset[str]) -> None:
+        """Take what a script may have set on one of torch's classes of modules, by names that its code mentions."""
+        if isinstance(item, type) and issubclass(item, nn.Module) and not is_users_kind(item):
+            _, known = self._kinds.get(id(item), (item, frozenset()))
+            self._kinds[id(item)] = item, known | {name for name in mentioned if not name.startswith("__")}
 
     def _bound(self, value: Any) -> None:
         """Take the object of a bound method or a callable object, and the arguments of a partial one."""
