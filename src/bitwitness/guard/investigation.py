@@ -21,6 +21,7 @@ from bitwitness.finding import Action, Cause, Device, Finding, Note, Severity, V
 from bitwitness.guard.kinds import NewKinds
 from bitwitness.guard.roots import unguarded_among
 from bitwitness.guard.tracing import Tracing
+from bitwitness.judge.devices import gather_devices
 from bitwitness.judge.experiments import ReplayExperiments
 from bitwitness.judge.fingerprint import NEAR, Fingerprint
 from bitwitness.judge.judge import Judge
@@ -233,7 +234,6 @@ class Investigation:
 
     def _announce(self, verdict: Verdict, loud: list[Finding], *, differs: bool) -> None:
         whose = self._ranks.in_job in verdict.ranks[:1] if verdict.ranks else self._ranks.rank == 0
-        speaks = self._ranks.size == 1 or whose
         if verdict.cause in _NO_FAULT or verdict.action is Action.REPORTED:
             self._no_fault_in_a_row += 1
             rest = min(_LONGEST_REST, 2 ** (self._no_fault_in_a_row - 2)) if self._no_fault_in_a_row > 1 else 0
@@ -251,8 +251,21 @@ class Investigation:
             self._note("inconclusive", verdict, speak=bool(loud) and reason not in self._said)
             self._said.add(reason)
             return
+        if self._is_known(verdict):
+            self.dismissed += 1
+            self._note("still so", verdict, speak=False)
+            return
         self.verdicts.append(verdict)
-        self._reporter.verdict(verdict, speak=speaks)
+        self._reporter.verdict(verdict, speak=self._ranks.size == 1 or whose)
+
+    def _is_known(self, verdict: Verdict) -> bool:
+        """Tell whether state is found corrupt that was before, and was only reported: it stays so at every step."""
+        if (verdict.cause, verdict.action) != (Cause.CORRUPT_STATE, Action.REPORTED):
+            return False
+        where = verdict.site and verdict.site.short
+        return any(
+            (v.cause, v.ranks, v.site and v.site.short) == (verdict.cause, verdict.ranks, where) for v in self.verdicts
+        )
 
     def _note(self, what: str, verdict: Verdict, *, speak: bool) -> None:
         message = f"{what}: {verdict.message}"
@@ -287,9 +300,3 @@ class Investigation:
 
 def _numbers(finding: Finding) -> dict[str, Any]:
     return {key: value for key, value in finding.evidence.items() if isinstance(value, float | int | str)}
-
-
-def gather_devices(ranks: Ranks, here: Device) -> list[Device]:
-    """Return every rank's device; collective."""
-    told = ranks.gather_text(json.dumps([here.host, here.index, here.uuid, here.kind]))
-    return [Device(*json.loads(text)) for text in told]
