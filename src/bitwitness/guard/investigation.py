@@ -262,10 +262,8 @@ class Investigation:
         """Tell whether state is found corrupt that was before, and was only reported: it stays so at every step."""
         if (verdict.cause, verdict.action) != (Cause.CORRUPT_STATE, Action.REPORTED):
             return False
-        where = verdict.site and verdict.site.short
-        return any(
-            (v.cause, v.ranks, v.site and v.site.short) == (verdict.cause, verdict.ranks, where) for v in self.verdicts
-        )
+        same = [v for v in self.verdicts if (v.cause, v.ranks) == (verdict.cause, verdict.ranks)]
+        return any(str(v.site and v.site.short) == str(verdict.site and verdict.site.short) for v in same)
 
     def _note(self, what: str, verdict: Verdict, *, speak: bool) -> None:
         message = f"{what}: {verdict.message}"
