@@ -42,6 +42,7 @@ _TORCHS_DATA = ("torch.quasirandom", "torch.optim")
 _OPTIMIZERS = frozenset(("param_groups", "defaults"))
 """What of an optimizer a forward may read or change; the rest grows with the model."""
 _GRAD = ".grad"
+_COMPILERS = "_dynamo"  # how torch's compiler marks a tensor
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__", "__doc__")
 
 
@@ -134,7 +135,10 @@ def write(thing: Any, held: Any, keys: frozenset[str] | None = None) -> None:
 def _beside(attributes: Attributes) -> dict[str, Any]:
     thing = attributes.of
     held = _attributes(thing, None)
-    if not isinstance(thing, torch.Tensor) or not attributes.grad:
+    if not isinstance(thing, torch.Tensor):
+        return held
+    held = {key: value for key, value in held.items() if not key.startswith(_COMPILERS)}
+    if not attributes.grad:
         return held
     with plain_tensors():
         return {**held, _GRAD: thing.grad} if thing.is_leaf and thing.grad is not None else held
@@ -157,7 +161,7 @@ def _set_beside(attributes: Attributes, held: dict[str, Any]) -> None:
             if thing.is_leaf and thing.grad is not held.get(_GRAD):
                 thing.grad = held.get(_GRAD)
     names = {key: value for key, value in held.items() if key != _GRAD}
-    for key in _attributes(thing, None).keys() - names.keys():
+    for key in _beside(attributes).keys() - held.keys():
         object.__delattr__(thing, key)
     for key, value in names.items():
         object.__setattr__(thing, key, value)

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from bitwitness.tap.compat import SCRIPTED_CONTAINERS
+
 LARGEST = 64 << 20
 """Bytes of tensors and arrays whose content is kept; the rest is known by reference and version alone."""
 UNTOLD = "untold"
@@ -55,7 +57,7 @@ _BY_TYPE: tuple[tuple[Any, str], ...] = (
     ((ctypes._SimpleCData, ctypes.Structure, ctypes.Union, ctypes.Array), "ctypes"),
     ((ctypes.CDLL, _FOREIGN_FUNCTION), UNTOLD),
     (torch.jit.ScriptModule, "script"),
-    ((torch._C.ScriptDict, torch._C.ScriptList, ctypes._Pointer), UNTOLD),
+    ((*SCRIPTED_CONTAINERS, ctypes._Pointer), UNTOLD),
     (torch.UntypedStorage, "storage"),
     (queue.Queue, "queue"),
     (_UNTOLD, UNTOLD),

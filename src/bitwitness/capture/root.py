@@ -82,9 +82,6 @@ class RootTap(ForwardTap):
         syncs = [forward.sync for forward in self.record.forwards if self.backwards in forward.backwards]
         self.reducing = self._reduces() and (any(syncs) or not syncs)
         if self.reducing:
-            if self.record.reduced and not self._no_other_rank and distributed(self.wrapper) is not None:
-                self.record.give_up(reasons.REDUCED_TWICE)
-            self.record.reduced = True
             self._first.queue(call.roots)
 
     def end_backward(self) -> bool:
@@ -105,6 +102,11 @@ class RootTap(ForwardTap):
         self.window.backward_ended(reached=reached)
         self._call = BackwardCall(())
         return reached
+
+    def _note_reduction(self) -> None:
+        if self.record.reduced and not self._no_other_rank and distributed(self.wrapper) is not None:
+            self.record.give_up(reasons.REDUCED_TWICE)
+        self.record.reduced = True
 
     def _learn_of_backward(self) -> None:
         try:
@@ -173,6 +175,7 @@ class RootTap(ForwardTap):
     def _run_local_gradients(self) -> None:
         try:
             if self.ledger.moved():
+                self._note_reduction()
                 self.ledger.see()
                 with own_work(), torch.no_grad():
                     self._local_gradients()

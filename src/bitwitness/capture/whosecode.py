@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 _PLACES = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
-_INSTALLED = ("/site-packages/", "/dist-packages/")
-"""Where installers put libraries, those of another environment, too: the one that a virtual environment was made beside."""
+_INSTALLED = ("/site-packages/", "/dist-packages/", "/torchinductor_")
+"""Where installers put libraries, those of another environment, too, and torch's compiler what it makes."""
 _LIBRARIES = (*_PLACES, str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<frozen")
 _LOOKUPS = frozenset(
     ("globals", "eval", "exec", "import_module", "__import__", "_getframe", "currentframe", "attrgetter")

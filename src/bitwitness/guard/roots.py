@@ -4,16 +4,32 @@ from __future__ import annotations
 
 from torch import nn
 
+from bitwitness.capture.structure import tensors_of
 from bitwitness.guard.watch import Watch
 from bitwitness.session.session import sessions
 
 
 def watched_roots(kind: type[Watch] = Watch) -> list[nn.Module]:
     """Return the modules whose steps are judged now, by whom of a kind."""
-    return [session.root for session in sessions() if any(isinstance(one, kind) for one in session.instruments)]
+    return [root for root, _ in _watched(kind)]
 
 
-def unguarded_among(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
-    """Return those parameters that nobody watches."""
-    watched = {id(p) for root in watched_roots() for p in root.parameters()} if parameters else set()
+def unguarded_among(parameters: list[nn.Parameter], *, fed: bool) -> list[nn.Parameter]:
+    """Return those parameters that nobody watches.
+
+    ``fed``: also those of a model that was given, in this step, what another had computed: its own guard's re-executions begin
+    with that, and tell nothing of it.
+    """
+    trusted = [root for root, watch in _watched(Watch) if not (fed and _was_fed(watch))] if parameters else []
+    watched = {id(p) for root in trusted for p in root.parameters()}
     return [p for p in parameters if id(p) not in watched]
+
+
+def _watched(kind: type[Watch]) -> list[tuple[nn.Module, Watch]]:
+    found = [(session.root, [one for one in session.instruments if isinstance(one, kind)]) for session in sessions()]
+    return [(root, watches[0]) for root, watches in found if watches]
+
+
+def _was_fed(watch: Watch) -> bool:
+    forwards = watch.reader.root.record.forwards
+    return any(t.requires_grad for one in forwards for t in tensors_of((one.args, one.kwargs)))

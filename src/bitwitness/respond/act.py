@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from bitwitness.capture.step import StepRecord
-from bitwitness.capture.structure import tensors_of
 from bitwitness.errors import EXIT_CONVICTED, SideChannelError
 from bitwitness.finding import Action, Cause, Verdict
 from bitwitness.judge.fingerprint import Fingerprint
@@ -32,7 +31,8 @@ class HealTarget:
     """What healing works on.
 
     ``describe`` is called in each backward of a lockstep replay once the local gradients are there; ``take`` returns
-    what it described. ``unguarded`` returns, of some parameters of other models, those that nobody else judges.
+    what it described. ``unguarded`` returns, of some parameters of other models, those that no other guard can speak for
+    (`guard.roots`).
     """
 
     wrapper: nn.Module
@@ -41,7 +41,7 @@ class HealTarget:
     replayer: Replayer
     describe: Callable[[], None]
     take: Callable[[], Features | None]
-    unguarded: Callable[[list[nn.Parameter]], list[nn.Parameter]]
+    unguarded: Callable[..., list[nn.Parameter]]
 
 
 class Responder:
@@ -91,8 +91,8 @@ class Responder:
 
         Those that are guarded by themselves are trusted to their guard, unless they were given what was wrong here.
         """
-        others = record.others()
-        waiting, stepped = others if _handed_on(record, outcome) else map(self._root.unguarded, others)
+        fed = _outputs_were_wrong(outcome)
+        waiting, stepped = (self._root.unguarded(others, fed=fed) for others in record.others())
         said, kept = "", self.skip.leave_out(waiting, emptied=emptied)
         if kept:
             said = f"; {kept} parameters outside the model, which the same backward reached, are not stepped"
@@ -140,14 +140,12 @@ class Responder:
         return False
 
 
-def _handed_on(record: StepRecord, outcome: Outcome) -> bool:
-    """Tell whether other models may have been given wrong numbers: the outputs were wrong, or a gradient went on."""
+def _outputs_were_wrong(outcome: Outcome) -> bool:
+    """Tell whether the model gave, in the training, other outputs than when it was run again, as far as that is known."""
     found = outcome.experiments
     if found is None or (original := found.executions[0]) is None or (good := found.executions[2]) is None:
         return True
-    if not torch.equal(original.outputs, good.outputs):
-        return True
-    return any(t.requires_grad for one in record.forwards for t in tensors_of((one.args, one.kwargs)))
+    return not torch.equal(original.outputs, good.outputs)
 
 
 def _unhealed(record: StepRecord, *, moved: bool) -> str:

@@ -130,6 +130,7 @@ def carries(key: str) -> bool:
 mkldnn_enabled: Callable[[], bool] = torch._C._get_mkldnn_enabled
 enable_mkldnn: Callable[[bool], None] = torch._C._set_mkldnn_enabled
 """``torch.backends.mkldnn.flags`` sets it, and cannot be asked."""
+SCRIPTED_CONTAINERS: tuple[type, ...] = (torch._C.ScriptDict, torch._C.ScriptList)
 CLIPPING = (clip_grad, "_group_tensors_by_device_and_dtype")
 """What every clipping function calls before it writes, also one that a script imported by name before we came."""
 
