@@ -42,7 +42,6 @@ _CHANNELS = frozenset(
 )
 """Modules whose objects give and take what nobody can take back."""
 _FOREIGN_FUNCTION: type = ctypes.CFUNCTYPE(None).__mro__[1]
-_STORE = ("torch._C._distributed_c10d", "Store")
 _ASKED = itertools.count()
 _SPAWNED = "n_children_spawned"
 """What a numpy seed counts, and cannot be set back."""
@@ -87,9 +86,14 @@ def kind_of(thing: Any) -> str | None:
         return numpys
     if isinstance(thing, io.IOBase) or type(thing).__module__ == "_csv":
         return "file"
-    if any(kind.__module__ in _CHANNELS or (kind.__module__, kind.__name__) == _STORE for kind in type(thing).__mro__):
+    if any(kind.__module__ in _CHANNELS for kind in type(thing).__mro__) or _is_store(type(thing)):
         return UNTOLD
     return "iterator" if hasattr(type(thing), "__next__") and hasattr(type(thing), "__iter__") else None
+
+
+def _is_store(kind: type) -> bool:
+    """Tell whether a class is one of torch's stores of keys and values; process groups, of the same module, hold no numbers."""
+    return kind.__module__ == "torch._C._distributed_c10d" and kind.__name__.endswith("Store")
 
 
 def _kind_of_numpys(thing: Any) -> str | None:
@@ -186,7 +190,7 @@ def _position(thing: Any) -> Position | None:
     try:
         return Position(repr(thing.__reduce__()[1:]))
     except Exception:  # most iterators do not tell
-        return None
+        return _untold(thing)
 
 
 def _file_position(thing: Any) -> Position | None:

@@ -32,15 +32,16 @@ _OVERWRITES = frozenset(
     ("fill_", "zero_", "copy_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "geometric_")
 )
 """Operators that do not read what they write over, which may be raw memory."""
+_TORCHS = ("aten", "prims", "prim", "quantized", "_c10d_functional", "c10d", "fsdp", "mkldnn", "mkldnn_prepacked")
 _ENDED = (
-    "{what} by each re-execution: state of the forward's that nothing puts back, so that the training's own numbers may be "
+    "{what} in each re-execution: state of the forward's that nothing puts back, so that the training's own numbers may be "
     "others since the first one (`replay.enabled = false` runs nothing again)"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class OtherInput:
-    """The first operator that two replays give other inputs, though all results before are the same.
+    """The first operator that two replays give other inputs, though all results before are the same; or that is not torch's.
 
     ``plain``: numbers of the script's, or other operators, and no tensors' contents: what no kernel can have made.
     """
@@ -51,7 +52,7 @@ class OtherInput:
 
     def __str__(self) -> str:
         where = f" ({self.line})" if self.line else ""
-        return f"{self.site}{where} is given other values"
+        return f"{self.site}{where} works with other values"
 
 
 def find_other_input(replayer: Replayer, record: StepRecord) -> OtherInput | None:
@@ -74,7 +75,8 @@ def find_other_input(replayer: Replayer, record: StepRecord) -> OtherInput | Non
         if not torch.equal(one.inputs, other.inputs):
             return OtherInput(other.site, other.line, plain=False)
         if not torch.equal(one.results, other.results):
-            return None
+            # an operator of the script's, or of a library's, may keep state inside
+            return None if one.torchs else OtherInput(one.site, one.line, plain=False)
     return None
 
 
@@ -123,9 +125,10 @@ class HiddenState:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One operator: hashes of what it read and gave, int64 0-d on its device, and the rest of its arguments as text."""
+    """One operator (``torchs``: of torch's own): hashes of what it read and gave, int64 0-d, and the rest of its arguments."""
 
     op: str
+    torchs: bool
     site: str
     line: str
     plain: str
@@ -153,7 +156,8 @@ class _InputTrace:
         written = [value for _, value in _arguments(call, lambda info: info is not None and info.is_write)]
         made = [tensor for tensor in (*call.outputs, *written) if isinstance(tensor, torch.Tensor)]
         line = line_text(current_line()) if call.phase == "forward" else ""
-        self.steps.append(_Step(call.op, call.site().short, line, *self._read, _hash(made)))
+        torchs = call.func.namespace in _TORCHS
+        self.steps.append(_Step(call.op, torchs, call.site().short, line, *self._read, _hash(made)))
         self._read = None
 
 
