@@ -101,11 +101,7 @@ class Capturer:
             module=part,
             broadcast=broadcast,
         )
-        self._compare_buffers(step, record)
-        before = step.forwards[-1] if step.forwards else None
-        if before is not None and before.state_left is not None and before.number + 1 == number:
-            record.state_untouched = not before.state_left.changed()
-            before.state_left = None
+        self._compare_with_left(step, record)
         begin = sequence_number()
         record.span = ForwardSpan(number, begin, begin)
         record.span.enter(given)
@@ -115,14 +111,19 @@ class Capturer:
         self.traffic = read_traffic()
         return record
 
-    def _compare_buffers(self, step: StepRecord, record: ForwardRecord) -> None:
-        """See whether a step's later forward finds the buffers as the one before left them."""
+    def _compare_with_left(self, step: StepRecord, record: ForwardRecord) -> None:
+        """See whether a step's later forward finds buffers and state as the one before left them."""
         self._several |= bool(step.forwards)
         before = step.forwards[-1] if step.forwards else None
-        if before is not None and before.left is not None and before.number + 1 == record.number:
+        if before is None or before.number + 1 != record.number:
+            return
+        if before.left is not None:
             now = self.buffers.digest()
             if now is not None and now.shape == before.left.shape:
                 record.untouched = (now == before.left).all()
+        if before.state_left is not None:
+            record.state_untouched = not before.state_left.changed()
+            before.state_left = None
 
     def account(self, step: StepRecord, size: int, what: str) -> None:
         """Count what a step's captures take together; give up the step beyond the limit."""

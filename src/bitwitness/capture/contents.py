@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -152,15 +153,21 @@ class SnapshotWalk:
     keep
         Keep tensors' contents, up to `LARGEST` bytes in all; ``keep(place)`` says so for what is found at a place.
     known
-        The ``id`` of modules and parameters that somebody else minds: the root's own.
+        Returns the ``id`` of modules and parameters that somebody else minds: the root's own. Asked only where any is met.
 
     """
 
-    def __init__(self, keep: Callable[[Place], bool] = lambda _: True, known: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self, keep: Callable[[Place], bool] = lambda _: True, known: Callable[[], frozenset[int]] = frozenset
+    ) -> None:
         self.snapshot = Snapshot()
         self._keep = keep
-        self._known = known
+        self._ask_known = known
         self._seen: set[int] = set()
+
+    @cached_property
+    def _known(self) -> frozenset[int]:
+        return self._ask_known()
 
     def namespace(self, place: Place, name: str, thing: Any, keys: frozenset[str] | None = None) -> None:
         """Take what a namespace holds (an object's attributes, some of a script's globals), each key a place."""
@@ -235,7 +242,7 @@ class SnapshotWalk:
             self._tensors_attributes((*place, path), inner, module, None)
 
     def _tensor(self, place: Place, name: str, value: torch.Tensor, depth: int) -> None:
-        if id(value) in self._known or (isinstance(value, nn.Parameter) and not is_torchs_own(value)):
+        if isinstance(value, nn.Parameter) and (not is_torchs_own(value) or id(value) in self._known):
             return  # the training's own; replays do not change parameters
         size = value.numel() * value.element_size() if value.layout is torch.strided and not value.is_meta else LARGEST
         content = None

@@ -68,7 +68,7 @@ class HeldState:
         """Return what is known to change in forwards, as it is now, and ``unknown`` things; None if there is nothing."""
         if not self._volatile and not unknown:
             return None
-        walk = SnapshotWalk(lambda place: place in self._mutated or place[0] == ARGUMENT, self._known())
+        walk = SnapshotWalk(lambda place: place in self._mutated or place[0] == ARGUMENT, self._known)
         for index, value in enumerate(unknown):
             walk.enter((ARGUMENT, index), f"argument {index}", value)
         wanted: dict[Any, set[str]] = {}
@@ -214,7 +214,7 @@ class HeldState:
 
     def everything(self, given: Iterable[Any] = ()) -> Snapshot:
         """Return all that can be reached, as it is now; ``given``: what forwards were given besides tensors, too."""
-        walk = SnapshotWalk(known=self._known())
+        walk = SnapshotWalk(known=self._known)
         for index, value in enumerate(given):
             walk.enter((ARGUMENT, index), f"argument {index}", value)
         for key, (name, thing, keys) in self._namespaces().items():

@@ -37,7 +37,7 @@ _CHANNELS = frozenset(
             "concurrent.futures.thread",
             "concurrent.futures.process",
         ),
-        *("_csv", "_hashlib", "zlib", "_bz2", "_lzma", "multiprocessing.shared_memory"),
+        *("_hashlib", "zlib", "_bz2", "_lzma", "multiprocessing.shared_memory"),
     )
 )
 """Modules whose objects give and take what nobody can take back."""

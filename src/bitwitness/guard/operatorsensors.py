@@ -15,7 +15,8 @@ from bitwitness.guard.census import Census
 from bitwitness.guard.exactsensors import ExactSensors
 from bitwitness.guard.switches import Switches
 from bitwitness.nonfinite.approach import ApproachSensor
-from bitwitness.replay.run import Replayer, ReplayError
+from bitwitness.replay.errors import reason_of
+from bitwitness.replay.run import Replayer
 from bitwitness.sense.checksum import ChecksumSensor
 from bitwitness.sense.twice import TwiceSensor
 from bitwitness.stats.local import is_in_shared_memory
@@ -137,8 +138,7 @@ class OperatorSensors:
             replayer.run(record, around=self._tap)
             self.steps_looked_again += 1
         except Exception as error:  # the script's own code runs again, and may raise
-            text = str(error) if isinstance(error, ReplayError) else f"{type(error).__name__}: {error}"
-            self.not_looked_again = text.splitlines()[0][:300]
+            self.not_looked_again = reason_of(error)
 
     def _checked(self, call: OpCall) -> None:
         started = self._now()

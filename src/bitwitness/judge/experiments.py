@@ -20,7 +20,7 @@ from bitwitness.judge.fingerprint import Fingerprint
 from bitwitness.judge.otherinputs import HiddenState
 from bitwitness.judge.spread import HealthySpread
 from bitwitness.ranks import Ranks
-from bitwitness.replay.errors import ReplayError
+from bitwitness.replay.errors import ReplayError, reason_of
 from bitwitness.replay.payload import pack, unpack
 from bitwitness.replay.run import Execution, Replayer
 
@@ -268,8 +268,7 @@ class ReplayExperiments:
         return None if execution is None else Fingerprint.of(execution)
 
     def _note(self, error: Exception) -> None:
-        text = str(error) if isinstance(error, ReplayError) else f"{type(error).__name__}: {error}"
-        self._problem = self._problem or text.splitlines()[0][:300]
+        self._problem = self._problem or reason_of(error)
 
     def _note_uncovered(self, reason: str) -> None:
         self.covered[reason] += 1

@@ -18,8 +18,8 @@ from bitwitness.capture.step import StepRecord
 from bitwitness.capture.structure import PLAIN
 from bitwitness.judge.agreement import Match
 from bitwitness.judge.fingerprint import Fingerprint
+from bitwitness.oracle.eligible import is_torchs
 from bitwitness.ranks import Ranks
-from bitwitness.replay.errors import ReplayError
 from bitwitness.replay.run import Replayer
 from bitwitness.stats import bit_hash
 from bitwitness.tap.compat import OpOverload
@@ -32,7 +32,6 @@ _OVERWRITES = frozenset(
     ("fill_", "zero_", "copy_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "geometric_")
 )
 """Operators that do not read what they write over, which may be raw memory."""
-_TORCHS = ("aten", "prims", "prim", "quantized", "_c10d_functional", "c10d", "fsdp", "mkldnn", "mkldnn_prepacked")
 _ENDED = (
     "{what} in each re-execution: state of the forward's that nothing puts back, so that the training's own numbers may be "
     "others since the first one (`replay.enabled = false` runs nothing again)"
@@ -119,8 +118,8 @@ class HiddenState:
     def _found(self, record: StepRecord) -> OtherInput | None:
         try:
             return find_other_input(self._replayer, record)
-        except ReplayError:
-            return None  # whoever asked for the executions has told why
+        except Exception:  # the script's own code runs again; whoever asked for the executions tells what was wrong
+            return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,17 +146,16 @@ class _InputTrace:
 
     def _before(self, call: OpCall) -> None:
         read = list(_arguments(call, lambda info: info is None or not _is_overwritten(call.func, info)))
-        plain = [value for _, value in read if isinstance(value, PLAIN)]  # a copy of a generator has another address
-        self._read = repr(plain), _hash(value for _, value in read if isinstance(value, torch.Tensor))
+        plain = [value for value in read if isinstance(value, PLAIN)]  # a copy of a generator has another address
+        self._read = repr(plain), _hash(value for value in read if isinstance(value, torch.Tensor))
 
     def _after(self, call: OpCall) -> None:
         if self._read is None:
             return
-        written = [value for _, value in _arguments(call, lambda info: info is not None and info.is_write)]
+        written = _arguments(call, lambda info: info is not None and info.is_write)
         made = [tensor for tensor in (*call.outputs, *written) if isinstance(tensor, torch.Tensor)]
         line = line_text(current_line()) if call.phase == "forward" else ""
-        torchs = call.func.namespace in _TORCHS
-        self.steps.append(_Step(call.op, torchs, call.site().short, line, *self._read, _hash(made)))
+        self.steps.append(_Step(call.op, is_torchs(call.func), call.site().short, line, *self._read, _hash(made)))
         self._read = None
 
 
@@ -169,15 +167,12 @@ def _is_overwritten(func: OpOverload, info: Any) -> bool:
     return bool(info.is_write) and (func.overloadpacket.__name__ in _OVERWRITES or "out" in func._overloadname)
 
 
-def _arguments(call: OpCall, wanted: Callable[[Any], bool]) -> Iterator[tuple[Any, Any]]:
-    """Yield an operator's arguments one by one, of lists what is in them, each with what its schema says of aliases."""
-    declared = call.func._schema.arguments
-    by_name = {argument.name: argument.alias_info for argument in declared}
-    given = [(argument.alias_info, value) for argument, value in zip(declared, call.args, strict=False)]
-    for info, value in (*given, *((by_name.get(name), value) for name, value in call.kwargs.items())):
-        if wanted(info):
-            for item in value if isinstance(value, list | tuple) else (value,):
-                yield info, item
+def _arguments(call: OpCall, wanted: Callable[[Any], bool]) -> Iterator[Any]:
+    """Yield an operator's arguments one by one, of lists what is in them; those of whose aliases ``wanted`` tells so."""
+    aliases = {argument.name: argument.alias_info for argument in call.func._schema.arguments}
+    for name, value in {**dict(zip(aliases, call.args, strict=False)), **call.kwargs}.items():
+        if wanted(aliases.get(name)):
+            yield from value if isinstance(value, list | tuple) else (value,)
 
 
 def _hash(tensors: Any) -> torch.Tensor:

@@ -52,7 +52,6 @@ class LockstepReplayer(Replayer):
                 done.grads = [p.grad for p in self.parameters.values()] if keep else None
             finally:
                 self._sync(reduce=True)
-        done.other_way = self._forwards.other_way
         self._believe(done)
         with own_work(), torch.no_grad():
             done.outputs = torch.stack(outputs) if outputs else torch.zeros(0, dtype=torch.int64, device=self.device)

@@ -10,7 +10,7 @@ import sqlite3
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import copy_context
 from typing import Any
@@ -159,41 +159,32 @@ def _nothing_looked_at(since: int | None) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _no_open_file_used() -> Iterator[None]:
+def _no_open_file_used() -> AbstractContextManager[None]:
     """Have this thread use no file that is open by its number: how far it was read or written would not be what it was."""
+    places = [(os, name) for name in _OPEN_FILES if hasattr(os, name)]
+    return _refused(places, lambda original: f"the forward uses an open file (os.{original.__name__})")
 
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def used(*args: Any, **kwargs: Any) -> Any:
-            if in_replay() and not _is_torchs(sys._getframe(1).f_globals.get("__name__", "")):
-                raise ReplayError(f"the forward uses an open file (os.{original.__name__})")
-            return original(*args, **kwargs)
 
-        return used
-
-    with ExitStack() as stack:
-        for name in _OPEN_FILES:
-            if hasattr(os, name):
-                stack.enter_context(replaced(os, name, wrap))
-        yield
+def _nothing_begun() -> AbstractContextManager[None]:
+    """Have this thread change no path, start no process and open no database: nobody could take that back."""
+    places = [*((os, name) for name in _CHANGES), *_STARTS]
+    return _refused(places, lambda f: f"the forward does what cannot be taken back ({f.__module__}.{f.__qualname__})")
 
 
 @contextmanager
-def _nothing_begun() -> Iterator[None]:
-    """Have this thread change no path, start no process and open no database: nobody could take that back."""
+def _refused(places: Iterable[tuple[Any, str]], why: Callable[[Any], str]) -> Iterator[None]:
+    """Have functions of some modules or classes raise `ReplayError` in this thread, unless a compiler calls them."""
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def begun(*args: Any, **kwargs: Any) -> Any:
+        def refused(*args: Any, **kwargs: Any) -> Any:
             if in_replay() and not _is_torchs(sys._getframe(1).f_globals.get("__name__", "")):
-                raise ReplayError(
-                    f"the forward does what cannot be taken back ({original.__module__}.{original.__qualname__})"
-                )
+                raise ReplayError(why(original))
             return original(*args, **kwargs)
 
-        return begun
+        return refused
 
     with ExitStack() as stack:
-        for place, name in (*((os, name) for name in _CHANGES), *_STARTS):
+        for place, name in places:
             stack.enter_context(replaced(place, name, wrap))
         yield
 

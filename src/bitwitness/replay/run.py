@@ -157,7 +157,6 @@ class Replayer:
         if keep:
             done.results, self._forwards.results = self._forwards.results or [], None
             self._untouched.mind_static_gradients(totals, done.features, self.device)
-        done.other_way = self._forwards.other_way
         self._believe(done)
         with own_work(), torch.no_grad():
             done.outputs = torch.stack(outputs) if outputs else torch.zeros(0, dtype=torch.int64, device=self.device)
@@ -179,8 +178,10 @@ class Replayer:
     def _believe(self, done: Execution) -> None:
         """Refuse a result that repeats something else than the training, or was had by overwriting the training's own.
 
-        Only now, when all is done: where ranks exchange something in a replay, none may leave it early.
+        Only now, when all is done: where ranks exchange something in a replay, none may leave it early. Which way the forwards
+        went is noted, too.
         """
+        done.other_way = self._forwards.other_way
         problem = self._untouched.refused or self._untouched.problem or done.unproven
         if problem is not None and self._forwards.strict:
             raise ReplayError(problem)
