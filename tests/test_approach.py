@@ -55,6 +55,18 @@ def test_large_results_have_their_turn_too_less_often() -> None:
     assert looked_at <= 8
 
 
+def test_a_small_result_of_a_large_input_is_not_looked_at_more_often_than_that_input() -> None:
+    """A weight's gradient, of activations that take far longer to read."""
+    sensor, looked_at = ApproachSensor(0.9), 0
+    for step in range(40):
+        with OperatorTap(ModuleTracker(), sensor, sensor.select):
+            x = torch.ones((2048, 640), dtype=torch.bfloat16)
+            _ = x[:, :8].t() @ x
+        looked_at += bool(sensor._seen)
+        sensor.drain(step, 0, scaled=False)
+    assert looked_at <= 8
+
+
 def test_zeros_that_lie_nowhere_are_left_alone() -> None:
     model = torch.nn.Linear(8, 8).bfloat16()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -132,6 +132,10 @@ def test_the_bits_are_those_of_every_processor(tmp_path: Path) -> None:
             compiled().products(x, v, *ours)
             other.products(x, v, *theirs)
             assert torch.equal(ours, theirs)
+        ours, theirs = v.new_empty(3, 1, 1, 37), v.new_empty(3, 1, 1, 37)
+        compiled().pairs(matrix[None], matrix.flip(-1)[None], ours)
+        other.pairs(matrix[None], matrix.flip(-1)[None], theirs)
+        assert torch.equal(ours, theirs)
 
 
 def test_a_library_of_other_sources_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,11 +222,12 @@ def test_what_is_not_finite_shows_in_the_row_that_holds_it() -> None:
 @needs_it
 def test_pairs_of_rows_in_any_order_of_heads() -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        x = torch.randn(2, 5, 3, 24).to(dtype).transpose(1, 2)
-        y = torch.randn(2, 3, 5, 24).to(dtype)
-        dots, xx, yy = pairs(x, y) or ()
-        for found, exact in ((dots, x.double() * y.double()), (xx, x.double().square()), (yy, y.double().square())):
-            assert torch.allclose(found.double(), exact.sum(-1), rtol=1e-4, atol=1e-4)
+        for width in (1, 15, 16, 24, 63, 64, 128, 131, 1023, 1024, 2100):
+            x = torch.randn(2, 5, 3, width).to(dtype).transpose(1, 2)
+            y = torch.randn(2, 3, 5, width).to(dtype)
+            dots, xx, yy = pairs(x, y) or ()
+            for found, exact in ((dots, x.double() * y.double()), (xx, x.double().square()), (yy, y.double().square())):
+                assert torch.allclose(found.double(), exact.sum(-1), rtol=1e-4, atol=1e-3)
 
 
 def test_matrices_that_the_reader_does_not_take_are_left_to_torch() -> None:

@@ -110,10 +110,11 @@ class ApproachSensor:
     def __call__(self, call: OpCall) -> None:
         """Measure one operator's narrow results; nothing waits."""
         made = [t for t in call.outputs if measurable(t) and _has_memory(t)]
-        outputs = [t for t in made if narrow(t) and self._has_turn(t)] if "empty" not in call.op else []
+        used = tensors_in([*call.args, *call.kwargs.values()]) if any(map(narrow, made)) else ()
+        small = is_small([*made, *used])
+        outputs = [t for t in made if narrow(t) and self._has_turn(t, small)] if "empty" not in call.op else []
         outputs = [t for t in outputs if not self._is_the_scripts(call, t)]
-        used = tensors_in([*call.args, *call.kwargs.values()]) if outputs else ()
-        given = [t for t in used if measurable(t) and _has_memory(t)]
+        given = [t for t in used if measurable(t) and _has_memory(t)] if outputs else []
         wide = next((t for t in given if not narrow(t)), None) if call.op in _CASTS else None
         inputs = [self._index(t, call) for t in given if narrow(t) or t is wide]
         for tensor in made:  # what was known of this memory is gone
@@ -128,10 +129,10 @@ class ApproachSensor:
         end = self._extreme * torch.finfo(result.dtype).max
         return not tensors_in(given) or any(isinstance(value, int | float) and abs(value) >= end for value in given)
 
-    def _has_turn(self, tensor: torch.Tensor) -> bool:
+    def _has_turn(self, tensor: torch.Tensor, small: bool) -> bool:
         if torch.finfo(tensor.dtype).max < _WIDE_RANGE:
             return True
-        if is_small([tensor]):
+        if small:
             return self._small.has_one(_TURNS)
         return self._large_due and self._large.has_one(_TURNS)
 

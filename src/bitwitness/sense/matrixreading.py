@@ -51,11 +51,10 @@ def product_with(a: Tensor, v: Tensor) -> Tensor:
     """
     if a.dtype is not torch.bfloat16:
         return times_wide(a, v)
-    high = v.to(torch.bfloat16)
-    columns = torch.cat([high, (v - high).to(torch.bfloat16)], -1)
-    # for a transposed view the other order is the fast one
-    each = (columns.t() @ a.t()).t() if is_transposed(a) else torch.matmul(a, columns)
-    sums: Tensor = each.unflatten(-1, (2, -1)).sum(-2, dtype=v.dtype)
+    high, columns = v.to(torch.bfloat16), int(v.shape[-1])
+    both = torch.cat([high, (v - high).to(torch.bfloat16)], -1)
+    each = torch.matmul(both.mT, a.mT).mT  # a few long rows: the fast order, however a lies in memory
+    sums: Tensor = each[..., :columns].to(v.dtype).add_(each[..., columns:])
     return sums
 
 

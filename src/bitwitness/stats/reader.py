@@ -20,7 +20,7 @@ from bitwitness.numerics import summing_dtype
 from bitwitness.stats.sketch import BLOCK, first_weights
 
 LIBRARY = Path(__file__).parent / "native" / "reader.so"
-_VERSION = 4
+_VERSION = 5
 KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 """The library's numbers of the types that it reads."""
 _QUICK = 1 << 16

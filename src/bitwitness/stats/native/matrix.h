@@ -12,6 +12,21 @@ typedef T NAMED(quarter) __attribute__((vector_size(16)));
     NAMED(lanes) name; \
     memcpy(&name, from, sizeof name)
 
+/* WIDTH values from place i on; `kind`, T's own or BFLOAT16, is known where this is compiled. */
+INLINE NAMED(lanes) NAMED(loaded)(int kind, const void *x, ptrdiff_t i)
+{
+    NAMED(lanes) value;
+    if (kind == BFLOAT16) {
+        halves narrow;
+        memcpy(&narrow, (const uint16_t *)x + i, sizeof narrow);
+        words wide = __builtin_convertvector(narrow, words) << 16;
+        memcpy(&value, &wide, sizeof value);
+    } else {
+        memcpy(&value, (const T *)x + i, sizeof value);
+    }
+    return value;
+}
+
 /* Values at the end of a row, with zeros behind them. */
 #define LOAD_REST(name, from, count) \
     NAMED(lanes) name = {0}; \
@@ -33,32 +48,45 @@ INLINE T NAMED(added)(const NAMED(lanes) *values)
     return sum;
 }
 
-/* A piece of a row: adds its product with v to *sum, and its squares to *square. */
-INLINE void NAMED(along)(const T *x, const T *v, ptrdiff_t count, T *sum, T *square)
+/* A piece of a row: adds its product with v to *sum, and its squares to *square. `kind` as in loaded. */
+INLINE void NAMED(along)(int kind, const void *x, const T *v, ptrdiff_t count, T *sum, T *square)
 {
     NAMED(lanes) sums[SIDE] = {{0}}, squares[SIDE] = {{0}};
     ptrdiff_t i = 0;
     for (; i + SIDE * WIDTH <= count; i += SIDE * WIDTH)
         for (int j = 0; j < SIDE; j++) {
-            LOAD(here, x + i + j * WIDTH);
+            NAMED(lanes) here = NAMED(loaded)(kind, x, i + j * WIDTH);
             LOAD(by, v + i + j * WIDTH);
             sums[j] += here * by;
             squares[j] += here * here;
         }
     for (; i + WIDTH <= count; i += WIDTH) {
-        LOAD(here, x + i);
+        NAMED(lanes) here = NAMED(loaded)(kind, x, i);
         LOAD(by, v + i);
         sums[1] += here * by;
         squares[1] += here * here;
     }
     if (i < count) {
-        LOAD_REST(here, x + i, count - i);
+        T rest[WIDTH];
+        NAMED(copy)(kind, (const char *)x + i * size_of(kind), count - i, rest);
+        LOAD_REST(here, rest, count - i);
         LOAD_REST(by, v + i, count - i);
         sums[0] += here * by;
         squares[0] += here * here;
     }
     *sum += NAMED(added)(sums);
     *square += NAMED(added)(squares);
+}
+
+/* `count` values of a row from `start` on, with CHUNK places for who must widen them first. */
+INLINE void NAMED(along_row)(int kind, const void *row, ptrdiff_t start, const T *v, ptrdiff_t count, T *wide, T *sum, T *square)
+{
+    if (kind == BFLOAT16) {
+        fetch((const uint16_t *)row + start + CHUNK, count * (ptrdiff_t)sizeof(uint16_t));
+        NAMED(along)(BFLOAT16, (const uint16_t *)row + start, v, count, sum, square);
+    } else {
+        NAMED(along)(OF_T, NAMED(widened)(kind, row, start, count, wide), v, count, sum, square);
+    }
 }
 
 /* x [rows, width], a row every `step` values; v [width]; sums and squares [rows]. */
@@ -70,18 +98,18 @@ INLINE void NAMED(rows)(int kind, const void *x, ptrdiff_t rows, ptrdiff_t width
         sums[r] = squares[r] = 0;
         for (ptrdiff_t start = 0; start < width; start += CHUNK) {
             ptrdiff_t length = width - start < CHUNK ? width - start : CHUNK;
-            NAMED(along)(NAMED(widened)(kind, row, start, length, wide), v + start, length, sums + r, squares + r);
+            NAMED(along_row)(kind, row, start, v + start, length, wide, sums + r, squares + r);
         }
     }
 }
 
-/* FEW_ROWS rows at most, `step` apart, of SIDE lanes of columns: adds what they come to to sum and square. */
-INLINE void NAMED(down)(const T *x, ptrdiff_t rows, ptrdiff_t step, const T *v, T *sum, T *square)
+/* FEW_ROWS rows at most, `step` apart, of SIDE lanes of columns: adds what they come to to sum and square. `kind` as in loaded. */
+INLINE void NAMED(down)(int kind, const void *x, ptrdiff_t rows, ptrdiff_t step, const T *v, T *sum, T *square)
 {
     NAMED(lanes) sums[SIDE] = {{0}}, squares[SIDE] = {{0}};
     for (ptrdiff_t r = 0; r < rows; r++)
         for (int j = 0; j < SIDE; j++) {
-            LOAD(here, x + r * step + j * WIDTH);
+            NAMED(lanes) here = NAMED(loaded)(kind, x, r * step + j * WIDTH);
             sums[j] += here * v[r];
             squares[j] += here * here;
         }
@@ -99,14 +127,18 @@ INLINE void NAMED(down)(const T *x, ptrdiff_t rows, ptrdiff_t step, const T *v, 
 INLINE void NAMED(tile)(int kind, const void *x, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t step, const T *v, T *sums, T *squares)
 {
     T wide[FEW_ROWS][SIDE * WIDTH], sum[SIDE * WIDTH] = {0}, square[SIDE * WIDTH] = {0};
-    if (columns == SIDE * WIDTH && size_of(kind) == sizeof(T)) {
-        NAMED(down)(x, rows, step, v, sums, squares);
+    if (columns == SIDE * WIDTH && kind == BFLOAT16) {
+        NAMED(down)(BFLOAT16, x, rows, step, v, sums, squares);
+        return;
+    }
+    if (columns == SIDE * WIDTH && kind == OF_T) {
+        NAMED(down)(OF_T, x, rows, step, v, sums, squares);
         return;
     }
     memset(wide, 0, sizeof wide);
     for (ptrdiff_t r = 0; r < rows; r++)
         NAMED(copy)(kind, (const char *)x + r * step * size_of(kind), columns, wide[r]);
-    NAMED(down)(wide[0], rows, SIDE * WIDTH, v, sum, square);
+    NAMED(down)(OF_T, wide[0], rows, SIDE * WIDTH, v, sum, square);
     for (ptrdiff_t j = 0; j < columns; j++) {
         sums[j] += sum[j];
         squares[j] += square[j];
@@ -127,16 +159,46 @@ INLINE void NAMED(columns)(int kind, const void *x, ptrdiff_t rows, ptrdiff_t wi
         }
 }
 
+/* Pieces of two rows: adds their dot product to *dot, and the squares of either. `kind` as in loaded. */
+INLINE void NAMED(beside)(int kind, const void *x, const void *y, ptrdiff_t count, T *dot, T *square, T *other)
+{
+    NAMED(lanes) dots[SIDE] = {{0}}, squares[SIDE] = {{0}}, others[SIDE] = {{0}};
+    ptrdiff_t i = 0, last = count - count % WIDTH;
+    for (; i + SIDE * WIDTH <= count; i += SIDE * WIDTH)
+        for (int j = 0; j < SIDE; j++) {
+            NAMED(lanes) a = NAMED(loaded)(kind, x, i + j * WIDTH), b = NAMED(loaded)(kind, y, i + j * WIDTH);
+            dots[j] += a * b;
+            squares[j] += a * a;
+            others[j] += b * b;
+        }
+    for (; i < count; i += WIDTH) {
+        T left[WIDTH] = {0}, right[WIDTH] = {0};
+        NAMED(copy)(kind, (const char *)x + i * size_of(kind), i < last ? WIDTH : count - i, left);
+        NAMED(copy)(kind, (const char *)y + i * size_of(kind), i < last ? WIDTH : count - i, right);
+        LOAD(a, left);
+        LOAD(b, right);
+        dots[0] += a * b;
+        squares[0] += a * a;
+        others[0] += b * b;
+    }
+    *dot += NAMED(added)(dots);
+    *square += NAMED(added)(squares);
+    *other += NAMED(added)(others);
+}
+
 /* The dot product of two rows, and the squares of either. */
 INLINE void NAMED(pair)(int kind, const void *x, const void *y, ptrdiff_t width, T *dot, T *square, T *other)
 {
-    T wide[CHUNK], too[CHUNK], again = 0;
+    T wide[CHUNK], too[CHUNK];
     *dot = *square = *other = 0;
     for (ptrdiff_t start = 0; start < width; start += CHUNK) {
         ptrdiff_t length = width - start < CHUNK ? width - start : CHUNK;
+        if (kind == BFLOAT16) {
+            NAMED(beside)(BFLOAT16, (const uint16_t *)x + start, (const uint16_t *)y + start, length, dot, square, other);
+            continue;
+        }
         const T *a = NAMED(widened)(kind, x, start, length, wide), *b = NAMED(widened)(kind, y, start, length, too);
-        NAMED(along)(a, b, length, dot, square);
-        NAMED(along)(b, b, length, &again, other);
+        NAMED(beside)(OF_T, a, b, length, dot, square, other);
     }
 }
 #undef WIDTH

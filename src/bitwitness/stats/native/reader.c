@@ -76,7 +76,7 @@ INLINE const float *widened_float(int kind, const void *values, ptrdiff_t start,
 {
     if (kind == FLOAT32)
         return (const float *)values + start;
-    fetch((const uint16_t *)values + start + CHUNK, CHUNK * (ptrdiff_t)sizeof(uint16_t));
+    fetch((const uint16_t *)values + start + CHUNK, count * (ptrdiff_t)sizeof(uint16_t));
     if (kind == BFLOAT16)
         widen_bfloat16((const uint16_t *)values + start, wide, count);
     else
@@ -107,13 +107,20 @@ INLINE void copy_double(int kind, const void *values, ptrdiff_t count, double *t
     memcpy(to, values, (size_t)count * sizeof(double));
 }
 
+/* bfloat16 in vectors, and what it is widened to */
+typedef uint16_t halves __attribute__((vector_size(32)));
+typedef uint32_t words __attribute__((vector_size(64)));
+
 #define T float
+#define OF_T FLOAT32
 #define NAMED(function) function##_float
 #include "figures.h"
 #include "matrix.h"
 #undef T
+#undef OF_T
 #undef NAMED
 #define T double
+#define OF_T FLOAT64
 #define NAMED(function) function##_double
 #include "figures.h"
 #include "matrix.h"
@@ -121,7 +128,7 @@ INLINE void copy_double(int kind, const void *values, ptrdiff_t count, double *t
 #include "fold.h"
 
 /* What a change of the arguments below changes, too: a library that was built of other sources is not used. */
-int bitwitness_reader_version(void) { return 4; }
+int bitwitness_reader_version(void) { return 5; }
 
 /* Writes FIGURES numbers for `count` values. `weights`: BLOCK of them (double for FLOAT64, else float), or NULL for no sketch;
    `before`: as many values of the same kind, which are replaced once their squared distance is known, or NULL; `zeros`: count
