@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import bitwitness as bw
-from bitwitness.stats import norms_of, total_of
+from bitwitness.stats import marks_of, norms_of, total_of
 
 CPU = torch.device("cpu")
 
@@ -39,3 +39,29 @@ def test_a_norm_that_overflows_is_no_finding() -> None:
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
     assert bool(torch.stack([p.grad.abs().amax() for p in net.parameters()]).isfinite().all())
     assert trace.findings == []
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_mark_depends_on_its_own_tensor_alone(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an edit is told from marks that differ: none shall where another tensor became NaN."""
+    if not compiled:
+        monkeypatch.setattr("bitwitness.stats.sizes.built", lambda: None)
+    tensors = [
+        torch.full((300,), -2.0),
+        torch.randn(100, 900).t(),
+        torch.randn(70_000).bfloat16(),
+        torch.tensor([3 + 4j]),
+        torch.zeros(0),
+        torch.ones(3, dtype=torch.int64),
+    ]
+    before = marks_of(tensors, CPU)
+    for tensor, (norm, high) in zip(tensors[:4], before.t().tolist(), strict=False):
+        values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        assert norm == pytest.approx(float(values.double().norm()), rel=1e-3)
+        assert high == float(values.max())
+    assert before[:, 4:].tolist() == [[0.0, 0.0], [0.0, 0.0]]
+    for bad in (float("nan"), float("inf"), 1e30):
+        now = marks_of([torch.tensor([1.0, bad]), *tensors], CPU)
+        assert torch.equal(now[:, 1:], before)
+    tensors[2][5] += 1000
+    assert (marks_of(tensors, CPU) != before).any(0).tolist() == [False, False, True, False, False, False]

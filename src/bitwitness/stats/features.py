@@ -14,6 +14,7 @@ from bitwitness.numerics import summing_dtype
 from bitwitness.stats.digest import flat_bits, hashes_of, joined
 from bitwitness.stats.fold import Fold, fold, is_large
 from bitwitness.stats.local import local_parts
+from bitwitness.stats.sizes import sizes_of
 
 _SMALL = 4096  # elements; below it one call for each tensor costs more than copying the tensors together
 _BLOCK = 1 << 20  # elements: bounds what a converted half type takes, and the growth of float32 rounding errors
@@ -77,10 +78,10 @@ def features_of(grads: Sequence[Tensor], *, hashed: bool = True) -> Features:
     folds: dict[int, Fold] = {}
 
     def in_cache(index: int) -> None:
-        if hashed and is_large(bits[index][0]):
+        if is_large(bits[index][0]):
             folds[index] = fold(bits[index][0])
 
-    magnitudes = _magnitudes(values, home, in_cache)
+    magnitudes = _magnitudes(values, home, in_cache if hashed else None)
     digest = _digests(bits, folds, home)
     l2, absmax, high = (magnitudes[:, column].contiguous() for column in range(3))
     return Features(l2, absmax, digest, high)
@@ -107,15 +108,21 @@ def _plain(value: Tensor) -> Tensor:
     return value.reshape(-1)
 
 
-def _magnitudes(values: list[Tensor], home: torch.device, in_cache: Callable[[int], None]) -> Tensor:
+def _magnitudes(values: list[Tensor], home: torch.device, in_cache: Callable[[int], None] | None) -> Tensor:
     """Return L2, largest magnitude and largest value, float32 [P, 3] on ``home``, with as few calls as the devices allow.
 
     ``in_cache`` is called with the position of each large gradient on a CPU just after it was read.
     """
+    known = sizes_of(values, in_cache)
+    if known and len(known) == len(values):
+        return torch.tensor([known[index] for index in range(len(values))], dtype=torch.float32, device=home)
     batches = defaultdict(list)
-    for index, value in enumerate(values):
-        batches[value.device, value.dtype, _common_length(value)].append(index)
     rows: list[Tensor] = [torch.empty(0)] * len(values)
+    for index, value in enumerate(values):
+        if index in known:
+            rows[index] = torch.tensor(known[index], dtype=torch.float32, device=home)
+        else:
+            batches[value.device, value.dtype, _common_length(value)].append(index)
     for (device, _, length), members in batches.items():
         tensors = [values[index] for index in members]
         if length == 0:
@@ -143,14 +150,15 @@ def _of_equal_length(stacked: Tensor) -> Tensor:
     return torch.stack([_norm(stacked, 1), torch.maximum(high, -low).to(dtype), high.to(dtype)], 1)
 
 
-def _one_by_one(tensors: list[Tensor], members: list[int], in_cache: Callable[[int], None]) -> Tensor:
+def _one_by_one(tensors: list[Tensor], members: list[int], in_cache: Callable[[int], None] | None) -> Tensor:
     norms, lows, highs = [], [], []
     for index, tensor in zip(members, tensors, strict=True):
         norms.append(_norm(tensor) if tensor.numel() <= _BLOCK else _norm_by_blocks(tensor))
         low, high = tensor.aminmax()
         lows.append(low)
         highs.append(high)
-        in_cache(index)
+        if in_cache is not None:
+            in_cache(index)
     dtype, high = summing_dtype(tensors[0].dtype), torch.stack(highs)
     absmax = torch.maximum(high, -torch.stack(lows))
     return torch.stack([torch.stack(norms), absmax.to(dtype), high.to(dtype)], 1)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bitwitness.stats.local import local_values
+from bitwitness.stats.sizes import sizes_of
 
 
 @torch.no_grad()
@@ -17,7 +18,7 @@ def norms_of(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     Not finite where a value is not; it may be infinite although all values are finite (beyond 1e19), so look again before
     believing that. Of a DTensor the local shard counts; an empty or integer tensor has norm 0.
     """
-    values = [torch.view_as_real(v) if v.is_complex() else v for v in map(local_values, tensors)]
+    values = [_real(v) for v in map(local_values, tensors)]
     # torch._foreach_norm raises for empty tensors (FSDP2 has empty shards) and for integers
     usable = [i for i, v in enumerate(values) if v.numel() and v.is_floating_point()]
     chosen = [values[i].float() if values[i].dtype.itemsize == 1 else values[i] for i in usable]
@@ -44,7 +45,18 @@ def marks_of(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     A hash would see more (an exchange of two values, say) at ten times the price; what scripts do to parameters and gradients
     (scaling, clamping, negating, noise, rows of zeros) moves one of the two.
     """
-    values = [torch.view_as_real(v) if v.is_complex() else v for v in map(local_values, tensors)]
+    values = [_real(v) for v in map(local_values, tensors)]
+    known = sizes_of(values)  # by itself each: what is not finite among them changes no other's mark
+    if not known:
+        return _marks(values, device)
+    marks = torch.zeros(2, len(values), device=device)
+    marks[:, list(known)] = torch.tensor([(one.l2, one.high) for one in known.values()], device=device).t()
+    if rest := [i for i in range(len(values)) if i not in known]:
+        marks[:, rest] = _marks([values[i] for i in rest], device)
+    return marks
+
+
+def _marks(values: list[Tensor], device: torch.device) -> Tensor:
     usable = [i for i, v in enumerate(values) if v.numel() and v.is_floating_point() and v.dtype.itemsize > 1]
     largest = torch.zeros(len(values), device=device)
     if usable:
@@ -53,7 +65,11 @@ def marks_of(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
             largest = torch.stack(found)
         else:
             largest[torch.tensor(usable, device=device)] = torch.stack(found)
-    return torch.stack([norms_of(tensors, device).float(), largest])
+    return torch.stack([norms_of(values, device).float(), largest])
+
+
+def _real(values: Tensor) -> Tensor:
+    return torch.view_as_real(values) if values.is_complex() else values
 
 
 @torch.no_grad()
