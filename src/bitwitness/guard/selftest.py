@@ -22,6 +22,7 @@ from bitwitness.sense.optimizerbounds import out_of_bounds
 from bitwitness.sense.seal import Seal
 from bitwitness.sense.selftest import SELF_TESTS, self_test
 from bitwitness.stats import bit_hash
+from bitwitness.tap.compat import saving_hooks
 from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.moments import BackwardCall, StepListener, StepMoments
 from bitwitness.tap.operators import OperatorTap
@@ -56,10 +57,25 @@ def prove(names: Iterable[str] | None = None, *, step: bool = False) -> dict[str
             results[name] = UNPROVEN
     for name, proof in proofs.items():
         try:
-            results[name] = proof() or SEEN
+            with _saved_plainly():
+                results[name] = proof() or SEEN
         except Exception as error:
             results[name] = f"{type(error).__name__}: {error}"
     return results
+
+
+@contextmanager
+def _saved_plainly() -> Iterator[None]:
+    """Let tensors be saved as they are: a script that keeps them its own way may be inside of that when a guard begins."""
+    if saving_hooks(True) is None:  # noqa: FBT003 - it takes no keyword
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+        yield
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def failed(results: dict[str, str]) -> dict[str, str]:
