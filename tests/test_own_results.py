@@ -10,6 +10,11 @@ import torch
 from torch import nn
 
 import bitwitness as bw
+from bitwitness import Finding, Severity, Site
+from bitwitness.finding import Cause
+from bitwitness.judge.decide import Judgement
+from bitwitness.judge.ownresults import OwnResults
+from bitwitness.ranks.alone import Alone
 from bitwitness.testing import FaultyDevice, load_faults
 
 ALWAYS = {
@@ -103,3 +108,19 @@ def test_a_wrong_result_that_no_gradient_shows_is_not_dismissed(tmp_path, capsys
     )
     assert "and no gradient shows it: two replays gave the same bits" in said
     assert "not known: 1 suspicion could neither be proven nor dismissed" in said
+
+
+def test_a_script_is_not_blamed_for_the_overflow_of_a_number_that_a_checksum_contradicts() -> None:
+    """A device that fails in every execution alike gives the same NaN each time, from an operator that is right."""
+    overflow = Judgement(Cause.SOFTWARE, reason="in every execution, mul made 1 Inf from finite inputs")
+    site = Site.parse("./add#0:forward.out0")
+    nan = Finding("nonfinite", site, Severity.ERROR, "not finite: 3 gradients", {}, 3, 0)
+    failed = Finding("checksum", site, Severity.ERROR, "computed a wrong result", {"ratio": 1e30}, 3, 0)
+    results = OwnResults(Alone())
+    assert results.doubted(overflow, [nan]) is overflow
+    doubted = results.doubted(overflow, [nan, failed])
+    assert doubted.cause is Cause.INCONCLUSIVE
+    assert "./add#0:forward.out0 of rank 0 computed a wrong result in this step" in doubted.reason
+    assert "mul made 1 Inf" in doubted.reason
+    dismissed = Judgement(Cause.DISMISSED, reason="two replays gave the same bits")
+    assert results.doubted(dismissed, [failed]) is dismissed

@@ -113,6 +113,7 @@ class Judge:
         # Every device computes the same: then a NaN is the data's or the script's, and somebody wants to know whose.
         if judgement.cause is Cause.DISMISSED:
             judgement = self._blame_nonfinite(judgement, findings, follow, evidence)
+            judgement = self._own_results.doubted(judgement, findings)
         evidence["suspected_by"] = suspicious
         if judgement.cause is Cause.TRANSIENT_HARDWARE:
             judgement = self._repeated(judgement)

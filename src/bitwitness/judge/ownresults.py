@@ -60,6 +60,25 @@ class OwnResults:
             Cause.PERSISTENT_HARDWARE, tuple(guilty), intermittent=True, reason=reason, wrong=wrong
         ), Located(site, "", guilty[0], {"checksum": evidence})
 
+    def doubted(self, judgement: Judgement, findings: Sequence[Finding]) -> Judgement:
+        """Blame no software for a step in which a checksum failed; collective.
+
+        A device that fails again and again makes the same NaN in every execution, and its huge results overflow later, in an
+        operator that is right: all gradients are NaN then, which says nothing of who began.
+        """
+        if judgement.cause is not Cause.SOFTWARE:
+            return judgement
+        mine = next((f.site.short for f in findings if f.sensor == "checksum" and f.severity is Severity.ERROR), "")
+        told = {rank: site for rank, site in enumerate(self._ranks.gather_text(mine)) if site}
+        if not told:
+            return judgement
+        rank, site = next(iter(told.items()))
+        reason = (
+            f"{site} of rank {rank} computed a wrong result in this step, as its checksum says, so it may be the device: "
+            f"{judgement.reason}"
+        )
+        return Judgement(Cause.INCONCLUSIVE, reason=reason)
+
 
 def _left_open(judgement: Judgement, told: Mapping[int, Any]) -> Judgement:
     """Return what is left of a dismissal where a result was contradicted that no gradient shows."""
