@@ -76,9 +76,11 @@ def test_the_table_says_what_an_own_count_says() -> None:
     assert not called.keys() & {"t", "detach", "view", "empty_like"}
     census = table["operators"]["census"]
     assert census["calls"] == _called(table).total()
-    assert census["calls_checked"] - before["operators"]["census"]["calls_checked"] == deep * (
-        once["addmm"] + once["mm"]
-    )
+    checked = [one["operators"]["census"]["kinds"]["matrix products"]["checked"] for one in (before, table)]
+    assert checked[1] - checked[0] == deep * (once["addmm"] + once["mm"])
+    element_wise = census["kinds"]["element-wise operators"]
+    assert "tanh" not in element_wise["never"]
+    assert 0 < element_wise["again"] <= element_wise["calls"] - element_wise["checked"]
     assert table["steps"]["evaluation_forwards"] == 1
     assert table["replay"]["of"] == 10
     assert table["replay"]["can"] == 10
@@ -234,9 +236,11 @@ def test_terminal_json_and_report_show_one_table(run: Path) -> None:
     assert max(map(len, shown)) <= WIDTH
     told = answer.to_dict()
     assert told["coverage"][0]["operators"]["census"]["kinds"]["convolutions"]["checked"] == 0
+    assert told["coverage"][0]["operators"]["census"]["kinds"]["convolutions"]["again"] == 4
+    assert any(row[1] == "0 of 4 calls, 4 computed twice" for row in found.rows)
     assert told["expected_steps"]["product, forward"]["flip"]["steps"] == pytest.approx(1.2, abs=0.01)
     assert told["expected_steps"]["any other operator"]["flip"]["steps"] is None
-    assert told["not_protected"].startswith("not protected: convolutions (")
+    assert told["not_protected"].startswith("not protected: convolutions, against a fault that repeats itself (")
     json.dumps(told, allow_nan=False)
     report = build_report([run])
     blocks = report.story.runs[0].coverage
@@ -272,6 +276,21 @@ def test_self_tests_pass_whatever_the_script_has_made_the_default_dtype() -> Non
             assert not failed(prove())
     finally:
         torch.set_default_dtype(before)
+
+
+def test_self_tests_call_no_hook_that_keeps_the_scripts_tensors() -> None:
+    """A guard may begin inside of a script's own way to save activations, which counts or compresses them."""
+    packed = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        assert not failed(prove())
+    assert packed == []
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        assert not failed(prove())
 
 
 def test_periods_that_were_set_are_those_that_are_told() -> None:

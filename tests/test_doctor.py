@@ -84,9 +84,10 @@ def test_a_convnet_is_told_that_its_convolutions_have_no_checksum(tmp_path: Path
     status, found, _ = asked(tmp_path, code)
     kinds = found["coverage"][0]["operators"]["census"]["kinds"]
     assert (status, found["status"]) == (0, "fine")
-    assert kinds["convolutions"]["never"] == {"convolution": 2, "convolution_backward": 2}
+    assert kinds["convolutions"]["ops"] == {"convolution": 2, "convolution_backward": 2}
+    assert (kinds["convolutions"]["checked"], kinds["convolutions"]["again"]) == (0, 4)
     assert kinds["pooling and resampling"]["calls"] == 4
-    assert found["not_protected"].startswith("not protected: convolutions (")
+    assert found["not_protected"].startswith("not protected: convolutions, against a fault that repeats itself (")
 
 
 def test_an_lstm_and_a_transformer(tmp_path: Path) -> None:

@@ -179,8 +179,30 @@ def test_results_that_cannot_be_read_are_named_and_the_training_goes_on() -> Non
     table = guard.coverage()
     assert table["failures"] == {}
     assert any(
-        "results of odd cannot be read: it returned no tensor but NoneType" in gap for gap in table["not_covered"]
+        "results of odd cannot be read: it returned no tensor of real numbers but NoneType" in gap
+        for gap in table["not_covered"]
     )
+
+
+def test_a_recurrent_layers_packed_result_is_read() -> None:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.head = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 2)
+
+        def forward(self, x):
+            packed = nn.utils.rnn.pack_padded_sequence(x, [5, 3], batch_first=True)
+            out, _ = self.rnn(packed)
+            return self.head(out.data)
+
+    net = Packed()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with bw.Guard(net, optimizer, **LIGHT) as guard:
+        for _ in range(3):
+            net(torch.randn(2, 5, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not any("cannot be read" in gap for gap in guard.coverage()["not_covered"])
 
 
 def test_few_modules_are_looked_at_in_a_large_model() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import bitwitness as bw
+from bitwitness.capture.heldstate import HeldState
 from bitwitness.testing import EVERY_STEP
 
 sys.path.insert(0, str(Path(__file__).parent / "jobs"))
@@ -158,3 +159,16 @@ def test_a_traced_part_is_guarded_like_any_other(capsys) -> None:
     table = guard.coverage()
     assert table["failures"] == {}
     assert table["dismissed"] == table["suspicions"] >= 3, capsys.readouterr().err
+
+
+def test_a_guard_that_begins_in_another_thread_meanwhile_changes_nothing_of_the_scripts(monkeypatch) -> None:
+    """It puts functions of its own in torch's places, where a script's patch would end replays."""
+    net = torch.nn.Linear(4, 4)
+    held = HeldState(net)
+    before = held.surroundings()
+    with bw.Guard(torch.nn.Linear(2, 2), quiet=True):
+        assert torch.load.__module__ != "torch.serialization"
+        assert before.changed() == {}
+    assert before.changed() == {}
+    monkeypatch.setattr(torch, "load", lambda *_: None)
+    assert "torch.load" in before.changed().values()

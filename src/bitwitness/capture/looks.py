@@ -29,6 +29,7 @@ from bitwitness.tap.modes import scripts_modes_off
 from bitwitness.tap.ownwork import in_own_work, in_replay, own_work
 
 _KEPT = 4096  # forwards and backwards whose figures wait for a reading; a script may never use its gradients
+_NESTED = 3  # tuples within tuples in which a tensor is looked for
 
 Key = tuple[int, int, int]
 """Which module, 0 for its result or 1 for the gradient of that, and how many elements were read."""
@@ -118,7 +119,8 @@ class ModuleLooks:
         with scripts_modes_off():
             tensor = _first_tensor(result)
             if tensor is None:
-                self._cannot_read(index, f"it returned no tensor but {type(result).__name__}")
+                what = f"a tensor of {result.dtype}" if isinstance(result, Tensor) else type(result).__name__
+                self._cannot_read(index, f"it returned no tensor of real numbers but {what}")
                 return
             self._look(index, 0, tensor)
             if tensor.requires_grad and tensor.grad_fn is not None:
@@ -206,9 +208,14 @@ class _Arrival:
         self._looks.gradient(self._index, grad)
 
 
-def _first_tensor(result: Any) -> Tensor | None:
-    """Return the first tensor of real numbers in what a module returned: itself, or in a tuple, a list or a mapping."""
+def _first_tensor(result: Any, depth: int = 0) -> Tensor | None:
+    """Return the first tensor of real numbers in what a module returned: itself, or in tuples, lists and mappings.
+
+    A packed sequence is a tuple whose first is its tensor; a recurrent layer's result is one of these and a tuple of states.
+    """
     if isinstance(result, Tensor):
         return result if result.is_floating_point() else None
     parts = result.values() if isinstance(result, dict) else result if isinstance(result, tuple | list) else ()
-    return next((part for part in parts if isinstance(part, Tensor) and part.is_floating_point()), None)
+    if depth > _NESTED:
+        return None
+    return next((found for part in parts if (found := _first_tensor(part, depth + 1)) is not None), None)

@@ -11,7 +11,7 @@ from functools import lru_cache
 from importlib.util import resolve_name
 from itertools import islice
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ import torch
 _PLACES = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
 _INSTALLED = ("/site-packages/", "/dist-packages/", "/torchinductor_")
 """Where installers put libraries, those of another environment, too, and torch's compiler what it makes."""
-_LIBRARIES = (*_PLACES, str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<frozen")
+_OURS = str(Path(__file__).parents[1])
+_LIBRARIES = (*_PLACES, str(Path(torch.__file__).parent), _OURS, "<frozen")
 _LOOKUPS = frozenset(
     ("globals", "eval", "exec", "import_module", "__import__", "_getframe", "currentframe", "attrgetter")
 )
@@ -34,6 +35,11 @@ def is_users(code: CodeType) -> bool:
 def is_users_file(name: str) -> bool:
     """Tell whether a file of Python code is the script's own, by its name."""
     return not name.startswith(_LIBRARIES) and not any(place in name for place in _INSTALLED)
+
+
+def is_ours(value: object) -> bool:
+    """Tell whether a value is a function of bitwitness, such as stands in torch's place for a while."""
+    return isinstance(value, FunctionType) and value.__code__.co_filename.startswith(_OURS)
 
 
 def is_users_kind(kind: type) -> bool:

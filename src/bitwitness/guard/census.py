@@ -33,6 +33,9 @@ _KINDS = {
 }
 """Kinds by how the names of their operators begin, underscores aside; the first that fits."""
 
+_COUNTED = ("calls", "checked", "again", "operations", "operations_checked")
+"""What is counted of each kind."""
+
 
 @lru_cache(maxsize=4096)
 def kind_of(func: OpOverload) -> str | None:
@@ -81,7 +84,9 @@ class Census:
                 found[func.overloadpacket.__name__.strip("_")] += count
         return dict(found)
 
-    def table(self, flops: Mapping[str, int], checked: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
+    def table(
+        self, flops: Mapping[str, int], checked: Mapping[str, tuple[int, int]], again: Mapping[str, int]
+    ) -> dict[str, Any]:
         """Return calls and work, in all and by kind, ready for JSON.
 
         Parameters
@@ -90,6 +95,8 @@ class Census:
             Floating-point operations by operator, of those that carry any.
         checked
             Calls that some sensor checked, by operator, and their floating-point operations, or elements where none count.
+        again
+            Other calls, by operator, that were computed again: a fault that repeats itself does not show so.
 
         """
         names = Counter[str]()
@@ -105,16 +112,15 @@ class Census:
             whose[op] = kind
             work[op] = flops.get(op, 0) or work[op] + elements
         for op, count in names.items():
-            row = kinds.setdefault(
-                whose[op], {"calls": 0, "checked": 0, "operations": 0, "operations_checked": 0, "ops": {}, "never": {}}
-            )
+            row = kinds.setdefault(whose[op], {**dict.fromkeys(_COUNTED, 0), "ops": {}, "never": {}})
             calls, done = checked.get(op, (0, 0))
             row["calls"] += count
             row["checked"] += calls
+            row["again"] += again.get(op, 0)
             row["operations"] += work[op]
             row["operations_checked"] += done
             row["ops"][op] = count
-            if not calls:
+            if not calls and not again.get(op, 0):
                 row["never"][op] = count
         rows = dict(sorted(kinds.items(), key=lambda pair: -pair[1]["operations"]))
         return {

@@ -61,7 +61,9 @@ def coverage_table(watch: GuardWatch) -> dict[str, Any]:
     if (twice := sensors.operators.twice) is not None:
         table["twice"] = twice.coverage()
     if checksum is not None:
-        table["operators"] = {**checksum.coverage(), "census": census.table(checksum.flops, checksum.checked_calls)}
+        again = {} if twice is None else twice.calls
+        counted = census.table(checksum.flops, checksum.checked_calls, again)
+        table["operators"] = {**checksum.coverage(), "census": counted}
     return table
 
 

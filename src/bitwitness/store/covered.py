@@ -146,7 +146,7 @@ def _operators(table: Mapping[str, Any]) -> Iterator[list[str]]:
         "on deep steps, in the model and the backward",
     ]
     for kind, row in census["kinds"].items():
-        share = f"{row['checked']} of {row['calls']} calls"
+        share = f"{row['checked']} of {row['calls']} calls{_again(row)}"
         what = f"{_ratio(row['operations'], census['operations'])} of the work"
         never = sorted(row["never"].items(), key=lambda pair: -pair[1])
         names = [f"{name} {count}" for name, count in never[:_NAMES]]
@@ -192,18 +192,31 @@ def _self_tests(table: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def _unchecked(table: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the kinds of operators of which no call was checked; what was computed again shows what does not repeat."""
     census = _of(_of(table, "operators"), "census")
     calls, work = census.get("calls", 0), census.get("operations", 0)
-    small: dict[str, Mapping[str, Any]] = {}
-    for kind, row in _of(census, "kinds").items():
-        if not row["checked"] and row["operations"] > _LARGE * work:
-            yield f"{kind} ({_ratio(row['calls'], calls)} of the calls, {_ratio(row['operations'], work)} of the work)"
-        elif not row["checked"]:
-            small[kind] = row
-    if small:
-        sums = (sum(row[name] for row in small.values()) for name in ("calls", "operations"))
-        shares = [_ratio(part, whole) for part, whole in zip(sums, (calls, work), strict=True)]
-        yield f"{', '.join(small)} ({shares[0]} of the calls, {shares[1]} of the work)"
+    kinds = {kind: row for kind, row in _of(census, "kinds").items() if not row["checked"]}
+    for kind, row in kinds.items():
+        if row["operations"] > _LARGE * work:
+            yield f"{kind}{_repeating(row)} ({_of_all([row], calls, work)})"
+    small = {kind: row for kind, row in kinds.items() if not row["operations"] > _LARGE * work}
+    for what in dict.fromkeys(map(_repeating, small.values())):
+        rows = {kind: row for kind, row in small.items() if _repeating(row) == what}
+        yield f"{', '.join(rows)}{what} ({_of_all(list(rows.values()), calls, work)})"
+
+
+def _again(row: Mapping[str, Any]) -> str:
+    return f", {row['again']} computed twice" if row.get("again") else ""
+
+
+def _repeating(row: Mapping[str, Any]) -> str:
+    return ", against a fault that repeats itself" if row.get("again") else ""
+
+
+def _of_all(rows: Sequence[Mapping[str, Any]], calls: int, work: int) -> str:
+    """Return the share of calls and of work that some kinds are."""
+    parts = [sum(row[name] for row in rows) for name in ("calls", "operations")]
+    return f"{_ratio(parts[0], calls)} of the calls, {_ratio(parts[1], work)} of the work"
 
 
 def _unproven(table: Mapping[str, Any]) -> Iterator[str]:

@@ -19,8 +19,8 @@ TRACE = "run it with 'bitwitness trace', which names the operator and the line"
 _ADVICE = {
     Cause.TRANSIENT_HARDWARE: "note the device; if it strikes again it is a defect",
     Cause.PERSISTENT_HARDWARE: "take the device out of use, and resume elsewhere from the last checkpoint",
-    Cause.CORRUPT_STATE: "resume from a checkpoint of before that step",
-    Cause.SOFTWARE: "look at the line that is named",
+    Cause.CORRUPT_STATE: "resume from a checkpoint made before the step that precedes it: a later one may hold the fault",
+    Cause.SOFTWARE: _NAMED,
     Cause.DATA: "look at the batch that is named",
     Cause.INCONCLUSIVE: "run on: it could not be proven; more ranks, or act = protect, let it be",
 }
