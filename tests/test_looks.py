@@ -205,6 +205,20 @@ def test_a_recurrent_layers_packed_result_is_read() -> None:
     assert not any("cannot be read" in gap for gap in guard.coverage()["not_covered"])
 
 
+def test_rows_that_torch_scales_in_the_forward_are_no_suspicion() -> None:
+    torch.manual_seed(9)
+    table, head = nn.Embedding(100, 8, max_norm=1.0), nn.Linear(8, 2)
+    net = nn.Sequential(table, head)
+    optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+    with bw.Guard(net, optimizer, **LIGHT) as guard:
+        for _ in range(80):
+            ids = torch.randint(0, 100, (8,))
+            nn.functional.cross_entropy(net(ids), ids % 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert guard.findings == []
+
+
 def test_few_modules_are_looked_at_in_a_large_model() -> None:
     net = nn.Module()
     net.layers = nn.ModuleList(Block(4) for _ in range(100))

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from bitwitness.capture.gradients import LocalGradients
-from bitwitness.capture.light import LightStep
+from bitwitness.capture.light import LightStep, Vector
 from bitwitness.capture.looks import ModuleLooks
 from bitwitness.capture.root import RootTap
 from bitwitness.numerics import summing_dtype
@@ -39,6 +39,7 @@ class LightReader:
         self._local = gradients
         self._rank = rank
         self._names = tuple(root.parameters)
+        self._renormed = self._renormed_places()
         self._buffers = self._finite_buffers()
         self._spoiled: dict[str, int] = {}
 
@@ -74,8 +75,21 @@ class LightReader:
             reduced=() if np.isfinite(reduced) else self._bad(self._gradients()),
             buffers=() if np.isfinite(watched) else self._newly_bad(buffers),
             looks=None if self._looks is None else self._looks.looks(keys, looked.reshape(-1, 4), scale),
-            weights=weighed.reshape(2, count) if len(weighed) else None,
+            weights=self._weighed(weighed.reshape(2, count)) if len(weighed) else None,
         )
+
+    def _weighed(self, marks: Vector) -> Vector:
+        """Return the marks of weights, NaN where torch itself changes one in the forward."""
+        if self._renormed:
+            marks[:, self._renormed] = np.nan
+        return marks
+
+    def _renormed_places(self) -> list[int]:
+        """Return the places of weights whose rows torch scales down in the forward, each as it is looked up."""
+        tables = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+        modules = [m for m in self._root.root.modules() if isinstance(m, tables) and m.max_norm is not None]
+        weights = {id(module.weight) for module in modules}
+        return [place for place, p in enumerate(self._root.parameters.values()) if id(p) in weights]
 
     def _weights(self, sizes: torch.Tensor) -> torch.Tensor:
         """Return the marks of the parameters as the step began, [2 P], if these very parameters were read then."""
