@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import bitwitness as bw
-from bitwitness.finding import Cause, Finding, Severity
+from bitwitness import Cause, Finding, Site
+from bitwitness.finding import Severity
 from bitwitness.judge.decide import Judgement
 from bitwitness.judge.ownresults import OwnResults
 from bitwitness.ranks.alone import Alone
-from bitwitness.site import Site
 from bitwitness.testing import FaultyDevice, load_faults
 
 ALWAYS = {

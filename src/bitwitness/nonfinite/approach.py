@@ -111,10 +111,11 @@ class ApproachSensor:
         """Measure one operator's narrow results; nothing waits."""
         made = [t for t in call.outputs if measurable(t) and _has_memory(t)]
         used = tensors_in([*call.args, *call.kwargs.values()]) if any(map(narrow, made)) else ()
-        small = is_small([*made, *used])
+        given = [t for t in used if measurable(t) and _has_memory(t)]
+        small = is_small([*made, *given])
         outputs = [t for t in made if narrow(t) and self._has_turn(t, small)] if "empty" not in call.op else []
         outputs = [t for t in outputs if not self._is_the_scripts(call, t)]
-        given = [t for t in used if measurable(t) and _has_memory(t)] if outputs else []
+        given = given if outputs else []
         wide = next((t for t in given if not narrow(t)), None) if call.op in _CASTS else None
         inputs = [self._index(t, call) for t in given if narrow(t) or t is wide]
         for tensor in made:  # what was known of this memory is gone
