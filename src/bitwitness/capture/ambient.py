@@ -127,7 +127,9 @@ class Ambient:
     def read(cls) -> Ambient:
         """Read what holds now; the modes of bitwitness's own are left out."""
         modes, dispatch = scripts_modes()
-        return cls(tuple(read() for read, _ in _SWITCHES), tuple(modes), _saving(), tuple(dispatch), _environment())
+        return cls(
+            tuple(read() for read, _ in _SWITCHES), tuple(modes), hooks_of_saving(), tuple(dispatch), _environment()
+        )
 
     def dispatching(self) -> str | None:
         """Return the name of a dispatch mode of the script's that was on, or is on now; None if there is none."""
@@ -156,7 +158,7 @@ class Ambient:
             _set(now.settings, tuple(read() for read, _ in _SWITCHES))  # the forward may have changed them
 
 
-def _saving() -> Any:
+def hooks_of_saving() -> Any:
     """Return the hooks through which autograd saves tensors now; None if there are none."""
     return saving_hooks(True)  # noqa: FBT003 - it takes no keyword
 

@@ -13,6 +13,7 @@ import torch
 from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer
 
+from bitwitness.capture.ambient import hooks_of_saving
 from bitwitness.guard.keptgradients import lost_alone
 from bitwitness.judge.replicas import find_desync
 from bitwitness.nonfinite.approach import ApproachSensor
@@ -22,7 +23,6 @@ from bitwitness.sense.optimizerbounds import out_of_bounds
 from bitwitness.sense.seal import Seal
 from bitwitness.sense.selftest import SELF_TESTS, self_test
 from bitwitness.stats import bit_hash
-from bitwitness.tap.compat import saving_hooks
 from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.moments import BackwardCall, StepListener, StepMoments
 from bitwitness.tap.operators import OperatorTap
@@ -67,7 +67,7 @@ def prove(names: Iterable[str] | None = None, *, step: bool = False) -> dict[str
 @contextmanager
 def _saved_plainly() -> Iterator[None]:
     """Let tensors be saved as they are: a script that keeps them its own way may be inside of that when a guard begins."""
-    if saving_hooks(True) is None:  # noqa: FBT003 - it takes no keyword
+    if hooks_of_saving() is None:
         yield
         return
     with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):

@@ -43,7 +43,7 @@ class OwnResults:
             return judgement, None
         mine = max(filter(_contradicted, findings), key=lambda finding: float(finding.evidence["ratio"]), default=None)
         text = "" if mine is None else json.dumps([mine.site.short, to_jsonable(mine.evidence)])
-        told = {rank: json.loads(heard) for rank, heard in enumerate(self._ranks.gather_text(text)) if heard}
+        told = {rank: json.loads(heard) for rank, heard in self._heard(text).items()}
         if judgement.cause is Cause.DISMISSED:
             return _left_open(judgement, told), None
         self._steps.update(told.keys())  # on every rank alike, so that all reach the verdict in the same step
@@ -69,7 +69,7 @@ class OwnResults:
         if judgement.cause is not Cause.SOFTWARE:
             return judgement
         mine = next((f.site.short for f in findings if f.sensor == "checksum" and f.severity is Severity.ERROR), "")
-        told = {rank: site for rank, site in enumerate(self._ranks.gather_text(mine)) if site}
+        told = self._heard(mine)
         if not told:
             return judgement
         rank, site = next(iter(told.items()))
@@ -78,6 +78,10 @@ class OwnResults:
             f"{judgement.reason}"
         )
         return Judgement(Cause.INCONCLUSIVE, reason=reason)
+
+    def _heard(self, text: str) -> dict[int, str]:
+        """Return what ranks say, of those that say anything; collective."""
+        return {rank: heard for rank, heard in enumerate(self._ranks.gather_text(text)) if heard}
 
 
 def _left_open(judgement: Judgement, told: Mapping[int, Any]) -> Judgement:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bitwitness.stats.local import local_values
+from bitwitness.stats.local import as_reals, local_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,7 @@ def measurable(tensor: torch.Tensor) -> bool:
 
 
 def _reals(tensor: torch.Tensor) -> torch.Tensor:
-    values = local_values(tensor.detach())
-    if values.is_complex():
-        values = torch.view_as_real(values)
+    values = as_reals(local_values(tensor.detach()))
     return values.float() if values.dtype.itemsize == 1 else values
 
 

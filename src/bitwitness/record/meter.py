@@ -19,6 +19,7 @@ from bitwitness.record.staging import Rows, Staging
 from bitwitness.stats import HashBatch, exact_sketch, read, reader, sketch, sketch_of, sketch_rows, stats_of
 from bitwitness.stats.host import to_host
 from bitwitness.stats.launches import Launches
+from bitwitness.stats.local import as_reals
 from bitwitness.store.rows import Measured
 from bitwitness.tap.identity import in_memory_order, unseen
 
@@ -176,7 +177,7 @@ class Meter:
         if values.numel() == 0:
             self._done[number] = Measured(0, 0, 0, 0, 0 if self._zeros else None, None, None, None, 0.0)
             return
-        values = _real(values)
+        values = as_reals(values)
         if values.dtype.itemsize == 1 and not Launches.takes(values):
             values = values.float()
         if self._launch(number, values):
@@ -256,11 +257,6 @@ class Meter:
             return Measured(count, nan, pos_inf, neg_inf, zeros)
         sums = [number if math.isfinite(number) else None for number in (l2, signed)]
         return Measured(count, 0, 0, 0, zeros, low, high, total / count, sums[0], sums[1])
-
-
-def _real(values: torch.Tensor) -> torch.Tensor:
-    """Return real numbers as they are, and complex ones as pairs of them."""
-    return torch.view_as_real(values) if values.is_complex() else values
 
 
 def _wide(values: torch.Tensor) -> torch.dtype:

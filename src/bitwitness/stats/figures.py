@@ -14,7 +14,7 @@ from bitwitness.numerics import HALF
 from bitwitness.stats import reader
 from bitwitness.stats.host import to_device
 from bitwitness.stats.launches import Launches
-from bitwitness.stats.local import local_values
+from bitwitness.stats.local import as_reals, local_values
 from bitwitness.stats.parts import Read, read
 from bitwitness.stats.summary import stats_of
 
@@ -53,7 +53,7 @@ def figures_of(tensors: Sequence[Tensor], *, zeros: bool = False) -> Tensor:
         For a meta or quantized tensor.
 
     """
-    values = [_real(local_values(tensor)) for tensor in tensors]
+    values = [as_reals(local_values(tensor)) for tensor in tensors]
     home = next((value.device for value in values if value.device.type != "cpu"), torch.device("cpu"))
     by_device: dict[torch.device, list[int]] = defaultdict(list)
     for index, value in enumerate(values):
@@ -74,10 +74,6 @@ def _on_one(values: list[Tensor], device: torch.device, *, zeros: bool) -> Tenso
     rows = _compiled(values, zeros=zeros) or _by_rows(values, zeros=zeros)
     table = [rows[i] if i in rows else _alone(value, zeros=zeros) for i, value in enumerate(values)]
     return torch.tensor(table, dtype=torch.float64).view(-1, len(COLUMNS))
-
-
-def _real(values: Tensor) -> Tensor:
-    return torch.view_as_real(values) if values.is_complex() else values
 
 
 # -- on a CPU ----------------------------------------------------------------------------------------------------

@@ -49,6 +49,11 @@ def local_values(tensor: Tensor) -> Tensor:
     return local_parts(tensor)[0]
 
 
+def as_reals(values: Tensor) -> Tensor:
+    """Return real numbers as they are, and complex ones as pairs of them, along a last dimension of their own."""
+    return torch.view_as_real(values) if values.is_complex() else values
+
+
 def local_parts(tensor: Tensor) -> list[Tensor]:
     """Return `local_values`, then the index tensors that say where the values stand (if it is not dense)."""
     if is_torchs_own(tensor) and _is_plain(tensor):

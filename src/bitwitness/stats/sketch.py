@@ -18,6 +18,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from bitwitness.stats.local import as_reals
+
 _Words = npt.NDArray[np.uint64]
 BLOCK = 1 << 15  # elements that share their weights' pattern; 128 KiB of float32 stay in a core's cache
 _STEP, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -72,8 +74,7 @@ def exact_sketch(values: Tensor) -> float | None:
     """Return the sketch of any plain tensor, taken in float64; None where a value is not finite."""
     if not values.numel():
         return 0.0
-    real = torch.view_as_real(values) if values.is_complex() else values
-    found = float(sketch(real.to(torch.float64).contiguous()))
+    found = float(sketch(as_reals(values).to(torch.float64).contiguous()))
     return found if math.isfinite(found) else None
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bitwitness.errors import UsageError
 from bitwitness.stats.digest import bit_hash
-from bitwitness.stats.local import local_values
+from bitwitness.stats.local import as_reals, local_values
 
 _CPU_BLOCK = 1 << 17  # elements: a megabyte of float64, which stays in the cache
 _DEVICE_BLOCK = 1 << 25  # the same on an accelerator: 256 MiB of float64, and few launches even for large tensors
@@ -128,10 +128,7 @@ def exact_l2(tensor: Tensor) -> Tensor:
 
 
 def _flat_reals(tensor: Tensor) -> Tensor:
-    values = local_values(tensor)
-    if values.is_complex():
-        values = torch.view_as_real(values)
-    return values.reshape(-1)
+    return as_reals(local_values(tensor)).reshape(-1)
 
 
 def _blocks(values: Tensor) -> tuple[Tensor, ...]:

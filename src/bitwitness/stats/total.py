@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bitwitness.stats.local import local_values
+from bitwitness.stats.local import as_reals, local_values
 from bitwitness.stats.sizes import sizes_of
 
 
@@ -18,7 +18,7 @@ def norms_of(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     Not finite where a value is not; it may be infinite although all values are finite (beyond 1e19), so look again before
     believing that. Of a DTensor the local shard counts; an empty or integer tensor has norm 0.
     """
-    values = [_real(v) for v in map(local_values, tensors)]
+    values = [as_reals(v) for v in map(local_values, tensors)]
     # torch._foreach_norm raises for empty tensors (FSDP2 has empty shards) and for integers
     usable = [i for i, v in enumerate(values) if v.numel() and v.is_floating_point()]
     chosen = [values[i].float() if values[i].dtype.itemsize == 1 else values[i] for i in usable]
@@ -45,7 +45,7 @@ def marks_of(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     A hash would see more (an exchange of two values, say) at ten times the price; what scripts do to parameters and gradients
     (scaling, clamping, negating, noise, rows of zeros) moves one of the two.
     """
-    values = [_real(v) for v in map(local_values, tensors)]
+    values = [as_reals(v) for v in map(local_values, tensors)]
     known = sizes_of(values)  # by itself each: what is not finite among them changes no other's mark
     if not known:
         return _marks(values, device)
@@ -66,10 +66,6 @@ def _marks(values: list[Tensor], device: torch.device) -> Tensor:
         else:
             largest[torch.tensor(usable, device=device)] = torch.stack(found)
     return torch.stack([norms_of(values, device).float(), largest])
-
-
-def _real(values: Tensor) -> Tensor:
-    return torch.view_as_real(values) if values.is_complex() else values
 
 
 @torch.no_grad()

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 _SMALL = 1 << 20
-"""Bytes of results up to which a call is always looked at: a fraction of a millisecond."""
+"""Bytes up to which a call is always looked at: a fraction of a millisecond."""
 
 
-def is_small(results: Iterable[Tensor]) -> bool:
-    """Tell whether a call's results are small."""
+def is_small(tensors: Iterable[Tensor]) -> bool:
+    """Tell whether a call's tensors are small in all: its results, or all that would be read."""
     # a sparse tensor has no ``nbytes``
-    return sum(result.numel() * result.element_size() for result in results) <= _SMALL
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors) <= _SMALL
 
 
 @dataclass(slots=True)

@@ -27,10 +27,14 @@ INLINE NAMED(lanes) NAMED(loaded)(int kind, const void *x, ptrdiff_t i)
     return value;
 }
 
-/* Values at the end of a row, with zeros behind them. */
-#define LOAD_REST(name, from, count) \
-    NAMED(lanes) name = {0}; \
-    memcpy(&name, from, (size_t)(count) * sizeof(T))
+/* `count` values at the end of a row, at most WIDTH, with zeros behind them; of any kind that copy takes. */
+INLINE NAMED(lanes) NAMED(loaded_rest)(int kind, const void *x, ptrdiff_t i, ptrdiff_t count)
+{
+    T rest[WIDTH] = {0};
+    NAMED(copy)(kind, (const char *)x + i * size_of(kind), count, rest);
+    LOAD(value, rest);
+    return value;
+}
 
 INLINE T NAMED(added)(const NAMED(lanes) *values)
 {
@@ -67,10 +71,7 @@ INLINE void NAMED(along)(int kind, const void *x, const T *v, ptrdiff_t count, T
         squares[1] += here * here;
     }
     if (i < count) {
-        T rest[WIDTH];
-        NAMED(copy)(kind, (const char *)x + i * size_of(kind), count - i, rest);
-        LOAD_REST(here, rest, count - i);
-        LOAD_REST(by, v + i, count - i);
+        NAMED(lanes) here = NAMED(loaded_rest)(kind, x, i, count - i), by = NAMED(loaded_rest)(OF_T, v, i, count - i);
         sums[0] += here * by;
         squares[0] += here * here;
     }
@@ -163,7 +164,7 @@ INLINE void NAMED(columns)(int kind, const void *x, ptrdiff_t rows, ptrdiff_t wi
 INLINE void NAMED(beside)(int kind, const void *x, const void *y, ptrdiff_t count, T *dot, T *square, T *other)
 {
     NAMED(lanes) dots[SIDE] = {{0}}, squares[SIDE] = {{0}}, others[SIDE] = {{0}};
-    ptrdiff_t i = 0, last = count - count % WIDTH;
+    ptrdiff_t i = 0;
     for (; i + SIDE * WIDTH <= count; i += SIDE * WIDTH)
         for (int j = 0; j < SIDE; j++) {
             NAMED(lanes) a = NAMED(loaded)(kind, x, i + j * WIDTH), b = NAMED(loaded)(kind, y, i + j * WIDTH);
@@ -172,11 +173,8 @@ INLINE void NAMED(beside)(int kind, const void *x, const void *y, ptrdiff_t coun
             others[j] += b * b;
         }
     for (; i < count; i += WIDTH) {
-        T left[WIDTH] = {0}, right[WIDTH] = {0};
-        NAMED(copy)(kind, (const char *)x + i * size_of(kind), i < last ? WIDTH : count - i, left);
-        NAMED(copy)(kind, (const char *)y + i * size_of(kind), i < last ? WIDTH : count - i, right);
-        LOAD(a, left);
-        LOAD(b, right);
+        ptrdiff_t some = count - i < WIDTH ? count - i : WIDTH;
+        NAMED(lanes) a = NAMED(loaded_rest)(kind, x, i, some), b = NAMED(loaded_rest)(kind, y, i, some);
         dots[0] += a * b;
         squares[0] += a * a;
         others[0] += b * b;
@@ -203,4 +201,3 @@ INLINE void NAMED(pair)(int kind, const void *x, const void *y, ptrdiff_t width,
 }
 #undef WIDTH
 #undef LOAD
-#undef LOAD_REST
