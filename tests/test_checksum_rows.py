@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from watching import watched
 
-from bitwitness import Finding
 from bitwitness.sense.checksum import ChecksumSensor
 from bitwitness.sense.checksum_rows import CHECKS
 from bitwitness.tap.modules import ModuleTracker
@@ -19,22 +19,6 @@ from bitwitness.tap.operators import OpCall, OperatorTap
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 ROWS = 66
-
-
-def watched(
-    run: Callable[[], object], spoil: Callable[[OpCall], None] | None = None
-) -> tuple[list[Finding], dict[str, int]]:
-    """Run under the sensor; return what it found, and how often it checked which operator."""
-    sensor = ChecksumSensor(rows_one_in=1)
-
-    def look(call: OpCall) -> None:
-        if spoil is not None:
-            spoil(call)
-        sensor(call)
-
-    with OperatorTap(ModuleTracker(), look, sensor.select):
-        run()
-    return sensor.drain(0, 0), {op: count for op, (count, _) in sensor.checked_calls.items()}
 
 
 def numbers(dtype: torch.dtype, columns: int, mean: float, size: float, seed: int) -> list[Tensor]:

@@ -218,7 +218,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     with bw.Guard(net, optimizer, out=where, quiet=True, deep_every=4):
         for _ in range(8):
-            net(torch.randn(3, 2, 8)).square().mean().backward()
+            net(torch.randn(4, 2, 8)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
     return where
@@ -235,12 +235,14 @@ def test_terminal_json_and_report_show_one_table(run: Path) -> None:
     assert "\n".join(shown) in story
     assert max(map(len, shown)) <= WIDTH
     told = answer.to_dict()
-    assert told["coverage"][0]["operators"]["census"]["kinds"]["convolutions"]["checked"] == 0
-    assert told["coverage"][0]["operators"]["census"]["kinds"]["convolutions"]["again"] == 4
-    assert any(row[1] == "0 of 4 calls, 4 computed twice" for row in found.rows)
+    assert told["coverage"][0]["operators"]["census"]["kinds"]["convolutions"]["checked"] == 4
+    assert told["coverage"][0]["operators"]["census"]["kinds"]["element-wise operators"]["again"] == 12
+    assert any(row[1] == "0 of 12 calls, 12 computed twice" for row in found.rows)
     assert told["expected_steps"]["product, forward"]["flip"]["steps"] == pytest.approx(1.2, abs=0.01)
     assert told["expected_steps"]["any other operator"]["flip"]["steps"] is None
-    assert told["not_protected"].startswith("not protected: convolutions, against a fault that repeats itself (")
+    assert told["not_protected"].startswith(
+        "not protected: element-wise operators, against a fault that repeats itself ("
+    )
     json.dumps(told, allow_nan=False)
     report = build_report([run])
     blocks = report.story.runs[0].coverage

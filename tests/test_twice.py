@@ -88,11 +88,11 @@ def test_a_healthy_training_keeps_its_bits_and_its_running_statistics(plain) -> 
         "*/native_batch_norm_backward:backward.out0",
     ],
 )
-def test_a_number_that_is_wrong_once_is_proven_by_float64_and_healed(site, plain) -> None:
+def test_a_number_that_is_wrong_once_is_proven_and_healed(site, plain) -> None:
     model, guard = train({"site": site, "kind": "multiply", "factor": -3.0, "steps": [STRIKE], "times": 1})
     (verdict,) = guard.verdicts
     assert (str(verdict.cause), str(verdict.action), verdict.step) == ("transient_hardware", "healed", STRIKE)
-    assert [f.sensor for f in guard.findings][:1] == ["twice"]
+    assert {"twice", "checksum"} & {f.sensor for f in guard.findings[:1]}
     assert site.partition("/")[2].partition(":")[0] in guard.findings[0].message
     assert same(model, plain)
 
@@ -100,7 +100,8 @@ def test_a_number_that_is_wrong_once_is_proven_by_float64_and_healed(site, plain
 def test_a_recurrent_layer_that_comes_out_otherwise_is_seen(plain) -> None:
     site = "*/mkldnn_rnn_layer:forward.out0"
     _, guard = train({"site": site, "kind": "multiply", "factor": -3.0, "steps": [STRIKE], "times": 1})
-    assert [(f.sensor, f.step, f.site.op) for f in guard.findings] == [("twice", STRIKE, "mkldnn_rnn_layer")]
+    told = {(f.sensor, f.step, f.site.op) for f in guard.findings}
+    assert told == {(sensor, STRIKE, "mkldnn_rnn_layer") for sensor in ("checksum", "twice")}
 
 
 def looked_at(run, sensor: TwiceSensor | None = None) -> tuple[TwiceSensor, list]:

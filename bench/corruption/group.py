@@ -87,10 +87,11 @@ class Job:
 
 def train(
     cell: Cell, number: int, drawn: dict[str, Any] | None, steps: int, mode: str | None, notice: Callable[[Any], None]
-) -> tuple[list[int], torch.Tensor, Guard | None, bool, bool]:
+) -> tuple[list[list[int]], torch.Tensor, Guard | None, bool, bool]:
     """Train; ``drawn``: with a fault; ``mode``: under guard.
 
-    Return the bits at the end, the raw gradient of the struck step, the guard, whether it stopped, whether a bit was struck.
+    Return the bits at the end and after the struck step, that step's raw gradient, the guard, whether it stopped, whether a bit
+    was struck.
     """
     job, guard, struck, stopped = Job(cell, number), None, False, False
     if mode is not None:
@@ -100,7 +101,7 @@ def train(
         ).start()  # fmt: skip
         listen(guard, notice)
     mine = drawn is not None and drawn["rank"] == dist.get_rank()
-    gradient = torch.zeros(0)
+    gradient, then = torch.zeros(0), list[int]()
     try:
         for step in range(steps):
             now = drawn is not None and mine and step == STRIKE
@@ -114,37 +115,39 @@ def train(
                 grads = [p.grad for p in job.model.parameters() if p.grad is not None]
                 gradient = flat(local_parts(g)[0] for g in grads)
             job.finish()
+            if step == STRIKE:
+                then = job.digest()
     except TrainingStopped:
         stopped = True
     finally:
         if guard is not None:
             guard.close()
-    return job.digest(), gradient, guard, stopped, struck
+    return [job.digest(), then], gradient, guard, stopped, struck
 
 
 def run_trial(cell: Cell, number: int, drawn: dict[str, Any], mode: str) -> dict[str, Any]:
     """Run one trial on all ranks; return what this one saw."""
     heard: list[Any] = []
-    clean, good, *_ = train(cell, number, None, STEPS, None, heard.append)
+    (clean, then), good, *_ = train(cell, number, None, STEPS, None, heard.append)
     faults = []
     if drawn["place"] in (*COMPUTED, *SENT):
         when = {"steps": [STRIKE]} if drawn["class"] == "transient" else {"from_step": STRIKE}
         faults = [as_fault(drawn, site=drawn["where"], rank=drawn["rank"], **when)]
     with FaultyDevice(faults, rank=dist.get_rank(), seed=drawn["seed"]):
-        _, bad, *_ = train(cell, number, drawn, STRIKE + 1, None, heard.append)
+        (_, after), bad, *_ = train(cell, number, drawn, STRIKE + 1, None, heard.append)
     error = torch.stack([(bad - good).square().sum(), good.square().sum()])
     dist.all_reduce(error)
     harm = float((error[0] / error[1]).sqrt())
     heard.clear()
     with FaultyDevice(faults, rank=dist.get_rank(), seed=drawn["seed"]) as device:
-        weights, _, guard, stopped, struck = train(cell, number, drawn, STEPS, mode, heard.append)
+        (weights, _), _, guard, stopped, struck = train(cell, number, drawn, STEPS, mode, heard.append)
     struck |= any(firing.changed for firing in device.fired)
     assert guard is not None
     suspected = [said for said in heard if isinstance(said, Note) or said.step >= STRIKE]
     steps = [STRIKE if isinstance(said, Note) else said.step for said in suspected]
     return {
         "harm": harm if harm == harm else float("inf"),  # noqa: PLR0124 - NaN
-        "struck": struck, "equal": weights == clean, "stopped": stopped,
+        "struck": struck, "moved": after != then, "equal": weights == clean, "stopped": stopped,
         "steps": min(steps, default=None), "sensors": sorted({f.sensor for f in suspected}),
         "early": len(heard) - len(suspected), "texts": [f"{f.site}: {f.message}" for f in suspected],
         "verdicts": [
@@ -157,12 +160,12 @@ def run_trial(cell: Cell, number: int, drawn: dict[str, Any], mode: str) -> dict
 def merged(told: list[dict[str, Any]], drawn: dict[str, Any]) -> dict[str, Any]:
     """Return one account of what all ranks saw."""
     steps = [t["steps"] for t in told if t["steps"] is not None]
-    where = drawn["where"].split("#")[0]
+    where, moved = drawn["where"].split("#")[0], told[0]["harm"] != 0 or any(t["moved"] for t in told)
     texts = [text for t in told for text in t["texts"]] + [v["why"] for v in told[0]["verdicts"]]
     return {
         # what is written to a collective's result before it has arrived is overwritten, and strikes nothing
         "harm": told[0]["harm"],
-        "struck": any(t["struck"] for t in told) and not (drawn["place"] in SENT and told[0]["harm"] == 0),
+        "struck": any(t["struck"] for t in told) and not (drawn["place"] in SENT and not moved),
         "steps": min(steps) - STRIKE + 1 if steps else None,
         "sensors": sorted({s for t in told for s in t["sensors"]}), "verdicts": told[0]["verdicts"],
         "as_clean": all(t["equal"] for t in told), "named": any(where in text for text in texts),

@@ -116,7 +116,7 @@ class Census:
             calls, done = checked.get(op, (0, 0))
             row["calls"] += count
             row["checked"] += calls
-            row["again"] += again.get(op, 0)
+            row["again"] += min(again.get(op, 0), max(count - calls, 0))
             row["operations"] += work[op]
             row["operations_checked"] += done
             row["ops"][op] = count

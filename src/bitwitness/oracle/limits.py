@@ -122,6 +122,11 @@ def factor_roundoff(out: Tensor) -> float:
     return _REDUCED_FACTORS.get(factor_precision(out), 0.0)
 
 
+def factor_convolution(out: Tensor) -> float:
+    """Return the same of a float32 convolution."""
+    return _REDUCED_FACTORS.get(factor_precision(out, convolution=True), 0.0)
+
+
 _TILE = 128
 """Rows and columns of a result that one block of threads computes, as cuBLAS's kernels have it."""
 _SHORTEST_PART = 64

@@ -1,9 +1,9 @@
 """The `checksum` sensor: every matrix product and fused attention of a deep step, forward and backward, and what runs between.
 
 It sees a wrong element, row, column or tile of an operator's output, once it is larger than rounding explains: for
-float32 about the eight upper mantissa bits of an ordinary element, for bfloat16 exponent bits. It cannot see an input that
-was already wrong, nor operators without an identity (convolutions, recurrent layers): `ChecksumSensor.coverage` names
-them with their share.
+float32 about the eight upper mantissa bits of an ordinary element, for bfloat16 exponent bits; of convolutions and LSTM layers
+what is coarser. It cannot see an input that was already wrong, nor operators without an identity (activation functions, most of
+what reads in strides): `ChecksumSensor.coverage` names those that carry work with their share.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bitwitness.oracle.worst import WorstElement
 from bitwitness.sense import checksum_attention
 from bitwitness.sense.checksum_product import check_product
 from bitwitness.sense.checksum_reference import check_reference
-from bitwitness.sense.checksum_rows import check_rows, is_checked_by_row
+from bitwitness.sense.checksums import check_between, check_layer, costs_its_operator, is_between, is_layer
 from bitwitness.sense.flops import carries_flops, flops_of
 from bitwitness.sense.invariant import Invariant, Signs
 from bitwitness.sense.selftest import seen, self_test
@@ -31,7 +31,7 @@ from bitwitness.site import Site
 from bitwitness.stats.host import numbers_of
 from bitwitness.tap.compat import OpOverload
 from bitwitness.tap.modules import ModuleTracker
-from bitwitness.tap.operators import OpCall, OperatorTap
+from bitwitness.tap.operators import OpCall, OperatorTap, tensors_in
 from bitwitness.tap.threads import working_elsewhere
 from bitwitness.tap.turns import Turns, is_small
 
@@ -106,34 +106,36 @@ class ChecksumSensor:
 
     def select(self, func: OpOverload) -> bool:
         """Return whether an operator is looked at: those that carry FLOPs, and those whose rows have a checksum."""
-        return carries_flops(func) or (self._scheme == "signs" and is_checked_by_row(func))
+        return carries_flops(func) or (self._scheme == "signs" and is_between(func))
 
     def __call__(self, call: OpCall) -> None:
         """Check one call, after it ran; on an accelerator, without waiting for it."""
-        flops, by_row = flops_of(call), is_checked_by_row(call.func)
+        flops, by_row = flops_of(call), is_between(call.func)
         if not by_row:
             self._seen[call.op] += flops
-        if not self._has_turn(call, by_row):
+        if not self._has_turn(call):
             call.checked = True  # in another step
             return
         with torch.no_grad():
             product = product_of(call) if call.op in READERS else None
             if by_row:
-                invariants = check_rows(call, self._signs)
+                invariants = check_between(call, self._signs)
             else:
-                invariants = self._product(product) if product is not None else self._attention(call)
+                invariants = self._product(product) if product is not None else self._layer(call)
             if invariants is None:
                 return
-            call.checked = True
+            # of a layer's identity the last bits are not asked: `twice` sees them, where they do not come again
+            call.checked = product is not None or not is_layer(call.op)
             self._checked[call.op] += call.outputs[0].numel() if by_row else flops
             self._calls[call.op] += 1
             for invariant in invariants:
                 self._note(call, product, invariant)
 
-    def _has_turn(self, call: OpCall, by_row: bool) -> bool:
-        if not by_row:
+    def _has_turn(self, call: OpCall) -> bool:
+        if not costs_its_operator(call.op):
             return self._turns.has_one(self.one_in)
-        return self._row_turns.has_one(self.one_in * (1 if is_small(call.outputs) else self._rows_one_in))
+        small = is_small((*call.outputs, *tensors_in(call.args)))
+        return self._row_turns.has_one(self.one_in * (1 if small else self._rows_one_in))
 
     def _product(self, product: Product) -> list[Invariant] | None:
         if not product.out.numel():
@@ -142,14 +144,14 @@ class ChecksumSensor:
         found = check_reference(product) if reference else check_product(product, self._signs)
         return None if found is None else [found]
 
-    def _attention(self, call: OpCall) -> list[Invariant] | None:
+    def _layer(self, call: OpCall) -> list[Invariant] | None:
         if self._scheme != "signs" or not all(t.layout is torch.strided for t in call.outputs):
             return None
         if call.op in checksum_attention.FORWARD:
             return checksum_attention.check_forward(call)
         if call.op in checksum_attention.BACKWARD:
             return checksum_attention.check_backward(call, self._signs)
-        return None
+        return check_layer(call, self._signs)
 
     def _note(self, call: OpCall, product: Product | None, invariant: Invariant) -> None:
         output = call.outputs[0]

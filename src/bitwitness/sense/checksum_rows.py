@@ -18,115 +18,41 @@ These operators read and write as much as they compute: a checksum reads each nu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bitwitness.numerics import summing_dtype, unit_roundoff
-from bitwitness.oracle.kernels import named_arguments
-from bitwitness.oracle.limits import ACCUMULATION, ROUNDING, accumulation_roundoff
-from bitwitness.sense.invariant import Invariant, Signs, largest
-from bitwitness.sense.matrixreading import UNDERFLOW, paired, row_norms, times
+from bitwitness.oracle.limits import ACCUMULATION, ROUNDING
+from bitwitness.sense.invariant import Check, Invariant, Named, Signs
+from bitwitness.sense.matrixreading import row_norms
+from bitwitness.sense.rowreading import balance, bounded, is_readable, ones_for, pair_rows, signs_for, weighed
 from bitwitness.stats.reader import KINDS
-from bitwitness.tap.compat import OpOverload
 from bitwitness.tap.operators import OpCall
 
-_LEAST = 64
-"""Elements below which a check would cost more than it is worth."""
-_WIDTHS = range(8, (1 << 18) + 1)
-"""Widths of rows that are checked: of narrower ones the sums are as many as the numbers, of wider ones, a flat parameter's, as
-many signs would have to be kept."""
-_ROOM = 4.0
-"""Times what rounding is expected to leave: who looks for a wrong row here has room for kernels that nobody has measured."""
-_SLACK = 0.1
-"""By how much of it a norm may pass its bound."""
 _U32 = 2.0**-24
-
-Named = dict[str, Any]
-Check = Callable[[OpCall, Named, Signs], "list[Invariant] | None"]
-
-
-@cache
-def is_checked_by_row(func: OpOverload) -> bool:
-    """Tell whether an operator is one of these, and leaves its inputs as they are."""
-    known = func.namespace == "aten" and func.overloadpacket.__name__ in CHECKS
-    return known and (func.overloadpacket.__name__ == "copy_" or not func._schema.is_mutable)
-
-
-def check_rows(call: OpCall, signs: Signs) -> list[Invariant] | None:
-    """Check one call, after it ran; None where it is of another kind, too small, or in strides that are not read."""
-    out = call.outputs[0] if call.outputs else None
-    if out is None or not _is_readable(out) or out.numel() < _LEAST:
-        return None
-    return CHECKS[call.op](call, named_arguments(call.func, call.args, call.kwargs), signs)
-
-
-def _is_readable(x: object) -> bool:
-    """Tell whether a value is a tensor of which every row can be read."""
-    if not isinstance(x, Tensor) or x.dtype not in KINDS or x.layout is not torch.strided:
-        return False
-    return x.dim() > 0 and x.shape[-1] in _WIDTHS and x.is_contiguous()
-
-
-def _weighed(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``x . v`` of each row, and the rows' norms, ``x.shape[:-1]`` each."""
-    sums, norms = times(x.reshape(-1, x.shape[-1]), v[:, None])
-    return sums.view(x.shape[:-1]), norms.view(x.shape[:-1])
-
-
-def _paired(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the dot products of the rows of two tensors, and either's norms, ``x.shape[:-1]`` each."""
-    dots, left, right = paired(*(t.reshape(1, 1, -1, t.shape[-1]) for t in (x, y)))
-    return dots.view(x.shape[:-1]), left.view(x.shape[:-1]), right.view(x.shape[:-1])
-
-
-def _balance(name: str, out: Tensor, residual: Tensor, size: Tensor, *, weight: float, lost: float = 0.0) -> Invariant:
-    """Judge residuals by what rounding leaves of rows of this size, for weights of this magnitude.
-
-    ``lost``: what else rounding may leave, in units of ``u size``.
-    """
-    columns, info = int(out.shape[-1]), torch.finfo(out.dtype)
-    sums = ACCUMULATION * accumulation_roundoff(out.dtype) * math.sqrt(columns)
-    room = _ROOM * weight * ((ROUNDING + lost) * unit_roundoff(out.dtype) + sums)
-    floor = weight * ROUNDING * math.sqrt(columns) * info.smallest_normal
-    # beyond a quarter of the dtype's range a result may overflow by itself
-    return largest(name, residual.abs(), size * room + floor, torch.isfinite(size) & (size < info.max / 4))
-
-
-def _bounded(name: str, out: Tensor, norms: Tensor, bound: Tensor) -> Invariant:
-    """Judge rows' norms, which are upper bounds, by what they cannot exceed."""
-    floor = math.sqrt(out.shape[-1]) * (torch.finfo(out.dtype).smallest_normal + 2 * UNDERFLOW)
-    judged = torch.isfinite(bound) & (bound < torch.finfo(out.dtype).max / 4)
-    return largest(name, (norms - bound).clamp_min(0), _SLACK * bound + floor, judged)
-
-
-def _signs(out: Tensor, signs: Signs) -> tuple[Tensor, float]:
-    columns = int(out.shape[-1])
-    return signs(columns, out.device, summing_dtype(out.dtype)), Signs.scale(columns)
 
 
 def _cast(call: OpCall, named: Named, signs: Signs) -> list[Invariant] | None:
     out, x = call.outputs[0], named["src"] if call.op == "copy_" else named["self"]
-    if not _is_readable(x) or x.shape != out.shape or torch.float64 in (x.dtype, out.dtype) or x.device != out.device:
+    if not is_readable(x) or x.shape != out.shape or torch.float64 in (x.dtype, out.dtype) or x.device != out.device:
         return None
-    s, scale = _signs(out, signs)
-    before, size = _weighed(x, s)
-    return [_balance("out s = x s", out, _weighed(out, s)[0] - before, size, weight=scale)]
+    s, scale = signs_for(out, signs)
+    before, size = weighed(x, s)
+    return [balance("out s = x s", out, weighed(out, s)[0] - before, size, weight=scale)]
 
 
 def _add(call: OpCall, named: Named, signs: Signs) -> list[Invariant] | None:
     out, alpha = call.outputs[0], float(named.get("alpha", 1))
-    s, scale = _signs(out, signs)
+    s, scale = signs_for(out, signs)
     terms = [_term(named[name], out, s) for name in ("self", "other")]
     if terms[0] is None or terms[1] is None:
         return None
     (a, a_size), (b, b_size) = terms[0], terms[1]
     alpha = -alpha if call.op == "sub" else alpha
     expected, size = a + alpha * b, (a_size + abs(alpha) * b_size).expand(out.shape[:-1])
-    return [_balance("out s = a s + b s", out, _weighed(out, s)[0] - expected, size, weight=scale)]
+    return [balance("out s = a s + b s", out, weighed(out, s)[0] - expected, size, weight=scale)]
 
 
 def _number(value: Any, out: Tensor) -> Any:
@@ -145,73 +71,69 @@ def _term(value: Any, out: Tensor, s: Tensor) -> tuple[Any, Any] | None:
     number = _number(value, out)
     if number is not None:
         return s.sum() * number, abs(number) * s.new_tensor(math.sqrt(len(s)))
-    if not _is_readable(value) or value.shape[-1] != len(s) or value.device != out.device:
+    if not is_readable(value) or value.shape[-1] != len(s) or value.device != out.device:
         return None
-    return _weighed(value, s)
+    return weighed(value, s)
 
 
 def _mul(call: OpCall, named: Named, signs: Signs) -> list[Invariant] | None:
     out, a, b = call.outputs[0], named["self"], named["other"]
     if isinstance(b, Tensor) and isinstance(a, Tensor) and b.dim() and a.shape != out.shape:
         a, b = b, a
-    if not _is_readable(a) or a.shape != out.shape:
+    if not is_readable(a) or a.shape != out.shape:
         return None
-    s, scale = _signs(out, signs)
+    s, scale = signs_for(out, signs)
     if isinstance(b, Tensor) and b.shape == out.shape:
         return _product(out, a, b)
     if isinstance(b, Tensor) and b.dim() and b.shape[-1] != 1:
         if b.numel() != len(s) or b.dtype not in KINDS or b.device != out.device:
             return None
         row = b.reshape(-1).to(s.dtype)
-        expected, size = _weighed(a, row * s)
+        expected, size = weighed(a, row * s)
         size = size * row.abs().amax()
     else:
         by = _number(b, out)
         if by is None:
             return None
-        expected, size = _weighed(a, s)
+        expected, size = weighed(a, s)
         expected, size = expected * by, size * abs(by)
-    return [_balance("out s = a (b s)", out, _weighed(out, s)[0] - expected, size, weight=scale)]
+    return [balance("out s = a (b s)", out, weighed(out, s)[0] - expected, size, weight=scale)]
 
 
 def _product(out: Tensor, a: Tensor, b: Tensor) -> list[Invariant] | None:
-    if not _is_readable(b) or not a.dtype == b.dtype == out.dtype:
+    if not is_readable(b) or not a.dtype == b.dtype == out.dtype:
         return None
-    expected, left, right = _paired(a, b)
-    sums, _ = _weighed(out, _ones(out))
-    return [_balance("out 1 = a b", out, sums - expected, left * right, weight=1.0, lost=1.0)]
-
-
-def _ones(out: Tensor) -> Tensor:
-    return torch.ones(out.shape[-1], dtype=summing_dtype(out.dtype), device=out.device)
+    expected, left, right = pair_rows(a, b)
+    sums, _ = weighed(out, ones_for(out))
+    return [balance("out 1 = a b", out, sums - expected, left * right, weight=1.0, lost=1.0)]
 
 
 def _layer_norm(call: OpCall, named: Named, signs: Signs) -> list[Invariant] | None:
     out, mean, rstd = call.outputs[:3]
     x, weight, bias = named["input"], named["weight"], named["bias"]
-    if len(named["normalized_shape"]) != 1 or not _is_readable(x):
+    if len(named["normalized_shape"]) != 1 or not is_readable(x):
         return None
-    s, scale = _signs(out, signs)
+    s, scale = signs_for(out, signs)
     w = s if weight is None else weight.to(s.dtype) * s
     mean, rstd = mean.reshape(x.shape[:-1]).to(s.dtype), rstd.reshape(x.shape[:-1]).to(s.dtype)
-    sums, norms = _weighed(x, w)
+    sums, norms = weighed(x, w)
     expected = rstd * (sums - mean * w.sum())
     size = rstd.abs() * (norms + mean.abs() * math.sqrt(len(s))) * (w.abs().amax() / scale)
     if bias is not None:
         wide = bias.to(s.dtype)
         expected, size = expected + wide @ s, size + torch.linalg.vector_norm(wide)
-    return [_balance("out s = rstd (x - mean) w s + b s", out, _weighed(out, s)[0] - expected, size, weight=scale)]
+    return [balance("out s = rstd (x - mean) w s + b s", out, weighed(out, s)[0] - expected, size, weight=scale)]
 
 
 def _layer_norm_backward(call: OpCall, named: Named, _signs: Signs) -> list[Invariant] | None:
     x, g, weight = named["input"], named["grad_out"], named["weight"]
     out = call.result[0]
-    if len(named["normalized_shape"]) != 1 or out is None or not all(map(_is_readable, (x, g, out))):
+    if len(named["normalized_shape"]) != 1 or out is None or not all(map(is_readable, (x, g, out))):
         return None
     if not x.dtype == out.dtype == g.dtype:
         return None
-    dots, size, length = _paired(out, x)
-    sums, _ = _weighed(out, _ones(out))
+    dots, size, length = pair_rows(out, x)
+    sums, _ = weighed(out, ones_for(out))
     mean, rstd = (named[name].reshape(x.shape[:-1]).to(sums.dtype) for name in ("mean", "rstd"))
     bound = rstd.abs() * row_norms(g) * (1.0 if weight is None else weight.abs().amax().to(sums.dtype))
     lost = math.sqrt(x.shape[-1])  # elements alike are rounded alike
@@ -222,9 +144,9 @@ def _layer_norm_backward(call: OpCall, named: Named, _signs: Signs) -> list[Inva
     left = bound * lost * (1 - rstd.square() * ((length / lost).square() - mean.square())).clamp(0, 1)
     along = ((rstd * (dots - mean * sums)).abs() - left).clamp_min(0)
     return [
-        _balance("dx 1 = 0", out, sums, first, weight=1.0, lost=lost),
-        _balance("dx x = mean dx 1", out, along, second, weight=1.0, lost=lost),
-        _bounded("|dx| <= rstd |g| max |w|", out, size, bound),
+        balance("dx 1 = 0", out, sums, first, weight=1.0, lost=lost),
+        balance("dx x = mean dx 1", out, along, second, weight=1.0, lost=lost),
+        bounded("|dx| <= rstd |g| max |w|", out, size, bound),
     ]
 
 
@@ -234,42 +156,42 @@ def _is_last(named: Named, out: Tensor) -> bool:
 
 def _log_softmax(call: OpCall, named: Named, signs: Signs) -> list[Invariant] | None:
     out, x = call.outputs[0], named["self"]
-    if not _is_last(named, out) or not _is_readable(x):
+    if not _is_last(named, out) or not is_readable(x):
         return None
-    s, scale = _signs(out, signs)
+    s, scale = signs_for(out, signs)
     s = s - s.mean()
-    (after, norms), (before, size) = _weighed(out, s), _weighed(x, s)
-    return [_balance("(out - x) s = 0", out, after - before, size + norms, weight=scale, lost=ROUNDING)]
+    (after, norms), (before, size) = weighed(out, s), weighed(x, s)
+    return [balance("(out - x) s = 0", out, after - before, size + norms, weight=scale, lost=ROUNDING)]
 
 
 def _softmax(call: OpCall, named: Named, _signs: Signs) -> list[Invariant] | None:
     out = call.outputs[0]
     if not _is_last(named, out):
         return None
-    sums, norms = _weighed(out, _ones(out))
+    sums, norms = weighed(out, ones_for(out))
     # a row without anything is NaN, and not judged
     total = torch.where(torch.isfinite(norms), torch.ones_like(sums), norms)
-    return [_balance("out 1 = 1", out, sums - 1, total, weight=1.0, lost=math.sqrt(out.shape[-1]))]
+    return [balance("out 1 = 1", out, sums - 1, total, weight=1.0, lost=math.sqrt(out.shape[-1]))]
 
 
 def _softmax_backward(call: OpCall, named: Named, _signs: Signs) -> list[Invariant] | None:
     out, g, y = call.outputs[0], named["grad_output"], named["output"]
-    if not _is_last(named, out) or not (_is_readable(g) and _is_readable(y)):
+    if not _is_last(named, out) or not (is_readable(g) and is_readable(y)):
         return None
-    sums, norms = _weighed(out, _ones(out))
+    sums, norms = weighed(out, ones_for(out))
     if call.op == "_log_softmax_backward_data":
-        total, size = _weighed(g, _ones(g))
+        total, size = weighed(g, ones_for(g))
         size = size + total.abs()
     elif g.dtype is y.dtype:
-        dots, size, length = _paired(g, y)
+        dots, size, length = pair_rows(g, y)
         size = length * (size + dots.abs() * math.sqrt(y.shape[-1]))
     else:
         return None
     # of results that are not finite nothing is known here: the forward's may be so
     size = torch.where(torch.isfinite(norms), size, norms)
     return [
-        _balance("dx 1 = 0", out, sums, size, weight=1.0, lost=math.sqrt(out.shape[-1])),
-        _bounded("|dx| <= what g allows", out, norms, size),
+        balance("dx 1 = 0", out, sums, size, weight=1.0, lost=math.sqrt(out.shape[-1])),
+        bounded("|dx| <= what g allows", out, norms, size),
     ]
 
 

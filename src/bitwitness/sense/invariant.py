@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from bitwitness.tap.operators import OpCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,3 +95,9 @@ class Signs:
             bits = torch.randint(2, (length,), generator=self._generator, dtype=torch.int8)
             self._kept[key] = ((bits * 2 - 1).to(torch.float64) * self.scale(length)).to(device, dtype)
         return self._kept[key]
+
+
+Named = dict[str, Any]
+"""A call's arguments by the names of its operator's schema."""
+Check = Callable[[OpCall, Named, Signs], "list[Invariant] | None"]
+"""Checks one call, after it ran; None where it cannot."""

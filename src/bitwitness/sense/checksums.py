@@ -1,0 +1,51 @@
+"""Which operators have a checksum of their own, beside matrix products and attention, and who computes it."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from bitwitness.oracle.kernels import named_arguments
+from bitwitness.sense import checksum_batchnorm, checksum_convolution, checksum_recurrent, checksum_rows, checksum_sums
+from bitwitness.sense.invariant import Check, Invariant, Signs
+from bitwitness.sense.rowreading import is_readable
+from bitwitness.tap.compat import OpOverload
+from bitwitness.tap.operators import OpCall
+
+_LEAST = 64
+"""Elements of a result by rows below which a check would cost more than it is worth."""
+_BETWEEN: dict[str, Check] = {**checksum_rows.CHECKS, **checksum_sums.CHECKS, **checksum_batchnorm.CHECKS}
+_LAYERS: dict[str, Check] = {**checksum_convolution.CHECKS, **checksum_recurrent.CHECKS}
+"""Those that carry work."""
+
+
+@cache
+def is_between(func: OpOverload) -> bool:
+    """Tell whether an operator is one of those that run between products, and leaves its inputs as they are."""
+    known = func.namespace == "aten" and func.overloadpacket.__name__ in _BETWEEN
+    return known and (func.overloadpacket.__name__ == "copy_" or not func._schema.is_mutable)
+
+
+def check_between(call: OpCall, signs: Signs) -> list[Invariant] | None:
+    """Check one call, after it ran; None where it is too small, or in strides that are not read."""
+    out = call.outputs[0] if call.outputs else None
+    if out is None or not out.numel():
+        return None
+    if call.op in checksum_rows.CHECKS and (not is_readable(out) or out.numel() < _LEAST):
+        return None
+    return _BETWEEN[call.op](call, named_arguments(call.func, call.args, call.kwargs), signs)
+
+
+def is_layer(op: str) -> bool:
+    """Tell whether an operator is a layer's: a convolution, a recurrent layer, a batch norm, or the backward of one."""
+    return op in _LAYERS or op in checksum_batchnorm.CHECKS
+
+
+def costs_its_operator(op: str) -> bool:
+    """Tell whether an operator's check takes as long as the operator does, where that is large."""
+    return op in _BETWEEN or op in checksum_recurrent.CHECKS
+
+
+def check_layer(call: OpCall, signs: Signs) -> list[Invariant] | None:
+    """Check a convolution or a recurrent layer, forward or backward; None for what is neither, or has no checksum."""
+    check = _LAYERS.get(call.op) if call.func.namespace == "aten" else None
+    return None if check is None else check(call, named_arguments(call.func, call.args, call.kwargs), signs)
