@@ -23,7 +23,7 @@ from bitwitness.oracle.worst import WorstElement
 from bitwitness.sense import checksum_attention
 from bitwitness.sense.checksum_product import check_product
 from bitwitness.sense.checksum_reference import check_reference
-from bitwitness.sense.checksums import check_between, check_layer, costs_its_operator, is_between, is_layer
+from bitwitness.sense.checksums import check_between, check_layer, is_between, sees_last_bits, turns_of
 from bitwitness.sense.flops import carries_flops, flops_of
 from bitwitness.sense.invariant import Invariant, Signs
 from bitwitness.sense.selftest import seen, self_test
@@ -113,8 +113,9 @@ class ChecksumSensor:
         flops, by_row = flops_of(call), is_between(call.func)
         if not by_row:
             self._seen[call.op] += flops
+        sharp = sees_last_bits(call.op)
         if not self._has_turn(call):
-            call.checked = True  # in another step
+            call.checked = sharp  # in another step
             return
         with torch.no_grad():
             product = product_of(call) if call.op in READERS else None
@@ -124,18 +125,18 @@ class ChecksumSensor:
                 invariants = self._product(product) if product is not None else self._layer(call)
             if invariants is None:
                 return
-            # of a layer's identity the last bits are not asked: `twice` sees them, where they do not come again
-            call.checked = product is not None or not is_layer(call.op)
+            call.checked = sharp
             self._checked[call.op] += call.outputs[0].numel() if by_row else flops
             self._calls[call.op] += 1
             for invariant in invariants:
                 self._note(call, product, invariant)
 
     def _has_turn(self, call: OpCall) -> bool:
-        if not costs_its_operator(call.op):
+        turns = turns_of(call.op, self._rows_one_in)
+        if turns == 1 and not is_between(call.func):
             return self._turns.has_one(self.one_in)
-        small = is_small((*call.outputs, *tensors_in(call.args)))
-        return self._row_turns.has_one(self.one_in * (1 if small else self._rows_one_in))
+        small = is_small((*call.outputs[:1], *tensors_in(call.args[:2])))  # a workspace is not read
+        return self._row_turns.has_one(self.one_in * (1 if small else turns))
 
     def _product(self, product: Product) -> list[Invariant] | None:
         if not product.out.numel():

@@ -5,6 +5,7 @@ Each row of a result is linear in a row of an input, or sums to something known,
 ``cast``               ``out . s = x . s``
 ``add``                ``out . s = a . s + alpha b . s``
 ``mul``                ``out . s = a . (b o s)`` for a row b, ``b (a . s)`` for a number, ``out . 1 = a . b`` else
+``div``                the same of 1 / b; ``a . 1 = out . b`` else
 ``layer norm``         ``out . s = rstd (x . (w o s) - mean (w . s)) + b . s``, which holds mean and rstd, too
 its backward           ``dx . 1 = 0``, ``dx . x = mean dx . 1`` and ``||dx|| <= rstd ||g|| max |w|``: of g is left what changes
                        neither the row's mean nor its size
@@ -82,21 +83,40 @@ def _mul(call: OpCall, named: Named, signs: Signs) -> list[Invariant] | None:
         a, b = b, a
     if not is_readable(a) or a.shape != out.shape:
         return None
-    s, scale = signs_for(out, signs)
     if isinstance(b, Tensor) and b.shape == out.shape:
         return _product(out, a, b)
+    return _scaled(out, a, b, signs, inverse=False)
+
+
+def _div(call: OpCall, named: Named, signs: Signs) -> list[Invariant] | None:
+    out, a, b = call.outputs[0], named["self"], named["other"]
+    if named.get("rounding_mode") is not None or not is_readable(a) or a.shape != out.shape:
+        return None
+    if not (isinstance(b, Tensor) and b.shape == out.shape):
+        return _scaled(out, a, b, signs, inverse=True)
+    if not is_readable(b) or not a.dtype == b.dtype == out.dtype:
+        return None
+    expected, left, right = pair_rows(out, b)
+    sums, _ = weighed(a, ones_for(a))
+    return [balance("a 1 = out b", out, sums - expected, left * right, weight=1.0, lost=1.0)]
+
+
+def _scaled(out: Tensor, a: Tensor, b: Any, signs: Signs, *, inverse: bool) -> list[Invariant] | None:
+    """Check the product with one row for all, or with one number for each row; ``inverse``: the quotient."""
+    s, scale = signs_for(out, signs)
     if isinstance(b, Tensor) and b.dim() and b.shape[-1] != 1:
         if b.numel() != len(s) or b.dtype not in KINDS or b.device != out.device:
             return None
         row = b.reshape(-1).to(s.dtype)
+        row = row.reciprocal() if inverse else row
         expected, size = weighed(a, row * s)
         size = size * row.abs().amax()
     else:
         by = _number(b, out)
-        if by is None:
+        if by is None or (inverse and isinstance(by, float) and not by):
             return None
         expected, size = weighed(a, s)
-        expected, size = expected * by, size * abs(by)
+        expected, size = (expected / by, size / abs(by)) if inverse else (expected * by, size * abs(by))
     return [balance("out s = a (b s)", out, weighed(out, s)[0] - expected, size, weight=scale)]
 
 
@@ -201,6 +221,7 @@ CHECKS: dict[str, Check] = {
     "add": _add,
     "sub": _add,
     "mul": _mul,
+    "div": _div,
     "native_layer_norm": _layer_norm,
     "native_layer_norm_backward": _layer_norm_backward,
     "_log_softmax": _log_softmax,

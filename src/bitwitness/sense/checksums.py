@@ -5,7 +5,15 @@ from __future__ import annotations
 from functools import cache
 
 from bitwitness.oracle.kernels import named_arguments
-from bitwitness.sense import checksum_batchnorm, checksum_convolution, checksum_recurrent, checksum_rows, checksum_sums
+from bitwitness.sense import (
+    checksum_batchnorm,
+    checksum_convolution,
+    checksum_moves,
+    checksum_recurrent,
+    checksum_rows,
+    checksum_sums,
+    checksum_wider,
+)
 from bitwitness.sense.invariant import Check, Invariant, Signs
 from bitwitness.sense.rowreading import is_readable
 from bitwitness.tap.compat import OpOverload
@@ -13,9 +21,14 @@ from bitwitness.tap.operators import OpCall
 
 _LEAST = 64
 """Elements of a result by rows below which a check would cost more than it is worth."""
-_BETWEEN: dict[str, Check] = {**checksum_rows.CHECKS, **checksum_sums.CHECKS, **checksum_batchnorm.CHECKS}
+_DEAR = 8
+"""Times as seldom a large operator is computed in a wider type as rows are read: it takes several times as long."""
+_ROWS = {**checksum_rows.CHECKS, **checksum_sums.CHECKS, **checksum_moves.CHECKS}
+"""Checks that see what rounding does not explain, which take as long as their operators."""
+_BETWEEN: dict[str, Check] = {**_ROWS, **checksum_batchnorm.CHECKS, **checksum_wider.CHECKS}
+"""Those of operators that carry no work that counts."""
 _LAYERS: dict[str, Check] = {**checksum_convolution.CHECKS, **checksum_recurrent.CHECKS}
-"""Those that carry work."""
+"""Those of operators that do."""
 
 
 @cache
@@ -23,6 +36,18 @@ def is_between(func: OpOverload) -> bool:
     """Tell whether an operator is one of those that run between products, and leaves its inputs as they are."""
     known = func.namespace == "aten" and func.overloadpacket.__name__ in _BETWEEN
     return known and (func.overloadpacket.__name__ == "copy_" or not func._schema.is_mutable)
+
+
+def turns_of(op: str, rows_one_in: int) -> int:
+    """Return of how many large operators of a kind one is checked on a step, where one in so many is whose rows are read."""
+    if op in checksum_wider.CHECKS:
+        return rows_one_in * _DEAR
+    return rows_one_in if op in _BETWEEN or op in checksum_recurrent.CHECKS else 1
+
+
+def sees_last_bits(op: str) -> bool:
+    """Tell whether a check leaves nothing to those who compute an operator again and compare the bits."""
+    return op in _ROWS or not (op in _BETWEEN or op in _LAYERS)
 
 
 def check_between(call: OpCall, signs: Signs) -> list[Invariant] | None:
@@ -33,16 +58,6 @@ def check_between(call: OpCall, signs: Signs) -> list[Invariant] | None:
     if call.op in checksum_rows.CHECKS and (not is_readable(out) or out.numel() < _LEAST):
         return None
     return _BETWEEN[call.op](call, named_arguments(call.func, call.args, call.kwargs), signs)
-
-
-def is_layer(op: str) -> bool:
-    """Tell whether an operator is a layer's: a convolution, a recurrent layer, a batch norm, or the backward of one."""
-    return op in _LAYERS or op in checksum_batchnorm.CHECKS
-
-
-def costs_its_operator(op: str) -> bool:
-    """Tell whether an operator's check takes as long as the operator does, where that is large."""
-    return op in _BETWEEN or op in checksum_recurrent.CHECKS
 
 
 def check_layer(call: OpCall, signs: Signs) -> list[Invariant] | None:

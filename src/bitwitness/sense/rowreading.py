@@ -26,19 +26,35 @@ def is_readable(x: object) -> bool:
     """Tell whether a value is a tensor of which every row can be read."""
     if not isinstance(x, Tensor) or x.dtype not in KINDS or x.layout is not torch.strided:
         return False
-    return x.dim() > 0 and x.shape[-1] in _WIDTHS and x.is_contiguous()
+    return x.dim() > 0 and x.shape[-1] in _WIDTHS and x.permute(_order(x)).is_contiguous()
+
+
+def _order(x: Tensor) -> list[int]:
+    """Return a tensor's dimensions in the order in which its rows lie in memory: heads and places may have changed places."""
+    if x.is_contiguous():
+        return list(range(x.dim()))
+    return [*sorted(range(x.dim() - 1), key=x.stride, reverse=True), x.dim() - 1]
+
+
+def _back(values: Tensor, x: Tensor, order: list[int]) -> Tensor:
+    """Return values of rows that were read in this order as those of x's, ``x.shape[:-1]``."""
+    leading = order[:-1]
+    return values.view([x.shape[d] for d in leading]).permute([leading.index(d) for d in range(len(leading))])
 
 
 def weighed(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``x . v`` of each row, and the rows' norms, ``x.shape[:-1]`` each."""
-    sums, norms = times(x.reshape(-1, x.shape[-1]), v[:, None])
-    return sums.view(x.shape[:-1]), norms.view(x.shape[:-1])
+    order = _order(x)
+    sums, norms = times(x.permute(order).reshape(-1, x.shape[-1]), v[:, None])
+    return _back(sums, x, order), _back(norms, x, order)
 
 
 def pair_rows(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the dot products of the rows of two tensors, and either's norms, ``x.shape[:-1]`` each."""
-    dots, left, right = paired(*(t.reshape(1, 1, -1, t.shape[-1]) for t in (x, y)))
-    return dots.view(x.shape[:-1]), left.view(x.shape[:-1]), right.view(x.shape[:-1])
+    order = _order(x)
+    found = paired(*(t.permute(order).reshape(1, 1, -1, t.shape[-1]) for t in (x, y)))
+    dots, left, right = (_back(values, x, order) for values in found)
+    return dots, left, right
 
 
 def balance(name: str, out: Tensor, residual: Tensor, size: Tensor, *, weight: float, lost: float = 0.0) -> Invariant:

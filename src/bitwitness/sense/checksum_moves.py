@@ -1,0 +1,73 @@
+"""What moves numbers and computes none: every bit has to be where it was sent. Copies, rows put together, and constants."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from bitwitness.sense.invariant import Check, Invariant, Named, Signs, largest
+from bitwitness.tap.operators import OpCall
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _clone(call: OpCall, named: Named, _signs: Signs) -> list[Invariant] | None:
+    return _same([(call.outputs[0], named["self"])])
+
+
+def _cat(call: OpCall, named: Named, _signs: Signs) -> list[Invariant] | None:
+    out, dim = call.outputs[0], int(named["dim"])
+    parts = [part for part in named["tensors"] if part.dim() == out.dim() and part.shape[dim]]
+    if sum(part.shape[dim] for part in parts) != out.shape[dim]:
+        return None
+    return _same(list(zip(out.split([part.shape[dim] for part in parts], dim), parts, strict=True)))
+
+
+def _stack(call: OpCall, named: Named, _signs: Signs) -> list[Invariant] | None:
+    return _same(list(zip(call.outputs[0].unbind(int(named["dim"])), named["tensors"], strict=True)))
+
+
+def _constant(call: OpCall, named: Named, _signs: Signs, *, value: float | None = None) -> list[Invariant] | None:
+    out = call.outputs[0]
+    given = named["fill_value"] if value is None else value
+    if isinstance(given, Tensor) or out.layout is not torch.strided or out.dtype.itemsize not in _INTEGERS:
+        return None
+    # as the dtype rounds it
+    return _same([(out, torch.full((), given, dtype=out.dtype, device=out.device).expand_as(out))])
+
+
+def _same(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Invariant] | None:
+    """Count by row where bits differ; None for numbers that have no integer of their size."""
+    for one, other in pairs:
+        if one.dtype is not other.dtype or one.shape != other.shape or one.device != other.device:
+            return None
+        if not all(
+            t.layout is torch.strided and t.dtype.itemsize in _INTEGERS and not t.is_conj() for t in (one, other)
+        ):
+            return None
+    counts = torch.cat([_differing(one, other) for one, other in pairs])
+    return [
+        largest("every bit is where it was sent", counts, torch.full_like(counts, 0.5), torch.ones_like(counts).bool())
+    ]
+
+
+def _differing(one: Tensor, other: Tensor) -> Tensor:
+    """Return how many numbers of each row differ in their bits, float32, flat."""
+    a, b = (t.view(_INTEGERS[t.dtype.itemsize]) for t in (one, other))
+    if a.is_cpu and torch.equal(a, b):
+        return torch.zeros(1)
+    return (a != b).sum(-1, dtype=torch.float32).reshape(-1)
+
+
+CHECKS: dict[str, Check] = {
+    "clone": _clone,
+    "cat": _cat,
+    "stack": _stack,
+    **dict.fromkeys(["zeros", "zeros_like", "new_zeros"], partial(_constant, value=0)),
+    **dict.fromkeys(["ones", "ones_like", "new_ones"], partial(_constant, value=1)),
+    **dict.fromkeys(["full", "full_like", "new_full"], _constant),
+}
+"""Whose bits are compared, by operator."""

@@ -1,0 +1,105 @@
+"""Activation functions, powers, copies and constants: a wrong element is found, and a healthy one never suspected."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from watching import found_in, suspected, watched
+
+from bitwitness.sense.checksum_moves import CHECKS as MOVES
+from bitwitness.sense.checksum_wider import CHECKS as WIDER
+from bitwitness.tap.operators import OpCall
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ACTIVATIONS = (
+    F.gelu, lambda x: F.gelu(x, approximate="tanh"), F.silu, F.mish, F.relu, F.leaky_relu, F.elu, F.softplus, F.hardswish,
+    F.hardsigmoid, torch.tanh, torch.sigmoid, F.logsigmoid, torch.exp, torch.erf, torch.sin, torch.cos, torch.neg, torch.abs,
+    torch.square, lambda x: x.pow(3), lambda x: x.abs().pow(0.3), lambda x: (x.abs() + 1e-6).pow(-2.2), lambda x: 2.0**x,
+    lambda x: 1.1**x, lambda x: F.softplus(x, 1.7, 3.3), lambda x: F.threshold(x, 0.1, 0.3), lambda x: F.elu(x, 0.3),
+)  # fmt: skip
+POSITIVE = (torch.log, torch.log1p, torch.sqrt, torch.rsqrt, torch.reciprocal)
+
+
+def computed(dtype: torch.dtype, size: float, mean: float, seed: int) -> None:
+    """Run everything forward and backward."""
+    g = torch.Generator().manual_seed(seed)
+    x = (torch.randn(6, 33, generator=g) * size + mean).to(dtype).requires_grad_()
+    given = torch.randn(6, 33, generator=g).to(dtype)
+    for function in (*ACTIVATIONS, *((lambda x, f=f: f(x.abs() + 1e-3)) for f in POSITIVE)):
+        function(x).backward(given)
+        x.grad = None
+    (x / given / 3.0 / x.detach().abs().sum(-1, keepdim=True) / given[0]).sum().backward()
+
+
+def moved() -> None:
+    g = torch.Generator().manual_seed(3)
+    x, y = (torch.randn(4, 9, 16, generator=g) for _ in range(2))
+    _ = x.transpose(0, 1).contiguous(), torch.cat([x, y[:2]]), torch.cat([x, y], -1), torch.stack([x, y], 1), x.clone()
+    _ = torch.zeros(3, 9), torch.zeros_like(x), x.new_zeros(4), torch.ones(3, 9), torch.ones_like(x), x.new_ones(4)
+    _ = torch.full((3, 9), math.pi, dtype=torch.bfloat16), torch.full_like(x, -math.inf), x.new_full((3, 9), math.nan)
+    _ = (
+        torch.arange(6).view(2, 3).t().contiguous(),
+        (x > 0).clone(),
+        torch.zeros(0, 3),
+        torch.zeros((), dtype=torch.long),
+    )
+    _ = torch.complex(x, y).clone(), torch.complex(x.double(), y.double()).clone(), torch.cat([x, y.double()])
+
+
+@given(
+    st.sampled_from(DTYPES), st.sampled_from([1.0, 1e-4, 30.0, 0.0, 1e4]), st.sampled_from([0.0, 1.0, -3.0]),
+    st.integers(0, 1 << 20),
+)  # fmt: skip
+@settings(max_examples=40, deadline=None)
+def test_healthy_elements_are_never_suspected(dtype, size, mean, seed) -> None:
+    assert not suspected(lambda: computed(dtype, size, mean, seed))
+
+
+def test_what_is_moved_is_never_suspected() -> None:
+    assert not suspected(moved)
+
+
+def test_all_of_these_operators_were_checked() -> None:
+    checked = watched(lambda: computed(torch.float32, 1.0, 0.0, 0))[1]
+    assert set(WIDER) <= set(checked)
+    assert set(MOVES) <= set(watched(moved)[1])
+
+
+@pytest.mark.parametrize("op", sorted(WIDER))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_wrong_element_is_found(op, dtype) -> None:
+    def spoil(out: Tensor) -> None:
+        out[3, 5] = out[3, 5] * 30 + 20
+
+    found = found_in(lambda: computed(dtype, 1.0, 0.0, 3), op, 0, spoil)
+    assert found.evidence["row"] == 3
+    assert "computed a wrong result" in found.message
+
+
+@pytest.mark.parametrize("op", sorted(MOVES))
+def test_one_bit_that_is_not_where_it_was_sent_is_found(op) -> None:
+    def spoil(out: Tensor) -> None:
+        if out.dtype.is_floating_point and out.dtype.itemsize == 4:
+            out.view(torch.int32)[-1] ^= 1
+        else:
+            out[0, 1] += 1
+
+    found_in(moved, op, 0, spoil)
+
+
+def test_large_activations_are_computed_in_parts() -> None:
+    x = torch.randn(1500, 1000)
+
+    def spoil(call: OpCall) -> None:
+        if call.op == "gelu":
+            call.outputs[0][1400, 7] += 1
+
+    found, _ = watched(lambda: [F.gelu(x) for _ in range(8)], spoil)  # one in eight of them has its turn
+    assert [one.evidence["row"] for one in found] == [1400]
+    assert not suspected(lambda: [F.gelu(x.t()) for _ in range(8)])
