@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from watching import found_in, suspected, watched
 
+from bitwitness.sense.checksum import ChecksumSensor
 from bitwitness.sense.checksum_moves import CHECKS as MOVES
 from bitwitness.sense.checksum_wider import CHECKS as WIDER
-from bitwitness.tap.operators import OpCall
+from bitwitness.tap.modules import ModuleTracker
+from bitwitness.tap.operators import OpCall, OperatorTap
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ACTIVATIONS = (
@@ -93,13 +95,17 @@ def test_one_bit_that_is_not_where_it_was_sent_is_found(op) -> None:
     found_in(moved, op, 0, spoil)
 
 
-def test_large_activations_are_computed_in_parts() -> None:
-    x = torch.randn(1500, 1000)
+def test_of_large_activations_other_rows_are_computed_again_on_each_step() -> None:
+    x, sensor, rows = torch.randn(1500, 1000), ChecksumSensor(), []
 
     def spoil(call: OpCall) -> None:
-        if call.op == "gelu":
-            call.outputs[0][1400, 7] += 1
+        call.outputs[0][700:, 7] += 1
+        sensor(call)
 
-    found, _ = watched(lambda: [F.gelu(x) for _ in range(8)], spoil)  # one in eight of them has its turn
-    assert [one.evidence["row"] for one in found] == [1400]
-    assert not suspected(lambda: [F.gelu(x.t()) for _ in range(8)])
+    for step in range(128):
+        with OperatorTap(ModuleTracker(), spoil, sensor.select):
+            F.gelu(x)
+        rows += [one.evidence["row"] for one in sensor.drain(step, 0)]
+    assert len(rows) == len(set(rows)) == 128
+    assert min(rows) >= 700
+    assert not suspected(lambda: F.gelu(x.t()))

@@ -116,8 +116,8 @@ class NonfiniteConfig(Validated):
 class ChecksumConfig(Validated):
     """The check of every matrix product on deep steps; scheme ``reference`` is the vendors' own.
 
-    ``rows_one_in``: of the large operators between products one in so many is checked on a deep step, by turns; of activation
-    functions, which are computed in a wider type, one in eight times as many.
+    ``rows_one_in``: of the large operators between products one in so many is checked on a deep step, by turns; of copies one
+    in four times as many.
     """
 
     enabled: bool = True

@@ -178,6 +178,7 @@ class ChecksumSensor:
         pending, self._pending = self._pending, []
         self._turns.next_step()
         self._row_turns.next_step()
+        self._signs.next_step()
         found = []
         for noted, (worst, index, overflowed) in zip(pending, _to_host([p.invariant for p in pending]), strict=True):
             if worst <= 1:

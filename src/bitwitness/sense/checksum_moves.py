@@ -56,10 +56,28 @@ def _same(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Invariant] | None:
 
 def _differing(one: Tensor, other: Tensor) -> Tensor:
     """Return how many numbers of each row differ in their bits, float32, flat."""
-    a, b = (t.view(_INTEGERS[t.dtype.itemsize]) for t in (one, other))
-    if a.is_cpu and torch.equal(a, b):
+    if one.is_cpu and torch.equal(
+        *(_wide(t) if _is_aligned(one) and _is_aligned(other) else _bits(t) for t in (one, other))
+    ):
         return torch.zeros(1)
+    a, b = _bits(one), _bits(other)
     return (a != b).sum(-1, dtype=torch.float32).reshape(-1)
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.view(_INTEGERS[x.dtype.itemsize])
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.view(torch.int64)
+
+
+def _is_aligned(x: Tensor) -> bool:
+    """Tell whether rows can be compared eight bytes at a time, which is several times as fast."""
+    if not x.dim() or x.stride(-1) != 1:
+        return False
+    counts = (x.shape[-1], x.storage_offset(), *x.stride()[:-1])
+    return all(count * x.dtype.itemsize % 8 == 0 for count in counts)
 
 
 CHECKS: dict[str, Check] = {

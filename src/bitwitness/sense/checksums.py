@@ -21,8 +21,6 @@ from bitwitness.tap.operators import OpCall
 
 _LEAST = 64
 """Elements of a result by rows below which a check would cost more than it is worth."""
-_DEAR = 8
-"""Times as seldom a large operator is computed in a wider type as rows are read: it takes several times as long."""
 _ROWS = {**checksum_rows.CHECKS, **checksum_sums.CHECKS, **checksum_moves.CHECKS}
 """Checks that see what rounding does not explain, which take as long as their operators."""
 _BETWEEN: dict[str, Check] = {**_ROWS, **checksum_batchnorm.CHECKS, **checksum_wider.CHECKS}
@@ -40,9 +38,10 @@ def is_between(func: OpOverload) -> bool:
 
 def turns_of(op: str, rows_one_in: int) -> int:
     """Return of how many large operators of a kind one is checked on a step, where one in so many is whose rows are read."""
-    if op in checksum_wider.CHECKS:
-        return rows_one_in * _DEAR
-    return rows_one_in if op in _BETWEEN or op in checksum_recurrent.CHECKS else 1
+    if op in checksum_moves.CHECKS:
+        return 4 * rows_one_in  # they take longer to compare than to make
+    by_rows = op in _ROWS or op in checksum_batchnorm.CHECKS or op in checksum_recurrent.CHECKS
+    return rows_one_in if by_rows else 1
 
 
 def sees_last_bits(op: str) -> bool:

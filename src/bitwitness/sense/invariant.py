@@ -73,15 +73,25 @@ def largest(
 
 
 class Signs:
-    """Random signs, drawn once for each length and device from a generator of our own.
+    """What checks draw: random signs, and the rows whose turn it is.
 
-    They are scaled by a power of two near ``length ** -0.5``, so that a weighted sum is about as large as one element and
-    does not overflow where the elements do not; a power of two rounds nothing.
+    The signs are drawn once for each length and device from a generator of our own. They are scaled by a power of two near
+    ``length ** -0.5``, so that a weighted sum is about as large as one element and does not overflow where the elements do not;
+    a power of two rounds nothing.
     """
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
         self._kept: dict[tuple[int, torch.device, torch.dtype], Tensor] = {}
+        self._turn = 0
+
+    def turn(self, one_in: int) -> slice:
+        """Return which rows of a large result are read on this step: one in so many, others on the next."""
+        return slice(self._turn % one_in, None, one_in)
+
+    def next_step(self) -> None:
+        """Let other rows have their turn."""
+        self._turn += 1
 
     @staticmethod
     def scale(length: int) -> float:
