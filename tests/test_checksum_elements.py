@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from watching import found_in, suspected, watched
 
+from bitwitness.sense import checksum
 from bitwitness.sense.checksum import ChecksumSensor
 from bitwitness.sense.checksum_moves import CHECKS as MOVES
 from bitwitness.sense.checksum_wider import CHECKS as WIDER
@@ -109,3 +110,70 @@ def test_of_large_activations_other_rows_are_computed_again_on_each_step() -> No
     assert len(rows) == len(set(rows)) == 128
     assert min(rows) >= 700
     assert not suspected(lambda: F.gelu(x.t()))
+
+
+def _sparse() -> None:
+    sparse, compressed = torch.eye(8).to_sparse(), torch.eye(8).to_sparse_csr()
+    _ = (
+        sparse.clone(),
+        torch.tanh(sparse),
+        sparse + sparse,
+        torch.cat([sparse, sparse]),
+        compressed.clone(),
+        compressed * 2,
+    )
+    F.embedding(torch.tensor([[1, 2]]), torch.randn(5, 9, requires_grad=True), sparse=True).sum().backward()
+
+
+def _nested() -> None:
+    parts = [torch.randn(3, 16), torch.randn(5, 16)]
+    F.gelu(torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)).clone().values().sum().backward()
+    F.relu(torch.nested.nested_tensor(parts)).clone()
+
+
+def _complex() -> None:
+    x = torch.complex(torch.randn(4, 16), torch.randn(4, 16))
+    _ = x.conj().clone(), x.imag.clone(), x.conj().imag.clone(), torch.exp(x), torch.full((3, 9), 1 + 2j)
+
+
+def _others() -> None:
+    torch.quantize_per_tensor(torch.randn(4, 16), 0.1, 0, torch.qint8).clone()
+    torch.randn(4, 16).to_mkldnn().relu().to_dense()
+    torch.randn(4, 16).to(torch.float8_e4m3fn).clone()
+    _ = (
+        torch.ones(9, dtype=torch.bool) / 3,
+        torch.arange(9.0).pow(torch.arange(9)),
+        torch.full((3, 9), torch.tensor(2.0)),
+    )
+    _ = torch.randn(4, 16) / torch.zeros(4, 1), torch.randn(4, 16) / 0.0, torch.randn(1, 16).expand(8, 16).clone()
+    F.nll_loss(torch.randn(4, 9, requires_grad=True), torch.tensor([1, 2, 3, 0], dtype=torch.uint8)).backward()
+    F.cross_entropy(torch.randn(4, 9), torch.rand(4, 9))
+    F.gelu(torch.zeros(4, 0)), torch.cat([torch.zeros(0), torch.ones(4, 9)])
+    torch.func.vmap(lambda x: F.gelu(x).sum() + torch.cat([x, x]).sum())(torch.randn(5, 16))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("run", [_sparse, _nested, _complex, _others])
+@pytest.mark.parametrize("deferred", [True, False])
+def test_tensors_of_other_kinds_are_left_alone(run, deferred) -> None:
+    sensor = ChecksumSensor(rows_one_in=1, deferred=deferred)
+    with OperatorTap(ModuleTracker(), sensor, sensor.select):
+        run()
+    assert sensor.drain(0, 0) == []
+    assert sensor.failed == {}
+
+
+def test_an_operator_whose_check_fails_is_left_out_and_the_others_are_not(monkeypatch) -> None:
+    def broken(call: OpCall, signs: object) -> None:
+        if call.op == "gelu":
+            raise RuntimeError("no such strides")
+        return checked(call, signs)
+
+    checked = checksum.check_between
+    monkeypatch.setattr(checksum, "check_between", broken)
+    sensor = ChecksumSensor()
+    with OperatorTap(ModuleTracker(), sensor, sensor.select):
+        F.gelu(torch.randn(4, 16)) + 1
+        F.gelu(torch.randn(4, 16)) + 1
+    assert sensor.failed == {"gelu": "RuntimeError: no such strides"}
+    assert sensor.checked_calls["add"][0] == 2

@@ -64,6 +64,7 @@ def coverage_table(watch: GuardWatch) -> dict[str, Any]:
         again = {} if twice is None else twice.calls
         counted = census.table(checksum.flops, checksum.checked_calls, again)
         table["operators"] = {**checksum.coverage(), "census": counted}
+        table["failures"] |= {f"checksum of {op}": why for op, why in checksum.failed.items()}
     return table
 
 

@@ -10,25 +10,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from bitwitness.errors import UsageError
-from bitwitness.finding import Finding, Severity
+from bitwitness.finding import Finding
 from bitwitness.oracle.product import READERS, Product, product_of
 from bitwitness.oracle.row import compare_row_with_float64
-from bitwitness.oracle.worst import WorstElement
 from bitwitness.sense import checksum_attention
+from bitwitness.sense.checksum_finding import Pending, brought_to_host, failure, overflow
 from bitwitness.sense.checksum_product import check_product
 from bitwitness.sense.checksum_reference import check_reference
 from bitwitness.sense.checksums import check_between, check_layer, is_between, sees_last_bits, turns_of
 from bitwitness.sense.flops import carries_flops, flops_of
 from bitwitness.sense.invariant import Invariant, Signs
 from bitwitness.sense.selftest import seen, self_test
-from bitwitness.site import Site
-from bitwitness.stats.host import numbers_of
 from bitwitness.tap.compat import OpOverload
 from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.operators import OpCall, OperatorTap, tensors_in
@@ -36,19 +33,8 @@ from bitwitness.tap.threads import working_elsewhere
 from bitwitness.tap.turns import Turns, is_small
 
 Scheme = Literal["signs", "reference"]
+_LONGEST = 200  # characters of an error that is told
 _LIMIT = 64  # findings a step: a faulty device fails hundreds of operators at once
-
-
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """A check whose figures are still on the device: the site and the shape, but no tensor of the call."""
-
-    site: Site
-    invariant: Invariant
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    inner: int | None
-    element: WorstElement | None = None
 
 
 class ChecksumSensor:
@@ -91,10 +77,12 @@ class ChecksumSensor:
         self._scheme, self._elsewhere = scheme, elsewhere
         self._deferred = deferred
         self._signs = Signs(seed)
-        self._pending: list[_Pending] = []
+        self._pending: list[Pending] = []
         self._seen: dict[str, int] = defaultdict(int)
         self._checked: dict[str, int] = defaultdict(int)
         self._calls: dict[str, int] = defaultdict(int)
+        self.failed: dict[str, str] = {}
+        """Operators whose check raised an error, and which."""
         self._dropped = 0
         self._unconfirmed = 0
         self.largest_ratio = 0.0
@@ -119,10 +107,7 @@ class ChecksumSensor:
             return
         with torch.no_grad():
             product = product_of(call) if call.op in READERS else None
-            if by_row:
-                invariants = check_between(call, self._signs)
-            else:
-                invariants = self._product(product) if product is not None else self._layer(call)
+            invariants = self._product(product) if product is not None else self._other(call)
             if invariants is None:
                 return
             call.checked = sharp
@@ -144,6 +129,16 @@ class ChecksumSensor:
         reference = self._scheme == "reference"
         found = check_reference(product) if reference else check_product(product, self._signs)
         return None if found is None else [found]
+
+    def _other(self, call: OpCall) -> list[Invariant] | None:
+        """Check what is no product; an operator whose check cannot read what it is given is left out from then on."""
+        if call.op in self.failed:
+            return None
+        try:
+            return check_between(call, self._signs) if is_between(call.func) else self._layer(call)
+        except Exception as error:
+            self.failed[call.op] = f"{type(error).__name__}: {error}"[:_LONGEST]
+            return None
 
     def _layer(self, call: OpCall) -> list[Invariant] | None:
         if self._scheme != "signs" or not all(t.layout is torch.strided for t in call.outputs):
@@ -171,7 +166,7 @@ class ChecksumSensor:
                     self._unconfirmed += 1
                     return
         inner = None if product is None else int(product.a.shape[-1])
-        self._pending.append(_Pending(call.site(), invariant, output.dtype, tuple(output.shape), inner, element))
+        self._pending.append(Pending(call.site(), invariant, output.dtype, tuple(output.shape), inner, element))
 
     def drain(self, step: int, rank: int) -> list[Finding]:
         """Return what failed since the last time; waits for each device once."""
@@ -180,16 +175,18 @@ class ChecksumSensor:
         self._row_turns.next_step()
         self._signs.next_step()
         found = []
-        for noted, (worst, index, overflowed) in zip(pending, _to_host([p.invariant for p in pending]), strict=True):
+        for noted, (worst, index, overflowed) in zip(
+            pending, brought_to_host([p.invariant for p in pending]), strict=True
+        ):
             if worst <= 1:
                 self.largest_ratio = max(self.largest_ratio, worst)
                 if not overflowed:
                     continue
             figures = noted.invariant.figures(worst, index, overflowed)
             if overflowed:
-                found.append(_overflow(noted, figures, step, rank))
+                found.append(overflow(noted, figures, step, rank))
             if not worst <= 1:
-                found.append(_failure(noted, figures, step, rank))
+                found.append(failure(noted, figures, step, rank))
         self._dropped += max(0, len(found) - _LIMIT)
         return found[:_LIMIT]
 
@@ -228,50 +225,6 @@ class ChecksumSensor:
             "findings_dropped": self._dropped,
             "unconfirmed": self._unconfirmed,
         }
-
-
-def _to_host(invariants: list[Invariant]) -> list[tuple[float, int, int]]:
-    """Bring the worst ratio, its index and the overflows of all checks to the host."""
-    none = torch.zeros((), dtype=torch.int64)
-    return list(
-        zip(
-            numbers_of([i.worst.double() for i in invariants]),
-            numbers_of([i.index for i in invariants]),
-            numbers_of([none if i.overflowed is None else i.overflowed for i in invariants]),
-            strict=True,
-        )
-    )
-
-
-def _failure(noted: _Pending, figures: dict[str, float], step: int, rank: int) -> Finding:
-    site = noted.site.at(rank=rank, step=step)
-    evidence: dict[str, Any] = {"kind": "residual", "invariant": noted.invariant.name, **_facts(noted), **figures}
-    evidence["row"] = int(evidence.pop("index"))
-    seen = f"{noted.invariant.name} is off by {figures['residual']:.4g} in row {evidence['row']}"
-    if noted.element is not None:
-        evidence |= {"column": noted.element.at, "value": noted.element.value, "expected": noted.element.expected}
-        seen += f" (element {noted.element.at} is {noted.element.value:.6g}, float64 {noted.element.expected:.6g})"
-    message = (
-        f"{site.short} computed a wrong result: {seen}; rounding explains {figures['threshold']:.4g}; "
-        "recompute this operator from the same inputs, on this device and on another"
-    )
-    return Finding("checksum", site, Severity.ERROR, message, evidence, step, rank)
-
-
-def _overflow(noted: _Pending, figures: dict[str, float], step: int, rank: int) -> Finding:
-    site = noted.site.at(rank=rank, step=step)
-    count = int(figures["overflowed"])
-    message = (
-        f"{site.short} overflowed {noted.dtype} in {count} rows; its inputs are finite and large enough for that, so it is "
-        "not suspected; use bfloat16, or a smaller loss scale"
-    )
-    evidence = {"kind": "overflow", "rows": count, **_facts(noted)}
-    return Finding("overflow", site, Severity.INFO, message, evidence, step, rank)
-
-
-def _facts(noted: _Pending) -> dict[str, Any]:
-    facts: dict[str, Any] = {"dtype": str(noted.dtype).removeprefix("torch."), "shape": list(noted.shape)}
-    return facts if noted.inner is None else facts | {"inner": noted.inner}
 
 
 @self_test("checksum", "matrix products, attention and what runs between, forward and backward, on deep steps")

@@ -33,7 +33,7 @@ def _stack(call: OpCall, named: Named, _signs: Signs) -> list[Invariant] | None:
 def _constant(call: OpCall, named: Named, _signs: Signs, *, value: float | None = None) -> list[Invariant] | None:
     out = call.outputs[0]
     given = named["fill_value"] if value is None else value
-    if isinstance(given, Tensor) or out.layout is not torch.strided or out.dtype.itemsize not in _INTEGERS:
+    if isinstance(given, Tensor) or out.dtype.itemsize not in _INTEGERS:
         return None
     # as the dtype rounds it
     return _same([(out, torch.full((), given, dtype=out.dtype, device=out.device).expand_as(out))])
@@ -44,9 +44,7 @@ def _same(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Invariant] | None:
     for one, other in pairs:
         if one.dtype is not other.dtype or one.shape != other.shape or one.device != other.device:
             return None
-        if not all(
-            t.layout is torch.strided and t.dtype.itemsize in _INTEGERS and not t.is_conj() for t in (one, other)
-        ):
+        if not all(t.dtype.itemsize in _INTEGERS and not (t.is_conj() or t.is_neg()) for t in (one, other)):
             return None
     counts = torch.cat([_differing(one, other) for one, other in pairs])
     return [

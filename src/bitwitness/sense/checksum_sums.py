@@ -85,7 +85,7 @@ def _embedding_backward(call: OpCall, named: Named, signs: Signs) -> list[Invari
 
 def _picked(named: Named, classes: int) -> tuple[Tensor, Tensor]:
     """Return which class each row is of, and its weight, 0 for those that are ignored; flat."""
-    target = named["target"].reshape(-1)
+    target = named["target"].reshape(-1).long()  # bytes are allowed, too
     used, at = target != named["ignore_index"], target.clamp(0, classes - 1)
     weight = named["weight"]
     return at, (used.float() if weight is None else torch.where(used, weight[at], 0))

@@ -16,8 +16,9 @@ from bitwitness.sense import (
 )
 from bitwitness.sense.invariant import Check, Invariant, Signs
 from bitwitness.sense.rowreading import is_readable
+from bitwitness.stats.local import is_plain
 from bitwitness.tap.compat import OpOverload
-from bitwitness.tap.operators import OpCall
+from bitwitness.tap.operators import OpCall, tensors_in
 
 _LEAST = 64
 """Elements of a result by rows below which a check would cost more than it is worth."""
@@ -52,7 +53,7 @@ def sees_last_bits(op: str) -> bool:
 def check_between(call: OpCall, signs: Signs) -> list[Invariant] | None:
     """Check one call, after it ran; None where it is too small, or in strides that are not read."""
     out = call.outputs[0] if call.outputs else None
-    if out is None or not out.numel():
+    if out is None or not _are_plain(call) or not out.numel():
         return None
     if call.op in checksum_rows.CHECKS and (not is_readable(out) or out.numel() < _LEAST):
         return None
@@ -62,4 +63,11 @@ def check_between(call: OpCall, signs: Signs) -> list[Invariant] | None:
 def check_layer(call: OpCall, signs: Signs) -> list[Invariant] | None:
     """Check a convolution or a recurrent layer, forward or backward; None for what is neither, or has no checksum."""
     check = _LAYERS.get(call.op) if call.func.namespace == "aten" else None
-    return None if check is None else check(call, named_arguments(call.func, call.args, call.kwargs), signs)
+    if check is None or not _are_plain(call):
+        return None
+    return check(call, named_arguments(call.func, call.args, call.kwargs), signs)
+
+
+def _are_plain(call: OpCall) -> bool:
+    """Tell whether a call's tensors are torch's own, strided, and hold numbers: neither sparse, nested nor quantized ones."""
+    return all(map(is_plain, (*call.outputs, *tensors_in((*call.args, *call.kwargs.values())))))

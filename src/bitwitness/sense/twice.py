@@ -31,7 +31,7 @@ from bitwitness.sense.selftest import seen, self_test
 from bitwitness.site import Site
 from bitwitness.stats.digest import flat_bits
 from bitwitness.stats.host import numbers_of
-from bitwitness.stats.local import is_torchs_own
+from bitwitness.stats.local import is_plain
 from bitwitness.tap.compat import OpOverload
 from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.operators import OpCall, OperatorTap, tensors_in
@@ -118,7 +118,7 @@ class TwiceSensor:
         if call.checked or not call.outputs or not self._has_turn(call):
             return
         outputs, given = _results(call), tensors_in((*call.args, *call.kwargs.values()))
-        if not outputs or not given or not all(map(_is_plain, given)) or draws(call.func, call.args, call.kwargs):
+        if not outputs or not given or not all(map(is_plain, given)) or draws(call.func, call.args, call.kwargs):
             return
         key = f"{call.op} on {outputs[0].device.type}"
         known = self._known.setdefault(key, _Known())
@@ -175,7 +175,7 @@ class TwiceSensor:
 
 def _results(call: OpCall) -> list[Tensor]:
     """Return the results that are compared."""
-    return [out for out in defined_results(call) if _is_plain(out)]
+    return [out for out in defined_results(call) if is_plain(out)]
 
 
 def _again(call: OpCall) -> list[Tensor]:
@@ -190,10 +190,6 @@ def _again(call: OpCall) -> list[Tensor]:
 
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
-
-
-def _is_plain(x: Tensor) -> bool:
-    return is_torchs_own(x) and x.layout is torch.strided and not (x.is_quantized or x.is_meta)
 
 
 def _differing(one: list[Tensor], other: list[Tensor]) -> Tensor:

@@ -19,6 +19,11 @@ def is_torchs_own(tensor: Tensor) -> bool:
     return type(tensor) in _TORCHS_OWN
 
 
+def is_plain(x: Tensor) -> bool:
+    """Tell whether a tensor is torch's own, strided, and holds numbers: not sparse, nested, quantized, or without any."""
+    return is_torchs_own(x) and not x.is_nested and x.layout is torch.strided and not (x.is_quantized or x.is_meta)
+
+
 def is_wrapper(tensor: Tensor) -> bool:
     """Tell whether a tensor is of a class that holds others and is neither distributed nor jagged: a quantized weight, say."""
     if is_torchs_own(tensor):
