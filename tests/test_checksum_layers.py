@@ -159,3 +159,9 @@ def test_lstm_layers_that_start_from_a_state_and_run_backwards_are_checked() -> 
     found, checked = watched(run)
     assert not found
     assert (checked["mkldnn_rnn_layer"], checked["mkldnn_rnn_layer_backward"]) == (2, 2)
+
+
+def test_every_layer_of_a_deep_lstm_is_checked() -> None:
+    found, checked = watched(trained(nn.LSTM(6, 8, num_layers=3, dropout=0.2), drawn(0, 3, 5, 6).requires_grad_()))
+    assert not found
+    assert (checked["mkldnn_rnn_layer"], checked["mkldnn_rnn_layer_backward"]) == (3, 3)

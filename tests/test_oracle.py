@@ -20,7 +20,8 @@ from bitwitness.oracle.limits import LIMIT, accumulation_roundoff, limit_of, may
 from bitwitness.oracle.worst import gaps, worst_element
 from bitwitness.record.operators import arguments_text
 from bitwitness.tap.compat import OpOverload
-from bitwitness.tap.operators import OpCall
+from bitwitness.tap.modules import ModuleTracker
+from bitwitness.tap.operators import OpCall, OperatorTap
 
 aten = torch.ops.aten
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -169,3 +170,30 @@ def test_an_operator_that_changes_its_arguments_leaves_them_alone_when_it_is_ask
         comparable=True, allowed=LIMIT[torch.float32], value=3.0, expected=3.0
     )
     assert before.tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("kind", [{}, {"bidirectional": True, "batch_first": True}, {"bias": False}, {"num_layers": 2}])
+@pytest.mark.parametrize("read", ["all", "last", "cell"])
+def test_float64_is_asked_of_lstm_layers_too(kind: dict[str, object], read: str) -> None:
+    found: list[tuple[str, Discrepancy, Discrepancy]] = []
+
+    def look(call: OpCall) -> None:
+        right = compare_with_float64(call)
+        flat = call.outputs[0].view(-1)
+        was = flat[3].item()
+        flat[3] = was + 1
+        found.append((call.op, right, compare_with_float64(call)))
+        flat[3] = was
+
+    torch.manual_seed(0)
+    layer, x = torch.nn.LSTM(12, 16, **kind), torch.randn(5, 7, 12, requires_grad=True)
+    with OperatorTap(ModuleTracker(), look, lambda func: "rnn_layer" in str(func)):
+        y, (h, c) = layer(x)
+        {"all": y, "last": h, "cell": c}[read].square().sum().backward()
+    assert {op for op, _, _ in found} == {"mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"}
+    for op, right, wrong in found:
+        assert right.comparable, right.reason
+        assert right.repeats, op
+        assert right.error < 1e-5
+        assert wrong.outside
+        assert wrong.at == 3

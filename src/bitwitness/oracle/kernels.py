@@ -1,4 +1,4 @@
-"""Operators that an accelerator alone has, written in what the CPU has: so that float64 can be asked of them, too."""
+"""Operators that an accelerator alone has, or one dtype, written in what float64 has: so that it can be asked of them, too."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bitwitness.oracle.attention import attention, attention_backward
+from bitwitness.oracle.recurrent import lstm_layer, lstm_layer_backward
 from bitwitness.tap.compat import OpOverload
 
 Named = Mapping[str, Any]
@@ -78,4 +79,6 @@ _KERNELS: dict[str, Kernel] = {
     "miopen_batch_norm": _batch_norm,
     "cudnn_batch_norm_backward": _batch_norm_backward,
     "miopen_batch_norm_backward": _batch_norm_backward,
+    "mkldnn_rnn_layer": lstm_layer,
+    "mkldnn_rnn_layer_backward": lstm_layer_backward,
 }
