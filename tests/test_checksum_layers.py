@@ -143,9 +143,20 @@ def test_a_wrong_element_of_any_result_is_found(run, op, slot, factor) -> None:
     assert "computed a wrong result" in found_in(run, op, slot, spoil).message
 
 
-def test_convolutions_of_few_samples_are_left_to_those_who_compute_them_again() -> None:
-    _, checked = watched(trained(nn.Conv2d(8, 8, 3), drawn(0, 2, 8, 9, 9).requires_grad_()))
-    assert not {"convolution", "convolution_backward"} & set(checked)
+@pytest.mark.parametrize("layer", [nn.Conv2d(8, 12, 3, groups=2), nn.ConvTranspose2d(8, 12, 3, groups=2, stride=2)])
+@pytest.mark.parametrize(("op", "slot"), [("convolution", 0), ("convolution_backward", 0), ("convolution_backward", 1)])
+def test_convolutions_of_one_sample_are_checked_by_channel(layer, op, slot) -> None:
+    run = trained(layer, drawn(0, 1, 8, 9, 9).requires_grad_())
+    assert not suspected(run)
+    found_in(run, op, slot, lambda out: out.view(-1)[7:9].mul_(-30))
+
+
+@pytest.mark.parametrize("x", [drawn(1, 64, 5), drawn(1, 8, 5, 6, 6).to(memory_format=torch.channels_last)])
+def test_batch_norms_of_vectors_and_of_channels_last_images_are_checked(x) -> None:
+    run = trained(nn.BatchNorm1d(5) if x.dim() == 2 else nn.BatchNorm2d(5), x.requires_grad_())
+    assert not suspected(run)
+    for op in ("native_batch_norm", "native_batch_norm_backward"):
+        found_in(run, op, 0, lambda out: out[3:5].mul_(-3))
 
 
 def test_lstm_layers_that_start_from_a_state_and_run_backwards_are_checked() -> None:

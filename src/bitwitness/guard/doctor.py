@@ -15,7 +15,7 @@ from bitwitness.stats.launches import kernels
 from bitwitness.tap.lacking import lacking
 
 _NOT_COVERED = (
-    "recurrent layers on accelerators and small batches of convolutions are computed twice, without a checksum",
+    "recurrent layers on accelerators are computed twice, without a checksum",
     "loss code in which ranks exchange something or compiled functions run is sensed but not replayed",
     "compiled kernels have no checksum on deep steps; their matrix products are checked in an eager re-execution",
     "tensor parallel and FSDP1 training is watched, but its steps cannot be replayed",

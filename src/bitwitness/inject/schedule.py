@@ -79,7 +79,7 @@ def told_of(trigger: Trigger, fired: Sequence[Firing], rank: int, *, ran_elsewhe
             )
         return (
             f"{what} never struck on rank {rank}: nothing of that site{named} was computed in a step in which it is due; "
-            "bitwitness record shows what sites there are"
+            "bitwitness record shows what sites there are, and a step ends where an optimizer of torch's steps"
         )
     times = "once," if len(mine) == 1 else f"{len(mine)} times, first"
     # A device that strikes everything strikes the guard's own operators first: the user looks for the model's.

@@ -164,6 +164,8 @@ class Judge:
         if first.kind is Kind.BATCH:
             evidence["batch"] = f"the batch of rank {first.rank} holds NaN or Inf"
             return Judgement(Cause.DATA, reason=f"{evidence['batch']}: {first.text}")
+        if first.kind is Kind.GIVEN:
+            return Judgement(Cause.INCONCLUSIVE, reason=f"in every execution the same; {first.text}")
         whose = f"on rank {first.rank}, " if self._ranks.size > 1 else ""
         return Judgement(Cause.SOFTWARE, reason=f"{whose}in every execution, {first.text}")
 

@@ -135,7 +135,7 @@ def _site(entry: EnteringTensor, call: OpCall | None) -> Site:
     match entry.kind:
         case Kind.PARAMETER | Kind.BUFFER:
             return Site.of_parameter(entry.name, "param")
-        case Kind.BATCH | Kind.TERM:
+        case Kind.BATCH | Kind.GIVEN | Kind.TERM:
             return Site(".", "input", 0, "forward", entry.name)
         case Kind.UNKNOWN:
             return Site(".", "output", 0, "grad", "out0")

@@ -22,6 +22,7 @@ class Kind(StrEnum):
     PARAMETER = "parameter"
     BUFFER = "buffer"
     BATCH = "batch"
+    GIVEN = "given"  # to the model, by what computed it before
     CONSTANT = "constant"
     TERM = "term"
     OPTIMIZER = "optimizer"

@@ -26,7 +26,16 @@ from bitwitness.nonfinite.watch import OriginWatch
 from bitwitness.replay.run import Execution, Replayer
 from bitwitness.tap.timer import stopwatch
 
-_FROM_OUTSIDE = (Kind.PARAMETER, Kind.BUFFER, Kind.BATCH, Kind.TERM, Kind.CONSTANT, Kind.RECEIVED, Kind.UNKNOWN)
+_FROM_OUTSIDE = (
+    Kind.PARAMETER,
+    Kind.BUFFER,
+    Kind.BATCH,
+    Kind.GIVEN,
+    Kind.TERM,
+    Kind.CONSTANT,
+    Kind.RECEIVED,
+    Kind.UNKNOWN,
+)
 
 
 def trace_step(replayer: Replayer, record: StepRecord, *, mode: Mode = "all", scale: float = 1.0) -> Trace:
@@ -156,7 +165,8 @@ def _batch_seen(root: nn.Module, watch: OriginWatch) -> Iterator[None]:
         for name, value in named:
             for tensor in tensors_of(value):
                 if measurable(tensor):
-                    watch.name(tensor, EnteringTensor(Kind.BATCH, name))
+                    # what asks for a gradient was computed: by another model, say
+                    watch.name(tensor, EnteringTensor(Kind.GIVEN if tensor.requires_grad else Kind.BATCH, name))
 
     handle = root.register_forward_pre_hook(note, with_kwargs=True, prepend=True)
     try:

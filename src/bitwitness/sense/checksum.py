@@ -117,9 +117,11 @@ class ChecksumSensor:
                 self._note(call, product, invariant)
 
     def _has_turn(self, call: OpCall) -> bool:
-        turns = turns_of(call.op, self._rows_one_in)
-        if turns == 1 and not is_between(call.func):
+        if not is_between(call.func) and turns_of(call.op, self._rows_one_in) == 1:
             return self._turns.has_one(self.one_in)
+        if self._row_turns.is_among_many(call.op):
+            return False
+        turns = turns_of(call.op, self._rows_one_in)
         small = is_small((*call.outputs[:1], *tensors_in(call.args[:2])))  # a workspace is not read
         return self._row_turns.has_one(self.one_in * (1 if small else turns))
 

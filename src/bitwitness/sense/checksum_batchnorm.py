@@ -44,8 +44,8 @@ class _Norm:
 
 
 def _rows(x: Tensor) -> Tensor | None:
-    """Return ``[N, C, P]``; None where a channel does not lie in one piece."""
-    rows = x.flatten(2) if x.dim() > 2 and x.is_contiguous() else None
+    """Return ``[N, C, P]``, of ``[N, C]`` ``[1, C, N]``, copied where channels do not lie in one piece; None of narrow ones."""
+    rows = x.contiguous().flatten(2) if x.dim() > 2 else x.t().contiguous()[None]
     return rows if is_readable(rows) else None
 
 

@@ -5,8 +5,8 @@
 ``dW``    ``sum s_k dW_k = the gradient for sum s_k g_k``: one channel's for a group's
 ``db``    ``sum of g``, added up again
 
-Whatever the stride, padding, dilation, groups and transposition are: torch computes both sides. A batch of few samples
-would cost as much as computing it again: that is left to those who do. In a group of few channels the weight's gradient does.
+Whatever the stride, padding, dilation, groups and transposition are: torch computes both sides. Of a batch of
+few samples one channel is computed for each group's, by ``sum s_k W_k``; where both are few, it costs as much as the operator.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ _DTYPES = (torch.float32, torch.float64, *HALF)
 
 def _forward(call: OpCall, named: Named, signs: Signs) -> list[Invariant] | None:
     x, weight, bias, out = named["input"], named["weight"], named["bias"], call.outputs[0]
-    if not _fits(x, weight, out) or len(x) < _FEWEST:
+    if not _fits(x, weight, out):
         return None
+    if len(x) < _FEWEST:
+        return _few_forward(out, named, signs)
     how = [named[name] for name in ("stride", "padding", "dilation", "transposed", "output_padding", "groups")]
     s, scale = signs(len(x), x.device, summing_dtype(out.dtype)), Signs.scale(len(x))
     (given, size), (found, norms) = _over_batch(x, s), _over_batch(out, s)
@@ -54,12 +56,53 @@ def _backward(call: OpCall, named: Named, signs: Signs) -> list[Invariant] | Non
     if not _fits(g, x, weight):
         return None
     dx, dw, db = call.result
-    if dx is not None and len(x) < _FEWEST:
-        return None
-    found = [] if dx is None else [_input(dx, named, signs)]
+    found = [] if dx is None else [_input(dx, named, signs) if len(x) >= _FEWEST else _few_input(dx, named, signs)]
     if dw is not None:
         found.append(_weight(dw, named, signs))
     return found if db is None else [*found, _bias(db, g)]
+
+
+def _few_forward(out: Tensor, named: Named, signs: Signs) -> list[Invariant]:
+    """Check the convolution of few samples by one channel for each group's."""
+    x, weight, bias, groups = named["input"], named["weight"], named["bias"], int(named["groups"])
+    channels = out.shape[1] // groups
+    s, scale = signs(channels, x.device, summing_dtype(out.dtype)), Signs.scale(channels)
+    how = [named[name] for name in ("stride", "padding", "dilation", "transposed", "output_padding", "groups")]
+    one, size = _of_channels(weight, s, groups, inner=bool(named["transposed"]))
+    found, norms = (t.view(len(x), groups, *out.shape[2:]) for t in _contracted(_in_groups(out, groups), s))
+    wide = x.to(s.dtype)
+    expected, bound = torch.convolution(wide, one, None, *how), torch.convolution(wide.abs(), size, None, *how)
+    if bias is not None:
+        sums, norm = (t.view(1, groups, *[1] * (x.dim() - 2)) for t in _contracted(bias.view(groups, channels, 1), s))
+        expected, bound = expected + sums, bound + norm
+    name = "sum of s out, by channel, = conv by sum of s W"
+    return [_judged(name, out, found - expected, norms, bound, scale, added=weight[0, 0].numel())]
+
+
+def _few_input(dx: Tensor, named: Named, signs: Signs) -> Invariant:
+    g, weight, groups = named["grad_output"], named["weight"], int(named["groups"])
+    channels = dx.shape[1] // groups
+    s, scale = signs(channels, g.device, summing_dtype(g.dtype)), Signs.scale(channels)
+    one, size = _of_channels(weight, s, groups, inner=not named["transposed"])
+    found, norms = (t.view(len(dx), groups, *dx.shape[2:]) for t in _contracted(_in_groups(dx, groups), s))
+    wide, shape = g.to(s.dtype), torch.empty_like(found)
+    expected = _again(named, wide, shape, one, of_input=True)
+    bound = _again(named, wide.abs(), shape, size, of_input=True)
+    name = "sum of s dx, by channel, = that by sum of s W"
+    return _judged(name, dx, found - expected, norms, bound, scale, added=weight[0, 0].numel())
+
+
+def _in_groups(x: Tensor, groups: int) -> Tensor:
+    return x.reshape(x.shape[0] * groups, x.shape[1] // groups, -1)
+
+
+def _of_channels(weight: Tensor, s: Tensor, groups: int, *, inner: bool) -> tuple[Tensor, Tensor]:
+    """Return a weight with one channel for each group's, and the norms; ``inner``: its second dimension's, else its first's."""
+    if inner:
+        found = _contracted(weight.flatten(2), s)
+        return found[0].view(len(weight), 1, *weight.shape[2:]), found[1].view(len(weight), 1, *weight.shape[2:])
+    found = _contracted(weight.reshape(groups, len(weight) // groups, -1), s)
+    return found[0].view(groups, *weight.shape[1:]), found[1].view(groups, *weight.shape[1:])
 
 
 def _fits(*tensors: Tensor) -> bool:

@@ -141,6 +141,8 @@ class TwiceSensor:
         self._pending.append(_Pending(sites, key, shapes, differ, proof))
 
     def _has_turn(self, call: OpCall) -> bool:
+        if self._turns.is_among_many(call.op):
+            return False
         small = is_small(call.outputs) and not (carries_flops(call.func) and flops_of(call) > _LITTLE_WORK)
         return self._turns.has_one(self.share * (1 if small else self.one_in))
 
