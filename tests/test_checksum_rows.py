@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from watching import watched
+from watching import found_in, watched
 
 from bitwitness.sense.checksum import ChecksumSensor
 from bitwitness.sense.checksum_rows import CHECKS
@@ -144,3 +144,12 @@ def test_wrong_rows_are_found_where_they_are(spoil: Callable[[Tensor], None], dt
         assert str(first.site).startswith(done[0])
         assert first.evidence["row"] == 7
         assert "computed a wrong result" in first.message
+
+
+@pytest.mark.parametrize("slot", [1, 2])
+def test_wrong_gradients_of_a_layer_norm_s_weights_are_found(slot: int) -> None:
+    def run() -> None:
+        block(*numbers(torch.float32, 96, 0.0, 1.0, 3))
+
+    found = found_in(run, "native_layer_norm_backward", slot, lambda out: out[8:12].mul_(-30))
+    assert ("dw s" if slot == 1 else "db s") in found.message

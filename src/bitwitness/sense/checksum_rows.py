@@ -8,7 +8,7 @@ Each row of a result is linear in a row of an input, or sums to something known,
 ``div``                the same of 1 / b; ``a . 1 = out . b`` else
 ``layer norm``         ``out . s = rstd (x . (w o s) - mean (w . s)) + b . s``, which holds mean and rstd, too
 its backward           ``dx . 1 = 0``, ``dx . x = mean dx . 1`` and ``||dx|| <= rstd ||g|| max |w|``: of g is left what changes
-                       neither the row's mean nor its size
+                       neither the row's mean nor its size; ``db . s = sum of g . s``, and dw likewise
 ``log_softmax``        ``(out - x) . (s - mean s) = 0``: a row is shifted by one number
 ``softmax``            ``out . 1 = 1``
 their backwards        ``dx . 1 = 0``, and a bound of ``||dx||``
@@ -26,13 +26,15 @@ from torch import Tensor
 
 from bitwitness.numerics import summing_dtype, unit_roundoff
 from bitwitness.oracle.limits import ACCUMULATION, ROUNDING
-from bitwitness.sense.invariant import Check, Invariant, Named, Signs
-from bitwitness.sense.matrixreading import row_norms
+from bitwitness.sense.invariant import Check, Invariant, Named, Signs, largest
 from bitwitness.sense.rowreading import balance, bounded, is_readable, ones_for, pair_rows, signs_for, weighed
 from bitwitness.stats.reader import KINDS
 from bitwitness.tap.operators import OpCall
 
 _U32 = 2.0**-24
+_SUMMED = 4 * ACCUMULATION
+_LARGE = 1 << 18
+"""Elements up to which a weight's gradient is checked: that takes a product of two of them, element by element."""
 
 
 def _cast(call: OpCall, named: Named, signs: Signs) -> list[Invariant] | None:
@@ -145,7 +147,7 @@ def _layer_norm(call: OpCall, named: Named, signs: Signs) -> list[Invariant] | N
     return [balance("out s = rstd (x - mean) w s + b s", out, weighed(out, s)[0] - expected, size, weight=scale)]
 
 
-def _layer_norm_backward(call: OpCall, named: Named, _signs: Signs) -> list[Invariant] | None:
+def _layer_norm_backward(call: OpCall, named: Named, signs: Signs) -> list[Invariant] | None:
     x, g, weight = named["input"], named["grad_out"], named["weight"]
     out = call.result[0]
     if len(named["normalized_shape"]) != 1 or out is None or not all(map(is_readable, (x, g, out))):
@@ -155,7 +157,9 @@ def _layer_norm_backward(call: OpCall, named: Named, _signs: Signs) -> list[Inva
     dots, size, length = pair_rows(out, x)
     sums, _ = weighed(out, ones_for(out))
     mean, rstd = (named[name].reshape(x.shape[:-1]).to(sums.dtype) for name in ("mean", "rstd"))
-    bound = rstd.abs() * row_norms(g) * (1.0 if weight is None else weight.abs().amax().to(sums.dtype))
+    s, scale = signs_for(g, signs)
+    given, g_norms = weighed(g, s)
+    bound = rstd.abs() * g_norms * (1.0 if weight is None else weight.abs().amax().to(sums.dtype))
     lost = math.sqrt(x.shape[-1])  # elements alike are rounded alike
     # a row whose mean is most of it: mean and what is left are rounded in proportion to the row
     apart, rounded = 1 + rstd * length / lost, max(_U32, unit_roundoff(named["mean"].dtype)) / unit_roundoff(out.dtype)
@@ -167,7 +171,39 @@ def _layer_norm_backward(call: OpCall, named: Named, _signs: Signs) -> list[Inva
         balance("dx 1 = 0", out, sums, first, weight=1.0, lost=lost),
         balance("dx x = mean dx 1", out, along, second, weight=1.0, lost=lost),
         bounded("|dx| <= rstd |g| max |w|", out, size, bound),
+        *_of_weights(call, x, g, s, (mean, rstd), (given, g_norms, length + mean.abs() * lost), scale),
     ]
+
+
+def _of_weights(
+    call: OpCall,
+    x: Tensor,
+    g: Tensor,
+    s: Tensor,
+    moments: tuple[Tensor, Tensor],
+    rows: tuple[Tensor, ...],
+    scale: float,
+) -> list[Invariant]:
+    """Check the gradients of weight and bias; ``rows``: ``g . s``, the norms of g, and of what x deviates by."""
+    (mean, rstd), (given, norms, spread) = moments, rows
+    dw, db = call.result[1:]
+    found = []
+    # half types are added up as they are, by some kernels
+    if db is not None and db.dtype in (torch.float32, torch.float64):
+        found.append(_summed("db s = sum of g s", db, db.to(s.dtype) @ s - given.sum(), norms * scale))
+    if dw is not None and dw.dtype in (torch.float32, torch.float64) and g.numel() <= _LARGE:
+        terms = rstd * (pair_rows((g * s).to(g.dtype), x)[0] - mean * given)
+        size = rstd.abs() * norms * spread * scale
+        found.append(_summed("dw s = sum of rstd (x - mean) g s", dw, dw.to(s.dtype) @ s - terms.sum(), size))
+    return found
+
+
+def _summed(name: str, result: Tensor, residual: Tensor, sizes: Tensor) -> Invariant:
+    """Judge what was added up over rows, by the rows' sizes."""
+    size, info = sizes.sum(), torch.finfo(result.dtype)
+    lost = _SUMMED * _U32 * (math.sqrt(sizes.numel()) + math.sqrt(result.shape[-1]))
+    judged = torch.isfinite(size) & (size < info.max / 4)
+    return largest(name, residual.abs()[None], (size * lost)[None] + info.smallest_normal, judged[None])
 
 
 def _is_last(named: Named, out: Tensor) -> bool:
