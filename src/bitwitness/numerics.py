@@ -31,7 +31,8 @@ PACKED = (torch.float4_e2m1fn_x2,)
 _UNSIGNED = (torch.float8_e8m0fnu,)  # a bare exponent, without a sign bit
 FLOAT8 = tuple(dtype for dtype in _SIGNIFICAND_BITS if dtype.itemsize == 1 and dtype not in PACKED)
 """Types that only store: whatever computes with them casts first."""
-_INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers that hold the bits of an element of so many bytes."""
 HALF = (torch.float16, torch.bfloat16)
 """The half types that have arithmetic of their own: kernels compute in float32 for them."""
 _FARTHEST = torch.iinfo(torch.int64).max
@@ -150,10 +151,10 @@ def ulp_distance(a: Tensor, b: Tensor) -> Tensor:
 
 def _ordered(x: Tensor) -> Tensor:
     """Map each number to an int64 such that order is kept and neighbours differ by one."""
-    bits = x.detach().contiguous().view(_INTEGER_OF_SIZE[x.dtype.itemsize]).to(torch.int64)
+    bits = x.detach().contiguous().view(INTEGER_OF_SIZE[x.dtype.itemsize]).to(torch.int64)
     if x.dtype in _UNSIGNED:
         return bits & 0xFF
-    magnitude = bits & torch.iinfo(_INTEGER_OF_SIZE[x.dtype.itemsize]).max
+    magnitude = bits & torch.iinfo(INTEGER_OF_SIZE[x.dtype.itemsize]).max
     return torch.where(bits < 0, -magnitude, magnitude)
 
 

@@ -30,17 +30,14 @@ class Layer:
 
     x: Tensor
     h: Tensor
+    before: Tensor
+    """The hidden state before each step."""
     h0: Tensor
     c0: Tensor
     w_ih: Tensor
     w_hh: Tensor
     bias: Tensor | None
     reverse: bool
-
-    @property
-    def before(self) -> Tensor:
-        """The hidden state before each step."""
-        return torch.cat([self.h0[None], self.h[:-1]])
 
     def in_time(self, values: Tensor) -> Tensor:
         """Return values of steps as the layer goes through them, or back."""
@@ -89,7 +86,9 @@ def _layer(named: Named, h: Tensor, cell: str, weights: tuple[str, ...]) -> Laye
     if named["reverse"]:
         x, h = x.flip(0), h.flip(0)
     bias = b_ih + b_hh if named["has_biases"] else None
-    return Layer(x, h, named["hx_"].reshape(shape), named[cell].reshape(shape), w_ih, w_hh, bias, named["reverse"])
+    h0 = named["hx_"].reshape(shape)
+    before = torch.cat([h0[None], h[:-1]])
+    return Layer(x, h, before, h0, named[cell].reshape(shape), w_ih, w_hh, bias, named["reverse"])
 
 
 def opened(layer: Layer) -> Gates:

@@ -2,8 +2,8 @@
 
 It sees a wrong element, row, column or tile of an operator's output, once it is larger than rounding explains: for
 float32 about the eight upper mantissa bits of an ordinary element, for bfloat16 exponent bits; of convolutions and LSTM layers
-what is coarser. It cannot see an input that was already wrong, nor operators without an identity (activation functions, most of
-what reads in strides): `ChecksumSensor.coverage` names those that carry work with their share.
+what is coarser. It cannot see an input that was already wrong, nor operators without an identity (what gathers by index,
+recurrent layers on accelerators): `ChecksumSensor.coverage` names those that carry work with their share.
 """
 
 from __future__ import annotations
@@ -117,11 +117,11 @@ class ChecksumSensor:
                 self._note(call, product, invariant)
 
     def _has_turn(self, call: OpCall) -> bool:
-        if not is_between(call.func) and turns_of(call.op, self._rows_one_in) == 1:
+        turns = turns_of(call.op, self._rows_one_in)
+        if turns == 1 and not is_between(call.func):
             return self._turns.has_one(self.one_in)
         if self._row_turns.is_among_many(call.op):
             return False
-        turns = turns_of(call.op, self._rows_one_in)
         small = is_small((*call.outputs[:1], *tensors_in(call.args[:2])))  # a workspace is not read
         return self._row_turns.has_one(self.one_in * (1 if small else turns))
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bitwitness.numerics import HALF, unit_roundoff
 from bitwitness.oracle.limits import ACCUMULATION
-from bitwitness.sense.invariant import Check, Invariant, Named, Signs, largest
+from bitwitness.sense.invariant import Check, Invariant, Named, Signs, in_range, largest
 from bitwitness.sense.rowreading import balance, is_readable, ones_for, pair_rows, signs_for, weighed
 from bitwitness.tap.operators import OpCall
 
@@ -93,7 +93,7 @@ def _statistics(norm: _Norm, norms: Tensor) -> list[Invariant]:
 
 
 def _judged(name: str, residual: Tensor, room: Tensor, size: Tensor) -> Invariant:
-    judged = torch.isfinite(size) & (size < torch.finfo(torch.float32).max / 4)
+    judged = in_range(size, torch.float32)
     return largest(name, residual.abs(), room + torch.finfo(torch.float32).smallest_normal, judged)
 
 

@@ -12,13 +12,14 @@ few samples one channel is computed for each group's, by ``sum s_k W_k``; where 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bitwitness.numerics import HALF, summing_dtype, unit_roundoff
 from bitwitness.oracle.limits import ROUNDING, accumulation_roundoff, factor_convolution
-from bitwitness.sense.invariant import Check, Invariant, Named, Signs, largest
+from bitwitness.sense.invariant import Check, Invariant, Named, Signs, in_range, largest
 from bitwitness.sense.matrixreading import UNDERFLOW
 from bitwitness.tap.operators import OpCall
 
@@ -38,12 +39,11 @@ def _forward(call: OpCall, named: Named, signs: Signs) -> list[Invariant] | None
         return None
     if len(x) < _FEWEST:
         return _few_forward(out, named, signs)
-    how = [named[name] for name in ("stride", "padding", "dilation", "transposed", "output_padding", "groups")]
     s, scale = signs(len(x), x.device, summing_dtype(out.dtype)), Signs.scale(len(x))
     (given, size), (found, norms) = _over_batch(x, s), _over_batch(out, s)
     wide = weight.to(s.dtype)
-    expected = torch.convolution(given, wide, None, *how)
-    bound = torch.convolution(size, wide.abs(), None, *how)
+    expected = torch.convolution(given, wide, None, *_how(named))
+    bound = torch.convolution(size, wide.abs(), None, *_how(named))
     if bias is not None:
         column = bias.to(s.dtype).view(1, -1, *[1] * (x.dim() - 2))
         expected, bound = expected + column * s.sum(), bound + column.abs() * math.sqrt(len(x))
@@ -67,11 +67,13 @@ def _few_forward(out: Tensor, named: Named, signs: Signs) -> list[Invariant]:
     x, weight, bias, groups = named["input"], named["weight"], named["bias"], int(named["groups"])
     channels = out.shape[1] // groups
     s, scale = signs(channels, x.device, summing_dtype(out.dtype)), Signs.scale(channels)
-    how = [named[name] for name in ("stride", "padding", "dilation", "transposed", "output_padding", "groups")]
     one, size = _of_channels(weight, s, groups, inner=bool(named["transposed"]))
     found, norms = (t.view(len(x), groups, *out.shape[2:]) for t in _contracted(_in_groups(out, groups), s))
     wide = x.to(s.dtype)
-    expected, bound = torch.convolution(wide, one, None, *how), torch.convolution(wide.abs(), size, None, *how)
+    expected, bound = (
+        torch.convolution(wide, one, None, *_how(named)),
+        torch.convolution(wide.abs(), size, None, *_how(named)),
+    )
     if bias is not None:
         sums, norm = (t.view(1, groups, *[1] * (x.dim() - 2)) for t in _contracted(bias.view(groups, channels, 1), s))
         expected, bound = expected + sums, bound + norm
@@ -112,11 +114,15 @@ def _fits(*tensors: Tensor) -> bool:
     )
 
 
+def _how(named: Named) -> list[Any]:
+    """Return a convolution's settings, in the order in which torch takes them."""
+    return [named[name] for name in ("stride", "padding", "dilation", "transposed", "output_padding", "groups")]
+
+
 def _again(named: Named, g: Tensor, x: Tensor, weight: Tensor, *, of_input: bool) -> Tensor:
     """Return the gradient of the input, or of the weight, of one sample or channel, by torch's own operator."""
-    how = [named[name] for name in ("stride", "padding", "dilation", "transposed", "output_padding", "groups")]
     found: tuple[Tensor, ...] = torch.ops.aten.convolution_backward(
-        g, x, weight, None, *how, [of_input, not of_input, False]
+        g, x, weight, None, *_how(named), [of_input, not of_input, False]
     )
     return found[0] if of_input else found[1]
 
@@ -205,7 +211,7 @@ def _judged(
     norms = torch.where(norms < bound, norms, bound)  # a wrong result shall not widen its threshold
     floor = ROUNDING * math.sqrt(len(out)) * info.smallest_normal
     threshold = scale * (_ROOM * ROUNDING * u * norms + lost * bound + floor)
-    judged = torch.isfinite(bound) & (bound < info.max / 4)
+    judged = in_range(bound, out.dtype)
     return largest(name, residual.abs(), threshold, judged, per_row=residual[0, 0].numel())
 
 

@@ -8,10 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from bitwitness.numerics import INTEGER_OF_SIZE
 from bitwitness.sense.invariant import Check, Invariant, Named, Signs, largest
 from bitwitness.tap.operators import OpCall
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _clone(call: OpCall, named: Named, _signs: Signs) -> list[Invariant] | None:
@@ -33,7 +32,7 @@ def _stack(call: OpCall, named: Named, _signs: Signs) -> list[Invariant] | None:
 def _constant(call: OpCall, named: Named, _signs: Signs, *, value: float | None = None) -> list[Invariant] | None:
     out = call.outputs[0]
     given = named["fill_value"] if value is None else value
-    if isinstance(given, Tensor) or out.dtype.itemsize not in _INTEGERS:
+    if isinstance(given, Tensor) or out.dtype.itemsize not in INTEGER_OF_SIZE:
         return None
     # as the dtype rounds it
     return _same([(out, torch.full((), given, dtype=out.dtype, device=out.device).expand_as(out))])
@@ -44,7 +43,7 @@ def _same(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Invariant] | None:
     for one, other in pairs:
         if one.dtype is not other.dtype or one.shape != other.shape or one.device != other.device:
             return None
-        if not all(t.dtype.itemsize in _INTEGERS and not (t.is_conj() or t.is_neg()) for t in (one, other)):
+        if not all(t.dtype.itemsize in INTEGER_OF_SIZE and not (t.is_conj() or t.is_neg()) for t in (one, other)):
             return None
     counts = torch.cat([_differing(one, other) for one, other in pairs])
     return [
@@ -63,7 +62,7 @@ def _differing(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _bits(x: Tensor) -> Tensor:
-    return x.view(_INTEGERS[x.dtype.itemsize])
+    return x.view(INTEGER_OF_SIZE[x.dtype.itemsize])
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from bitwitness.oracle.recurrent import (
     is_lstm,
     opened,
 )
-from bitwitness.sense.invariant import Check, Invariant, Named, Signs, largest
+from bitwitness.sense.invariant import Check, Invariant, Named, Signs, in_range, largest
 from bitwitness.tap.operators import OpCall
 
 _ULPS = 8 * 2.0**-24
@@ -83,10 +83,10 @@ def _backward(call: OpCall, named: Named, signs: Signs) -> list[Invariant] | Non
     layer = backward_layer(named)
     gates = opened(layer)
     grads = followed(layer, gates, named)
-    sizes, by_gate = (
-        _sizes(gates, grads),
-        torch.ones(grads.gates.shape[:2].numel()) @ grads.gates.flatten(0, 1).square(),
-    )
+    sizes = _sizes(gates, grads)
+    by_gate = (
+        torch.ones(grads.gates.shape[:2].numel()) @ grads.gates.flatten(0, 1).square()
+    )  # a norm across memory is slow
     off = _OFF * by_gate.sqrt_() + _PASSED_ON * torch.linalg.vector_norm(sizes)
     dx, dw_ih, dw_hh, *biases, dh0, dc0 = call.result
     found = [
@@ -128,7 +128,7 @@ def _of_weight(dw: Tensor, grads: Gradients, off: Tensor, x: Tensor, signs: Sign
 
 def _judged(name: str, residual: Tensor, bound: Tensor, *, per_row: int = 1) -> Invariant:
     bound = bound.expand_as(residual) + torch.finfo(residual.dtype).tiny * 1e6
-    judged = torch.isfinite(bound) & (bound < torch.finfo(residual.dtype).max / 4)
+    judged = in_range(bound, residual.dtype)
     return largest(name, residual.abs(), bound, judged, per_row=per_row)
 
 

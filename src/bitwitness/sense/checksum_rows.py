@@ -26,7 +26,7 @@ from torch import Tensor
 
 from bitwitness.numerics import summing_dtype, unit_roundoff
 from bitwitness.oracle.limits import ACCUMULATION, ROUNDING
-from bitwitness.sense.invariant import Check, Invariant, Named, Signs, largest
+from bitwitness.sense.invariant import Check, Invariant, Named, Signs, in_range, largest
 from bitwitness.sense.rowreading import balance, bounded, is_readable, ones_for, pair_rows, signs_for, weighed
 from bitwitness.stats.reader import KINDS
 from bitwitness.tap.operators import OpCall
@@ -86,7 +86,7 @@ def _mul(call: OpCall, named: Named, signs: Signs) -> list[Invariant] | None:
     if not is_readable(a) or a.shape != out.shape:
         return None
     if isinstance(b, Tensor) and b.shape == out.shape:
-        return _product(out, a, b)
+        return _product(out, a, b, "out 1 = a b")
     return _scaled(out, a, b, signs, inverse=False)
 
 
@@ -96,11 +96,7 @@ def _div(call: OpCall, named: Named, signs: Signs) -> list[Invariant] | None:
         return None
     if not (isinstance(b, Tensor) and b.shape == out.shape):
         return _scaled(out, a, b, signs, inverse=True)
-    if not is_readable(b) or not a.dtype == b.dtype == out.dtype:
-        return None
-    expected, left, right = pair_rows(out, b)
-    sums, _ = weighed(a, ones_for(a))
-    return [balance("a 1 = out b", out, sums - expected, left * right, weight=1.0, lost=1.0)]
+    return _product(a, out, b, "a 1 = out b")
 
 
 def _scaled(out: Tensor, a: Tensor, b: Any, signs: Signs, *, inverse: bool) -> list[Invariant] | None:
@@ -122,12 +118,12 @@ def _scaled(out: Tensor, a: Tensor, b: Any, signs: Signs, *, inverse: bool) -> l
     return [balance("out s = a (b s)", out, weighed(out, s)[0] - expected, size, weight=scale)]
 
 
-def _product(out: Tensor, a: Tensor, b: Tensor) -> list[Invariant] | None:
+def _product(out: Tensor, a: Tensor, b: Tensor, name: str) -> list[Invariant] | None:
     if not is_readable(b) or not a.dtype == b.dtype == out.dtype:
         return None
     expected, left, right = pair_rows(a, b)
     sums, _ = weighed(out, ones_for(out))
-    return [balance("out 1 = a b", out, sums - expected, left * right, weight=1.0, lost=1.0)]
+    return [balance(name, out, sums - expected, left * right, weight=1.0, lost=1.0)]
 
 
 def _layer_norm(call: OpCall, named: Named, signs: Signs) -> list[Invariant] | None:
@@ -202,7 +198,7 @@ def _summed(name: str, result: Tensor, residual: Tensor, sizes: Tensor) -> Invar
     """Judge what was added up over rows, by the rows' sizes."""
     size, info = sizes.sum(), torch.finfo(result.dtype)
     lost = _SUMMED * _U32 * (math.sqrt(sizes.numel()) + math.sqrt(result.shape[-1]))
-    judged = torch.isfinite(size) & (size < info.max / 4)
+    judged = in_range(size, result.dtype)
     return largest(name, residual.abs()[None], (size * lost)[None] + info.smallest_normal, judged[None])
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bitwitness.numerics import unit_roundoff
 from bitwitness.oracle.limits import ACCUMULATION, ROUNDING, accumulation_roundoff
-from bitwitness.sense.invariant import Check, Invariant, Named, Signs, largest
+from bitwitness.sense.invariant import Check, Invariant, Named, Signs, in_range, largest
 from bitwitness.sense.rowreading import balance, bounded, is_readable, ones_for, signs_for, weighed
 from bitwitness.tap.operators import OpCall
 
@@ -53,7 +53,7 @@ def _judged(name: str, out: Tensor, residual: Tensor, size: Tensor, *, terms: in
     u, info = unit_roundoff(out.dtype), torch.finfo(out.dtype)
     room = _ROOM * (ROUNDING * u + ACCUMULATION * accumulation_roundoff(out.dtype) * math.sqrt(terms))
     floor = ROUNDING * math.sqrt(terms) * info.smallest_normal
-    return largest(name, residual.abs(), size * room + floor, torch.isfinite(size) & (size < info.max / 4))
+    return largest(name, residual.abs(), size * room + floor, in_range(size, out.dtype))
 
 
 def _embedding(call: OpCall, named: Named, signs: Signs) -> list[Invariant] | None:

@@ -72,6 +72,11 @@ def largest(
     return Invariant(name, worst, index, residual, threshold, count, per_row)
 
 
+def in_range(size: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return where rows of this size are judged: beyond a quarter of the dtype's range a result may overflow by itself."""
+    return torch.isfinite(size) & (size < torch.finfo(dtype).max / 4)
+
+
 class Signs:
     """What checks draw: random signs, and the rows whose turn it is.
 

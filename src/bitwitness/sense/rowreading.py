@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bitwitness.numerics import summing_dtype, unit_roundoff
 from bitwitness.oracle.limits import ACCUMULATION, ROUNDING, accumulation_roundoff
-from bitwitness.sense.invariant import Invariant, Signs, largest
+from bitwitness.sense.invariant import Invariant, Signs, in_range, largest
 from bitwitness.sense.matrixreading import UNDERFLOW, paired, times
 from bitwitness.stats.reader import KINDS
 
@@ -66,15 +66,13 @@ def balance(name: str, out: Tensor, residual: Tensor, size: Tensor, *, weight: f
     sums = ACCUMULATION * accumulation_roundoff(out.dtype) * math.sqrt(columns)
     room = _ROOM * weight * ((ROUNDING + lost) * unit_roundoff(out.dtype) + sums)
     floor = weight * ROUNDING * math.sqrt(columns) * info.smallest_normal
-    # beyond a quarter of the dtype's range a result may overflow by itself
-    return largest(name, residual.abs(), size * room + floor, torch.isfinite(size) & (size < info.max / 4))
+    return largest(name, residual.abs(), size * room + floor, in_range(size, out.dtype))
 
 
 def bounded(name: str, out: Tensor, norms: Tensor, bound: Tensor) -> Invariant:
     """Judge rows' norms, which are upper bounds, by what they cannot exceed."""
     floor = math.sqrt(out.shape[-1]) * (torch.finfo(out.dtype).smallest_normal + 2 * UNDERFLOW)
-    judged = torch.isfinite(bound) & (bound < torch.finfo(out.dtype).max / 4)
-    return largest(name, (norms - bound).clamp_min(0), _SLACK * bound + floor, judged)
+    return largest(name, (norms - bound).clamp_min(0), _SLACK * bound + floor, in_range(bound, out.dtype))
 
 
 def signs_for(out: Tensor, signs: Signs) -> tuple[Tensor, float]:

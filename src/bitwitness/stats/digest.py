@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bitwitness.numerics import INTEGER_OF_SIZE
 from bitwitness.stats.fold import ROW_BYTES, WORD, Fold, fold, is_large
 from bitwitness.stats.hashmany import AT_ONCE, Together, can_be_together, hash_together
 from bitwitness.stats.host import numbers_of
@@ -29,7 +30,6 @@ from bitwitness.stats.reader import built
 _QUICK_WORDS = (
     1 << 15
 )  # from some 50,000 on torch's multiplication, which numpy does not vectorize, makes up for its calls
-_INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
@@ -88,7 +88,7 @@ def flat_bits(x: Tensor) -> Tensor:
     """Return the elements in logical order as integers of their size; a view wherever that is possible."""
     if x.dtype.itemsize == 16:
         x = torch.view_as_real(x)
-    bits = x.view(_INTEGER_OF_SIZE[x.dtype.itemsize])
+    bits = x.view(INTEGER_OF_SIZE[x.dtype.itemsize])
     return bits.reshape(-1).contiguous()  # reshape alone leaves a strided vector strided
 
 
