@@ -52,6 +52,7 @@ def moved() -> None:
         torch.zeros(0, 3),
         torch.zeros((), dtype=torch.long),
     )
+    _ = torch.ones(3, 9).zero_(), torch.ones(3, 9).fill_(0.1)
     _ = torch.complex(x, y).clone(), torch.complex(x.double(), y.double()).clone(), torch.cat([x, y.double()])
 
 

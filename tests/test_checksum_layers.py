@@ -110,6 +110,30 @@ def test_healthy_batch_norms_are_never_suspected(
     assert not suspected(trained(layer.train(training), x.requires_grad_(), seed))
 
 
+@given(
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]), st.sampled_from([1, 2, 16]),
+    st.sampled_from([(1, 1), (1, 6), (4, 1), (4, 3), (8, 2)]), st.sampled_from([(9, 9), (40,), (4, 4, 4)]), st.booleans(),
+    st.booleans(), SIZES, st.sampled_from([0.0, 5.0, 1000.0]), SEEDS,
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_healthy_group_norms_are_never_suspected(
+    dtype, samples, groups, places, affine, mixed, size, mean, seed
+) -> None:
+    layer = nn.GroupNorm(groups[0], groups[0] * groups[1], affine=affine)
+    if affine:
+        nn.init.normal_(layer.weight, std=3.0), nn.init.normal_(layer.bias)
+    x = ((drawn(seed, samples, groups[0] * groups[1], *places) * (seed % 4 != 0) + mean) * size).to(dtype)
+    layer = layer if mixed and dtype != torch.float64 else layer.to(dtype)
+    assert not suspected(trained(layer, x.requires_grad_(), seed))
+
+
+def test_a_channels_last_image_s_gradients_are_rounded_to_its_dtype_first() -> None:
+    """torch's kernel adds the gradients of bfloat16 images up, and rounds them to bfloat16, though the weights are float32."""
+    for seed in range(40):
+        x = drawn(seed, 2, 12, 9, 9).bfloat16().to(memory_format=torch.channels_last).requires_grad_()
+        assert not suspected(trained(nn.BatchNorm2d(12), x, seed))
+
+
 def _convolution() -> None:
     torch.manual_seed(1)
     trained(nn.Conv2d(8, 16, 3, padding=1), drawn(2, 6, 8, 12, 12).requires_grad_())()
@@ -117,6 +141,10 @@ def _convolution() -> None:
 
 def _batch_norm() -> None:
     trained(nn.BatchNorm2d(6), drawn(2, 5, 6, 7, 7).requires_grad_())()
+
+
+def _group_norm() -> None:
+    trained(nn.GroupNorm(3, 6), drawn(2, 5, 6, 7, 7).requires_grad_())()
 
 
 def _lstm() -> None:
@@ -128,6 +156,8 @@ LAYERS = [
     *[(_convolution, "convolution", 0), *((_convolution, "convolution_backward", slot) for slot in range(3))],
     *((_batch_norm, "native_batch_norm", slot) for slot in range(3)),
     *((_batch_norm, "native_batch_norm_backward", slot) for slot in range(3)),
+    *((_group_norm, "native_group_norm", slot) for slot in range(3)),
+    *((_group_norm, "native_group_norm_backward", slot) for slot in range(3)),
     *((_lstm, "mkldnn_rnn_layer", slot) for slot in range(3)),
     *((_lstm, "mkldnn_rnn_layer_backward", slot) for slot in range(7)),
 ]

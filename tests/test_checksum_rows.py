@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from watching import found_in, watched
 
+from bitwitness.sense import checksum_rownorms, checksum_rows
 from bitwitness.sense.checksum import ChecksumSensor
-from bitwitness.sense.checksum_rows import CHECKS
 from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.operators import OpCall, OperatorTap
 
+CHECKS = {**checksum_rows.CHECKS, **checksum_rownorms.CHECKS}
+CHECKS.pop("_fused_rms_norm")  # an accelerator's
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 ROWS = 66
 
@@ -36,7 +38,7 @@ def block(x: Tensor, w: Tensor, b: Tensor) -> None:
     y = (y - b) / 1.5
     y = x * y * 0.5
     y = y * y.mean(-1, keepdim=True)
-    p, q = (0.01 * y).softmax(-1), y.log_softmax(-1)
+    p, q = torch.ops.aten._safe_softmax(0.01 * y, -1).softmax(-1), y.log_softmax(-1)
     target = torch.arange(ROWS) % x.shape[-1]
     loss = (
         F.cross_entropy(y.flatten(0, 1).float(), target)
@@ -65,6 +67,32 @@ def test_rows_of_equal_numbers_are_not_suspected_though_all_of_them_are_rounded_
             x, w, b = (torch.full(shape, value).to(dtype).requires_grad_() for shape in ((2, 33, 640), (640,), (640,)))
             found, _ = watched(lambda x=x, w=w, b=b: block(x, w, b))
             assert not [one.message for one in found if one.sensor == "checksum"]
+
+
+def test_a_deviation_that_a_whole_row_was_divided_by_is_checked() -> None:
+    def spoil(call: OpCall) -> None:
+        if call.op == "native_layer_norm":
+            with torch.no_grad():
+                call.outputs[0].view(-1, 96)[7] *= 1.5
+                call.outputs[2].view(-1)[7] *= 1.5
+
+    found, _ = watched(lambda: F.layer_norm(torch.randn(64, 96) + 1, (96,)), spoil)
+    assert found[0].evidence["row"] == 7
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_an_accelerator_s_rms_norm_is_checked(dtype: torch.dtype) -> None:
+    """The CPU takes it apart; here it is shown a call of it whose results were computed apart."""
+    func, sensor = torch.ops.aten._fused_rms_norm.default, ChecksumSensor()
+    x, w = (torch.randn(*shape, generator=torch.Generator().manual_seed(1)).to(dtype) for shape in ((64, 96), (96,)))
+    for wrong, deviation in ((1.0, 1.0), (-30.0, 1.0), (1.5, 1.5)):
+        rstd = (x.float().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+        out = (x.float() * rstd * w.float()).to(dtype)
+        out[7] *= wrong
+        rstd[7] *= deviation
+        sensor(OpCall(func, (x, [96], w, 1e-5), {}, (out, rstd), "_fused_rms_norm", ".", "forward", 0))
+        found = sensor.drain(0, 0)
+        assert [one.evidence["row"] for one in found] == [7.0] * (wrong != 1)
 
 
 def test_all_of_these_operators_were_checked() -> None:
@@ -127,7 +155,7 @@ def _one_is_large(out: Tensor) -> None:
 def test_wrong_rows_are_found_where_they_are(spoil: Callable[[Tensor], None], dtype: torch.dtype) -> None:
     """A softmax whose probabilities change places still sums to one, and gradients to nothing."""
     backwards = {op for op in CHECKS if "backward" in op}
-    unseen = {"_softmax", *backwards} if spoil is _exchanged else set[str]()
+    unseen = {"_softmax", "_safe_softmax", *backwards} if spoil is _exchanged else set[str]()
     for op in sorted(set(CHECKS) - {"copy_"} - unseen):
         done = []
 

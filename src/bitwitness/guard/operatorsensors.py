@@ -21,6 +21,7 @@ from bitwitness.sense.checksum import ChecksumSensor
 from bitwitness.sense.twice import TwiceSensor
 from bitwitness.stats.local import is_in_shared_memory
 from bitwitness.tap.compat import OpOverload
+from bitwitness.tap.inplace import InPlaceCalls, functional_of
 from bitwitness.tap.modes import mode_in_doubt
 from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.operators import OpCall, OperatorTap, tensors_in
@@ -74,6 +75,7 @@ class OperatorSensors:
         self._switches = switches
         self._active: dict[str, _Looking] = {}
         self._asked: dict[OpOverload, list[str]] = {}
+        self._in_place = InPlaceCalls()
         self._tracker = ModuleTracker()
         self._tracker.name_tree(root.root)
         if exact is not None:
@@ -123,11 +125,26 @@ class OperatorSensors:
         }
 
     def _tap(self) -> OperatorTap:
-        before = None if self.exact is None else self.exact.before
-        return OperatorTap(self._tracker, self._checked, self._wanted, before, census=self.census)
+        return OperatorTap(self._tracker, self._checked, self._wanted, self._before, census=self.census)
 
     def _wanted(self, func: Any) -> bool:
-        return any(sensor.select(func) for sensor in self._active.values())
+        return bool(self._asked_of(func) or ((other := functional_of(func)) is not None and self._asked_of(other)))
+
+    def _asked_of(self, func: OpOverload) -> list[str]:
+        """Return which sensors look at an operator."""
+        asked = self._asked.get(func)
+        if asked is None:
+            asked = self._asked[func] = [name for name, one in self._active.items() if one.select(func)]
+        return asked
+
+    def _before(self, call: OpCall) -> None:
+        if self.exact is not None:
+            self.exact.before(call)
+        if any(name in self._active and name not in self._switches.off for name in _RESULTS):
+            try:
+                self._in_place.before(call)
+            except Exception as error:  # no memory left for a copy, say
+                self.in_doubt[f"what they write over could not be copied ({type(error).__name__})"] += 1
 
     def look_again(self, replayer: Replayer, record: StepRecord) -> None:
         """Execute a step with compiled code once more, eagerly, under the operator tap; its result is thrown away."""
@@ -148,14 +165,15 @@ class OperatorSensors:
             doubt = f"it cannot be told what they read ({type(error).__name__}: {error})"
         if doubt is not None:
             self.in_doubt[doubt] += 1
-        asked = self._asked.get(call.func)
-        if asked is None:
-            asked = self._asked[call.func] = [name for name, one in self._active.items() if one.select(call.func)]
-        for name in asked:
-            if name in self._switches.off or (doubt is not None and name in _RESULTS):
+        shown = self._in_place.shown(call)
+        for name, sensor in self._active.items():
+            one = shown if name in _RESULTS else call
+            if name not in self._asked_of(one.func) or name in self._switches.off:
+                continue
+            if doubt is not None and name in _RESULTS:
                 continue
             try:
-                self._active[name](call)
+                sensor(one)
             except Exception as error:
                 self._switches.turn_off(name, error)
         self._checking_seconds += self._now() - started

@@ -46,6 +46,8 @@ ACCUMULATION = 8.0
 """As `ROUNDING`, in units of float32's u sqrt(L), times the scores' size: exp(S) has |S| times the relative error of S."""
 
 
+_UNKNOWN = 2.0**24
+"""A score that float32 rounds by one: its exponential may overflow on a healthy device."""
 _LOG_ROOT = math.log(1e17)
 """Below it, a number's square times the elements of a row stays within float32: 1e34 times some 10,000 of them."""
 
@@ -110,7 +112,7 @@ class _Backward:
         exponents = 1 + scores + math.log(length)  # of P = exp(S - log sum exp S)
         self._relative = ROUNDING * self._u + ACCUMULATION * 2.0**-24 * math.sqrt(length) * exponents
         sizes = [self._shared(n.square()) for n in (self._nq, self._nk, self._nv, self._ng, self._no)]
-        self._judged = torch.isfinite(sum(sizes[1:], start=sizes[0])) & torch.isfinite(scores)
+        self._judged = torch.isfinite(sum(sizes[1:], start=sizes[0])) & (scores < _UNKNOWN)
         # no gradient is larger than this product, so that one whose square overflows float32 is wrong, not large
         factors = [self._ng.amax(), self._nv.amax(), torch.maximum(self._nq.amax(), self._nk.amax()).clamp_min(1.0)]
         bound = torch.stack(factors).log().sum()

@@ -31,8 +31,8 @@ def _stack(call: OpCall, named: Named, _signs: Signs) -> list[Invariant] | None:
 
 def _constant(call: OpCall, named: Named, _signs: Signs, *, value: float | None = None) -> list[Invariant] | None:
     out = call.outputs[0]
-    given = named["fill_value"] if value is None else value
-    if isinstance(given, Tensor) or out.dtype.itemsize not in INTEGER_OF_SIZE:
+    given = named.get("fill_value", named.get("value")) if value is None else value
+    if not isinstance(given, int | float | complex) or out.dtype.itemsize not in INTEGER_OF_SIZE:
         return None
     # as the dtype rounds it
     return _same([(out, torch.full((), given, dtype=out.dtype, device=out.device).expand_as(out))])
@@ -81,8 +81,8 @@ CHECKS: dict[str, Check] = {
     "clone": _clone,
     "cat": _cat,
     "stack": _stack,
-    **dict.fromkeys(["zeros", "zeros_like", "new_zeros"], partial(_constant, value=0)),
+    **dict.fromkeys(["zeros", "zeros_like", "new_zeros", "zero"], partial(_constant, value=0)),
     **dict.fromkeys(["ones", "ones_like", "new_ones"], partial(_constant, value=1)),
-    **dict.fromkeys(["full", "full_like", "new_full"], _constant),
+    **dict.fromkeys(["full", "full_like", "new_full", "fill"], _constant),
 }
 """Whose bits are compared, by operator."""

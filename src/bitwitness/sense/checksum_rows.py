@@ -1,4 +1,4 @@
-"""The checksums of what runs between matrix products: casts, sums, products, layer norms and softmax, forward and backward.
+"""The checksums of what runs between matrix products: casts, sums, products and softmax, forward and backward.
 
 Each row of a result is linear in a row of an input, or sums to something known, whatever the numbers are; with random signs s:
 
@@ -6,9 +6,6 @@ Each row of a result is linear in a row of an input, or sums to something known,
 ``add``                ``out . s = a . s + alpha b . s``
 ``mul``                ``out . s = a . (b o s)`` for a row b, ``b (a . s)`` for a number, ``out . 1 = a . b`` else
 ``div``                the same of 1 / b; ``a . 1 = out . b`` else
-``layer norm``         ``out . s = rstd (x . (w o s) - mean (w . s)) + b . s``, which holds mean and rstd, too
-its backward           ``dx . 1 = 0``, ``dx . x = mean dx . 1`` and ``||dx|| <= rstd ||g|| max |w|``: of g is left what changes
-                       neither the row's mean nor its size; ``db . s = sum of g . s``, and dw likewise
 ``log_softmax``        ``(out - x) . (s - mean s) = 0``: a row is shifted by one number
 ``softmax``            ``out . 1 = 1``
 their backwards        ``dx . 1 = 0``, and a bound of ``||dx||``
@@ -24,17 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitwitness.numerics import summing_dtype, unit_roundoff
-from bitwitness.oracle.limits import ACCUMULATION, ROUNDING
-from bitwitness.sense.invariant import Check, Invariant, Named, Signs, in_range, largest
+from bitwitness.numerics import summing_dtype
+from bitwitness.oracle.limits import ROUNDING
+from bitwitness.sense.invariant import Check, Invariant, Named, Signs
 from bitwitness.sense.rowreading import balance, bounded, is_readable, ones_for, pair_rows, signs_for, weighed
 from bitwitness.stats.reader import KINDS
 from bitwitness.tap.operators import OpCall
-
-_U32 = 2.0**-24
-_SUMMED = 4 * ACCUMULATION
-_LARGE = 1 << 18
-"""Elements up to which a weight's gradient is checked: that takes a product of two of them, element by element."""
 
 
 def _cast(call: OpCall, named: Named, signs: Signs) -> list[Invariant] | None:
@@ -126,82 +118,6 @@ def _product(out: Tensor, a: Tensor, b: Tensor, name: str) -> list[Invariant] | 
     return [balance(name, out, sums - expected, left * right, weight=1.0, lost=1.0)]
 
 
-def _layer_norm(call: OpCall, named: Named, signs: Signs) -> list[Invariant] | None:
-    out, mean, rstd = call.outputs[:3]
-    x, weight, bias = named["input"], named["weight"], named["bias"]
-    if len(named["normalized_shape"]) != 1 or not is_readable(x):
-        return None
-    s, scale = signs_for(out, signs)
-    w = s if weight is None else weight.to(s.dtype) * s
-    mean, rstd = mean.reshape(x.shape[:-1]).to(s.dtype), rstd.reshape(x.shape[:-1]).to(s.dtype)
-    sums, norms = weighed(x, w)
-    expected = rstd * (sums - mean * w.sum())
-    size = rstd.abs() * (norms + mean.abs() * math.sqrt(len(s))) * (w.abs().amax() / scale)
-    if bias is not None:
-        wide = bias.to(s.dtype)
-        expected, size = expected + wide @ s, size + torch.linalg.vector_norm(wide)
-    return [balance("out s = rstd (x - mean) w s + b s", out, weighed(out, s)[0] - expected, size, weight=scale)]
-
-
-def _layer_norm_backward(call: OpCall, named: Named, signs: Signs) -> list[Invariant] | None:
-    x, g, weight = named["input"], named["grad_out"], named["weight"]
-    out = call.result[0]
-    if len(named["normalized_shape"]) != 1 or out is None or not all(map(is_readable, (x, g, out))):
-        return None
-    if not x.dtype == out.dtype == g.dtype:
-        return None
-    dots, size, length = pair_rows(out, x)
-    sums, _ = weighed(out, ones_for(out))
-    mean, rstd = (named[name].reshape(x.shape[:-1]).to(sums.dtype) for name in ("mean", "rstd"))
-    s, scale = signs_for(g, signs)
-    given, g_norms = weighed(g, s)
-    bound = rstd.abs() * g_norms * (1.0 if weight is None else weight.abs().amax().to(sums.dtype))
-    lost = math.sqrt(x.shape[-1])  # elements alike are rounded alike
-    # a row whose mean is most of it: mean and what is left are rounded in proportion to the row
-    apart, rounded = 1 + rstd * length / lost, max(_U32, unit_roundoff(named["mean"].dtype)) / unit_roundoff(out.dtype)
-    first, second = (bound * (1 + ACCUMULATION * apart**power * rounded) for power in (1, 2))
-    # epsilon keeps a row from the size of its elements: so much of the gradient along the row is left
-    left = bound * lost * (1 - rstd.square() * ((length / lost).square() - mean.square())).clamp(0, 1)
-    along = ((rstd * (dots - mean * sums)).abs() - left).clamp_min(0)
-    return [
-        balance("dx 1 = 0", out, sums, first, weight=1.0, lost=lost),
-        balance("dx x = mean dx 1", out, along, second, weight=1.0, lost=lost),
-        bounded("|dx| <= rstd |g| max |w|", out, size, bound),
-        *_of_weights(call, x, g, s, (mean, rstd), (given, g_norms, length + mean.abs() * lost), scale),
-    ]
-
-
-def _of_weights(
-    call: OpCall,
-    x: Tensor,
-    g: Tensor,
-    s: Tensor,
-    moments: tuple[Tensor, Tensor],
-    rows: tuple[Tensor, ...],
-    scale: float,
-) -> list[Invariant]:
-    """Check the gradients of weight and bias; ``rows``: ``g . s``, the norms of g, and of what x deviates by."""
-    (mean, rstd), (given, norms, spread) = moments, rows
-    dw, db = call.result[1:]
-    found = []
-    # half types are added up as they are, by some kernels
-    if db is not None and db.dtype in (torch.float32, torch.float64):
-        found.append(_summed("db s = sum of g s", db, db.to(s.dtype) @ s - given.sum(), norms * scale))
-    if dw is not None and dw.dtype in (torch.float32, torch.float64) and g.numel() <= _LARGE:
-        terms = rstd * (pair_rows((g * s).to(g.dtype), x)[0] - mean * given)
-        size = rstd.abs() * norms * spread * scale
-        found.append(_summed("dw s = sum of rstd (x - mean) g s", dw, dw.to(s.dtype) @ s - terms.sum(), size))
-    return found
-
-
-def _summed(name: str, result: Tensor, residual: Tensor, sizes: Tensor) -> Invariant:
-    """Judge what was added up over rows, by the rows' sizes."""
-    size, info = sizes.sum(), torch.finfo(result.dtype)
-    lost = _SUMMED * _U32 * (math.sqrt(sizes.numel()) + math.sqrt(result.shape[-1]))
-    judged = in_range(size, result.dtype)
-    return largest(name, residual.abs()[None], (size * lost)[None] + info.smallest_normal, judged[None])
-
-
 def _is_last(named: Named, out: Tensor) -> bool:
     return bool(named["dim"] % max(out.dim(), 1) == out.dim() - 1)
 
@@ -224,6 +140,17 @@ def _softmax(call: OpCall, named: Named, _signs: Signs) -> list[Invariant] | Non
     # a row without anything is NaN, and not judged
     total = torch.where(torch.isfinite(norms), torch.ones_like(sums), norms)
     return [balance("out 1 = 1", out, sums - 1, total, weight=1.0, lost=math.sqrt(out.shape[-1]))]
+
+
+def _safe_softmax(call: OpCall, named: Named, _signs: Signs) -> list[Invariant] | None:
+    out, x = call.outputs[0], named["self"]
+    if not _is_last(named, out):
+        return None
+    sums, norms = weighed(out, ones_for(out))
+    # a row that is masked as a whole gives zeros
+    expected = (x.amax(-1) > -math.inf).to(sums.dtype)
+    total = torch.where(torch.isfinite(norms), torch.ones_like(sums), norms)
+    return [balance("out 1 = 1", out, sums - expected, total, weight=1.0, lost=math.sqrt(out.shape[-1]))]
 
 
 def _softmax_backward(call: OpCall, named: Named, _signs: Signs) -> list[Invariant] | None:
@@ -254,11 +181,10 @@ CHECKS: dict[str, Check] = {
     "sub": _add,
     "mul": _mul,
     "div": _div,
-    "native_layer_norm": _layer_norm,
-    "native_layer_norm_backward": _layer_norm_backward,
     "_log_softmax": _log_softmax,
     "_log_softmax_backward_data": _softmax_backward,
     "_softmax": _softmax,
+    "_safe_softmax": _safe_softmax,
     "_softmax_backward_data": _softmax_backward,
 }
 """Whose rows are checked, by operator."""

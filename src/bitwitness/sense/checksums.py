@@ -6,10 +6,12 @@ from functools import cache
 
 from bitwitness.oracle.kernels import named_arguments
 from bitwitness.sense import (
-    checksum_batchnorm,
+    checksum_again,
     checksum_convolution,
     checksum_moves,
+    checksum_norms,
     checksum_recurrent,
+    checksum_rownorms,
     checksum_rows,
     checksum_sums,
     checksum_wider,
@@ -22,9 +24,10 @@ from bitwitness.tap.operators import OpCall, tensors_in
 
 _LEAST = 64
 """Elements of a result by rows below which a check would cost more than it is worth."""
-_ROWS = {**checksum_rows.CHECKS, **checksum_sums.CHECKS, **checksum_moves.CHECKS}
+_BY_ROW = {**checksum_rows.CHECKS, **checksum_rownorms.CHECKS}
+_ROWS = {**_BY_ROW, **checksum_sums.CHECKS, **checksum_moves.CHECKS}
 """Checks that see what rounding does not explain, which take as long as their operators."""
-_BETWEEN: dict[str, Check] = {**_ROWS, **checksum_batchnorm.CHECKS, **checksum_wider.CHECKS}
+_BETWEEN: dict[str, Check] = {**_ROWS, **checksum_norms.CHECKS, **checksum_wider.CHECKS, **checksum_again.CHECKS}
 """Those of operators that carry no work that counts."""
 _LAYERS: dict[str, Check] = {**checksum_convolution.CHECKS, **checksum_recurrent.CHECKS}
 """Those of operators that do."""
@@ -39,9 +42,9 @@ def is_between(func: OpOverload) -> bool:
 
 def turns_of(op: str, rows_one_in: int) -> int:
     """Return of how many large operators of a kind one is checked on a step, where one in so many is whose rows are read."""
-    if op in checksum_moves.CHECKS:
+    if op in checksum_moves.CHECKS or op in checksum_again.CHECKS:
         return 4 * rows_one_in  # they take longer to compare than to make
-    by_rows = op in _ROWS or op in checksum_batchnorm.CHECKS or op in checksum_recurrent.CHECKS
+    by_rows = op in _ROWS or op in checksum_norms.CHECKS or op in checksum_recurrent.CHECKS
     return rows_one_in if by_rows else 1
 
 
@@ -55,7 +58,7 @@ def check_between(call: OpCall, signs: Signs) -> list[Invariant] | None:
     out = call.outputs[0] if call.outputs else None
     if out is None or not _are_plain(call) or not out.numel():
         return None
-    if call.op in checksum_rows.CHECKS and (not is_readable(out) or out.numel() < _LEAST):
+    if call.op in _BY_ROW and (not is_readable(out) or out.numel() < _LEAST):
         return None
     return _BETWEEN[call.op](call, named_arguments(call.func, call.args, call.kwargs), signs)
 

@@ -32,7 +32,8 @@ from bitwitness.tap.ownwork import in_own_work, own_work
 class OpCall:
     """One operator call: what ran, where, on what, and what came out.
 
-    ``own``: bitwitness ran it, not the training. ``checked``: a handler has held it against what it must give.
+    ``own``: bitwitness ran it, not the training. ``checked``: a handler has held it against what it must give. ``at``: the
+    operator's name in its site, where the call is shown as another's.
     """
 
     func: OpOverload
@@ -45,10 +46,11 @@ class OpCall:
     call: int
     own: bool = False
     checked: bool = False
+    at: str = ""
 
     def site(self, slot: str = "out0") -> Site:
         """Return the site of one of the call's values."""
-        return Site(self.module, self.op, self.call, self.phase, slot)
+        return Site(self.module, self.at or self.op, self.call, self.phase, slot)
 
     @property
     def outputs(self) -> tuple[torch.Tensor, ...]:

@@ -1,0 +1,124 @@
+"""What picks, pads, compares, pools or resizes is computed again, whole, in float64: no element follows from one element.
+
+What only picks has to give the same numbers; what adds weighed numbers up is held to what it gives of their sizes. A device
+that computes wrongly in the same way each time does not do so in another type.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitwitness.numerics import unit_roundoff
+from bitwitness.oracle.limits import ACCUMULATION, ROUNDING, accumulation_roundoff
+from bitwitness.sense.invariant import Check, Invariant, Named, Signs, in_range, largest
+from bitwitness.tap.operators import OpCall, tensors_in
+
+_DEVICES = ("cpu", "cuda")
+"""Those that compute in float64."""
+_NARROW = (torch.float32, torch.float16, torch.bfloat16)
+_ROOM = 4.0
+_RESIZING = 8.0
+"""Units of float32 by which a resized image's weights may be off, for each pixel of its longest side: kernels round places."""
+_BETWEEN_PIXELS = 8.0
+"""Roundings of a resized image's half types, whose weights and partial sums may be kept in them: 15 of 44 seen."""
+_IN_ANY_ORDER = ("index_put", "scatter", "index_copy")
+"""Who may be given one place twice: on accelerators the last to come is not known."""
+
+
+def _wide(call: OpCall, *, sizes: bool = False) -> Tensor | None:
+    """Return a call's first result in float64, of the inputs' sizes alone where asked to; None where that cannot be."""
+    out = call.outputs[0]
+    given = tensors_in((*call.args, *call.kwargs.values()))
+    floating = [t for t in given if t.is_floating_point()]
+    if (
+        out.dtype not in _NARROW
+        or out.device.type not in _DEVICES
+        or any(t.device != out.device for t in given if t.dim())
+    ):
+        return None
+    if not floating or any(t.dtype is not out.dtype for t in floating):
+        return None
+
+    def widened(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value.double().abs() if sizes else value.double()
+        if isinstance(value, list | tuple):
+            return type(value)(widened(item) for item in value)
+        return value
+
+    found = call.func(*widened(call.args), **{name: widened(value) for name, value in call.kwargs.items()})
+    first = tensors_in(found)[0]
+    return first if first.shape == out.shape and first.dtype is torch.float64 else None
+
+
+def _picked(call: OpCall, named: Named, _signs: Signs) -> list[Invariant] | None:
+    out = call.outputs[0]
+    if call.op in _IN_ANY_ORDER and (named.get("accumulate") or not out.is_cpu):
+        return None
+    wide = _wide(call)
+    if wide is None:
+        return None
+    expected = wide.to(out.dtype)
+    wrong = ((out != expected) & ~(out.isnan() & expected.isnan())).flatten(0, -2 if out.dim() > 1 else -1)
+    counts = wrong.sum(-1, dtype=torch.float32).reshape(-1)
+    return [largest("the same in float64", counts, torch.full_like(counts, 0.5), torch.ones_like(counts).bool())]
+
+
+def _summed(call: OpCall, _named: Named, _signs: Signs) -> list[Invariant] | None:
+    out = call.outputs[0]
+    expected, size = _wide(call), _wide(call, sizes=True)
+    if expected is None or size is None:
+        return None
+    terms = max(max(t.numel() for t in tensors_in(call.args)) / max(out.numel(), 1), 1)
+    room = ROUNDING * unit_roundoff(out.dtype) + ACCUMULATION * accumulation_roundoff(out.dtype) * math.sqrt(terms)
+    floor = size.new_tensor(ROUNDING * torch.finfo(out.dtype).smallest_normal)
+    if call.op.startswith("upsample"):
+        room += _BETWEEN_PIXELS * unit_roundoff(out.dtype)
+        floor = floor + terms * _of_places(call.args[0], out)
+    residual, threshold, judged = (out - expected).abs(), size * (_ROOM * room) + floor, in_range(size, out.dtype)
+    return [largest("the same in float64", *(t.reshape(-1) for t in (residual, threshold, judged)))]
+
+
+def _positive(call: OpCall, _named: Named, _signs: Signs) -> list[Invariant] | None:
+    """Check what adds up what has one sign, by its own size."""
+    out, expected = call.outputs[0], _wide(call)
+    if expected is None:
+        return None
+    terms = max(call.args[0].numel() / max(out.numel(), 1), 1)
+    room = 2 * ROUNDING * unit_roundoff(out.dtype) + ACCUMULATION * accumulation_roundoff(out.dtype) * math.sqrt(terms)
+    floor, size = ROUNDING * torch.finfo(out.dtype).smallest_normal, expected.abs()
+    # differences are squared, or multiplied, in the type itself
+    largest_one = torch.stack([t.double().abs().amax() for t in tensors_in(call.args)]).amax()
+    judged = in_range(size, out.dtype) & in_range((2 * largest_one).square(), out.dtype)
+    residual, threshold = (out - expected).abs(), size * (_ROOM * room) + floor
+    return [largest("the same in float64", *(t.reshape(-1) for t in (residual, threshold, judged)))]
+
+
+def _of_places(x: Tensor, out: Tensor) -> Tensor:
+    """Return by how much a resized image may be off for its places: a pixel beside it may count for that much of itself."""
+    places = list(range(2, x.dim()))
+    longest = max(max(t.shape[2:]) for t in (x, out))
+    return _RESIZING * unit_roundoff(torch.float32) * longest * x.double().abs().amax(places, keepdim=True)
+
+
+CHECKS: dict[str, Check] = {
+    **dict.fromkeys(("where", "masked_fill", "masked_select", "index", "index_select", "gather", "take"), _picked),
+    **dict.fromkeys(("roll", "flip", "repeat", "tril", "triu", "constant_pad_nd"), _picked),
+    **dict.fromkeys(("reflection_pad1d", "reflection_pad2d", "replication_pad1d", "replication_pad2d"), _picked),
+    **dict.fromkeys(("slice_backward", "select_backward", "slice_scatter", "select_scatter"), _picked),
+    **dict.fromkeys(("index_put", "scatter", "index_copy", "index_fill"), _picked),
+    **dict.fromkeys(
+        ("maximum", "minimum", "clamp", "clamp_min", "clamp_max", "hardtanh", "hardtanh_backward"), _picked
+    ),
+    **dict.fromkeys(("max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d"), _picked),
+    **dict.fromkeys(("amax", "amin", "max", "min", "topk", "sort"), _picked),
+    **dict.fromkeys(("avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d"), _summed),
+    **dict.fromkeys(("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d"), _summed),
+    **dict.fromkeys(("upsample_bilinear2d_backward", "upsample_linear1d_backward"), _summed),
+    **dict.fromkeys(("linalg_vector_norm", "mse_loss", "mse_loss_backward", "huber_loss", "smooth_l1_loss"), _positive),
+}
+"""Who is computed again, by operator."""
