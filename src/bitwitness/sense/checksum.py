@@ -2,8 +2,8 @@
 
 It sees a wrong element, row, column or tile of an operator's output, once it is larger than rounding explains: for
 float32 about the eight upper mantissa bits of an ordinary element, for bfloat16 exponent bits; of convolutions and LSTM layers
-what is coarser. It cannot see an input that was already wrong, nor operators without an identity (what gathers by index,
-recurrent layers on accelerators): `ChecksumSensor.coverage` names those that carry work with their share.
+what is coarser. It cannot see an input that was already wrong, nor operators without an identity (recurrent layers on
+accelerators, say): `ChecksumSensor.coverage` names those that carry work with their share.
 """
 
 from __future__ import annotations

@@ -77,6 +77,7 @@ CHECKS: dict[str, Check] = dict.fromkeys(
     (
         *("gelu", "gelu_backward", "silu", "silu_backward", "mish", "mish_backward", "relu", "threshold_backward"),
         *("leaky_relu", "leaky_relu_backward", "elu", "softplus", "softplus_backward", "hardswish", "hardsigmoid"),
+        *("hardswish_backward", "hardsigmoid_backward"),
         *("tanh", "tanh_backward", "sigmoid", "sigmoid_backward"),
         *("exp", "log", "log1p", "sqrt", "rsqrt", "reciprocal", "pow", "erf", "sin", "cos", "neg", "abs"),
     ),

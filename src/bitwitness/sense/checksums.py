@@ -8,6 +8,7 @@ from bitwitness.oracle.kernels import named_arguments
 from bitwitness.sense import (
     checksum_again,
     checksum_convolution,
+    checksum_draws,
     checksum_moves,
     checksum_norms,
     checksum_recurrent,
@@ -27,8 +28,11 @@ _LEAST = 64
 _BY_ROW = {**checksum_rows.CHECKS, **checksum_rownorms.CHECKS}
 _ROWS = {**_BY_ROW, **checksum_sums.CHECKS, **checksum_moves.CHECKS}
 """Checks that see what rounding does not explain, which take as long as their operators."""
-_BETWEEN: dict[str, Check] = {**_ROWS, **checksum_norms.CHECKS, **checksum_wider.CHECKS, **checksum_again.CHECKS}
+_ELEMENTS = {**checksum_wider.CHECKS, **checksum_again.CHECKS, **checksum_draws.CHECKS}
+_BETWEEN: dict[str, Check] = {**_ROWS, **checksum_norms.CHECKS, **_ELEMENTS}
 """Those of operators that carry no work that counts."""
+_OVERWRITE = ("copy_", "bernoulli_")
+"""Those of them that read nothing of what they write over."""
 _LAYERS: dict[str, Check] = {**checksum_convolution.CHECKS, **checksum_recurrent.CHECKS}
 """Those of operators that do."""
 
@@ -37,12 +41,12 @@ _LAYERS: dict[str, Check] = {**checksum_convolution.CHECKS, **checksum_recurrent
 def is_between(func: OpOverload) -> bool:
     """Tell whether an operator is one of those that run between products, and leaves its inputs as they are."""
     known = func.namespace == "aten" and func.overloadpacket.__name__ in _BETWEEN
-    return known and (func.overloadpacket.__name__ == "copy_" or not func._schema.is_mutable)
+    return known and (func.overloadpacket.__name__ in _OVERWRITE or not func._schema.is_mutable)
 
 
 def turns_of(op: str, rows_one_in: int) -> int:
     """Return of how many large operators of a kind one is checked on a step, where one in so many is whose rows are read."""
-    if op in checksum_moves.CHECKS or op in checksum_again.CHECKS:
+    if op in checksum_moves.CHECKS or op in checksum_again.CHECKS or op in checksum_draws.CHECKS:
         return 4 * rows_one_in  # they take longer to compare than to make
     by_rows = op in _ROWS or op in checksum_norms.CHECKS or op in checksum_recurrent.CHECKS
     return rows_one_in if by_rows else 1
