@@ -2,9 +2,9 @@
 
     python bench/clean.py --steps 2000
 
-Twelve trainings at the guard's default settings: several models, optimizers and learning rates; a data shift, experts without
-tokens, and in the spiky ones bad batches and jumps of the learning rate. Prints a table and writes it to
-``bench/results/clean.md``.
+Fourteen trainings at the guard's default settings, or with every step deep (``--deep-every 1``): several models, optimizers and
+learning rates; a data shift, experts without tokens, and in the spiky ones bad batches and jumps of the learning rate. Prints a
+table and writes it to ``bench/results/clean.md``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from detection.subjects import ConvNet, Llama, MixtureOfExperts, Recurrent
+from detection.subjects import ConvNet, Llama, MixtureOfExperts, Recurrent, UNet
 from torch import nn
 
 from bitwitness import Guard
@@ -70,6 +70,14 @@ SETTINGS = (
     Setting("GPT, AdamW, bf16", _gpt, lambda p: [torch.optim.AdamW(p, lr=1e-3)], spiky=True, autocast=BF16),
     Setting("GPT, SGD momentum", _gpt, lambda p: [torch.optim.SGD(p, lr=0.1, momentum=0.9)], spiky=True),
     Setting("convnet with BatchNorm, SGD", ConvNet, lambda p: [torch.optim.SGD(p, lr=0.05)], spiky=True),
+    Setting("UNet with GroupNorm, in place, AdamW", UNet, lambda p: [torch.optim.AdamW(p, lr=1e-3)]),
+    Setting(
+        "UNet with GroupNorm, in place, bf16",
+        UNet,
+        lambda p: [torch.optim.AdamW(p, lr=3e-3)],
+        spiky=True,
+        autocast=BF16,
+    ),
     Setting("LSTM, Adam", Recurrent, lambda p: [torch.optim.Adam(p, lr=2e-3)], spiky=True),
 )
 
@@ -86,7 +94,7 @@ def data(setting: Setting, step: int, steps: int, text: torch.Tensor, generator:
     return [inputs, targets]
 
 
-def run(setting: Setting, steps: int) -> dict[str, object]:
+def run(setting: Setting, steps: int, deep_every: int | None = None) -> dict[str, object]:
     """Train one setting under guard; return its counts."""
     torch.manual_seed(0)
     model = setting.model()
@@ -96,7 +104,8 @@ def run(setting: Setting, steps: int) -> dict[str, object]:
     scaler = torch.amp.GradScaler("cpu", enabled=setting.scaler)
     generator = torch.Generator().manual_seed(1)
     text = standard_library(1 << 20)
-    with Guard(model, optimizers) as guard:
+    options = {} if deep_every is None else {"deep_every": deep_every}
+    with Guard(model, optimizers, **options) as guard:
         assert guard.reporter is not None
         guard.reporter.say = lambda _text: None  # type: ignore[method-assign]
         for step in range(steps):
@@ -136,17 +145,19 @@ def main() -> None:
     """Run every setting."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--deep-every", type=int, help="one in so many steps deep, whatever it costs")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
     for setting in SETTINGS:
-        rows.append(run(setting, args.steps))
+        rows.append(run(setting, args.steps, args.deep_every))
         print(rows[-1], flush=True)
     print(table(rows))
     args.out.mkdir(parents=True, exist_ok=True)
+    every = "" if args.deep_every is None else f" --deep-every {args.deep_every}"
     (args.out / "clean.md").write_text(
-        f"# Clean runs\n\n`python bench/clean.py --steps {args.steps}`\n\n{table(rows)}\n"
+        f"# Clean runs\n\n`python bench/clean.py --steps {args.steps}{every}`\n\n{table(rows)}\n"
     )
 
 

@@ -77,6 +77,29 @@ class ConvNet(nn.Module):
         return F.cross_entropy(self.head(self.body(image)), following[:, -1])
 
 
+class UNet(nn.Module):
+    """A small image model with group norms, in-place activations and sums, dropout, padding and resizing."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.down = nn.Sequential(nn.Conv2d(1, width, 3), nn.GroupNorm(4, width), nn.SiLU(inplace=True))
+        self.inner = nn.Sequential(
+            *(nn.MaxPool2d(2), nn.ReflectionPad2d(1), nn.Conv2d(width, width, 3), nn.GroupNorm(4, width)),
+            *(nn.ReLU(inplace=True), nn.Dropout(0.1)),
+        )
+        self.out = nn.Conv2d(2 * width, width, 1)
+        self.head = nn.Linear(width, 256)
+
+    def forward(self, text: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+        """Read bytes as an image; predict the last of those that follow."""
+        image = F.pad(text.float().view(len(text), 1, 8, -1) / 64 - 2, (1, 1, 1, 1))
+        x = self.down(image)
+        inner = F.interpolate(self.inner(x), size=x.shape[-2:], mode="bilinear", align_corners=False)
+        inner += x
+        joined = self.out(torch.cat([x, inner.clamp(-8.0, 8.0)], 1)).masked_fill(image[:, :, 1:-1, 1:-1] > 1.5, 0.0)
+        return F.cross_entropy(self.head(joined.mean((2, 3))), following[:, -1])
+
+
 class Recurrent(nn.Module):
     """A byte-level LSTM that returns its loss."""
 
