@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from extent import EVERYTHING
 from test_view import EVIL, hostile_frame, record, series
 
 import bitwitness as bw
+from bitwitness.comparison.frame import StepFrame
 from bitwitness.finding import Severity
 from bitwitness.store.answer import answer_of
+from bitwitness.store.rows import Measured, Row, to_table
 from bitwitness.store.writer import RunWriter
 from bitwitness.view.colours import State
 from bitwitness.view.explorer import installed
@@ -141,6 +145,31 @@ def test_hostile_names_do_nothing(browser) -> None:
             page.click("#next")
         assert page.locator("img").count() == 0
         assert EVIL in page.locator("#conclusion").inner_text()
+
+
+@pytest.mark.skipif(not EVERYTHING, reason="half a minute of work: TEST_EVERYTHING=1, as make campaign sets it")
+def test_thirty_thousand_operators_open_within_ten_seconds(browser) -> None:
+    """A model of 600 layers of 50 operators; one of them is wrong. Above `AT_ONCE` the tree opens, not Model Explorer."""
+    rows, values = [], {}
+    for number in range(30_000):
+        layer, at = divmod(number, 50)
+        module = f"model.layers.{layer}.part{at // 10}"
+        place = (0, 0, number, number, "op", "forward", module, "mm", at % 10, "out0", "float32", (1,))
+        rows.append(
+            Row(*place, None, None, number, number - 1, "main.py:3 in forward", "mm", -1, None, recomputed=False)
+        )
+        values[number] = Measured(1, 0, 0, 0, 0, 1.0, 1.0, 1.0, 1.0, 1.0, -1)
+    graph = graph_of("large", StepFrame(to_table(0, rows, values)))
+    wrong = {graph.nodes[23_456].id: Found(State.MADE_HERE, "made here", 30.0, "computed a wrong result")}
+    scene = Scene(["large"], "large", [(0, 0)], lambda _place: [Side(graph, wrong)])
+    with served(lambda: scene, [], explorer=True) as server:
+        began = time.monotonic()
+        with opened(browser, server, (1280, 800)) as page:
+            page.wait_for_selector(".node[aria-current=true]", timeout=60_000)
+            seconds = time.monotonic() - began
+            print(f"{len(graph.nodes):,} nodes: {seconds:.1f} s")
+            assert len(graph.nodes) == 30_000
+            assert seconds < 10
 
 
 def test_a_run_that_goes_on_grows_without_a_reload(browser, tmp_path: Path) -> None:
