@@ -100,7 +100,8 @@ def health_of(
     advice = ""
     worst = _worst(verdicts) if verdicts else None
     if worst is not None:
-        more = f" (and {len(verdicts) - 1} more verdicts)" if len(verdicts) > 1 else ""
+        others = len(verdicts) - 1
+        more = f" (and {others} more verdict{'s' * (others != 1)})" if others else ""
         what = f"{worst.cause.replace('_', ' ')}, {worst.action}: {worst.message}"
         sentence = f"NOT healthy: step {worst.step}: {what}{more}; {seen}"
         advice = _ADVICE.get(worst.cause, "")
