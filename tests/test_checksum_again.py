@@ -35,12 +35,18 @@ def picked(x: Tensor, g: torch.Generator) -> list[Tensor]:
         x.gather(3, at), x.index_select(2, rows), x.scatter(3, at, 0.3), x.index_fill(2, torch.tensor([1, 3]), 0.2),
         x.index_put((torch.tensor([0]),), x[:1] + 1), torch.maximum(x, x.flip(2)), torch.minimum(x, x.flip(2)),
         x.clamp(-0.1, 0.3), x.clamp(min=0.1), x.clamp_max(0.1), F.hardtanh(x, -0.3, 0.3), F.max_pool2d(x, 2),
+        *(F.interpolate(x, scale_factor=by) for by in (2, (4.0, 0.5), 1.7)), F.interpolate(x[:, :, 0], scale_factor=2),
+        F.interpolate(x[None], scale_factor=2), F.pixel_shuffle(x.repeat(1, 4, 1, 1), 2), F.pixel_unshuffle(x[:, :, :8, :8], 2),
+        x.scatter_reduce(3, at, x[..., :4] + 1, "amax"), x.scatter_reduce(3, at, x[..., :4], "mean"),
         x.amax(-1), x.amin(-1), x.max(-1)[0], x.topk(3)[0], x.sort(-1)[0],
     ]  # fmt: skip
 
 
 def summed(x: Tensor, g: torch.Generator) -> list[Tensor]:
+    rows, at = torch.randint(3, (x.shape[2],), generator=g), torch.randint(2, x.shape, generator=g)
     found = [
+        x.new_zeros(x.shape).index_add(2, rows, x, alpha=2), (x + 1).scatter_add(2, at, x),
+        x.index_put((torch.tensor([0, 0, 0]),), x[:1] + 1, accumulate=True),
         F.avg_pool2d(x, 3, 2, 1, ceil_mode=True), F.avg_pool2d(x, 2, 2, 1, count_include_pad=False),
         F.adaptive_avg_pool2d(x, (3, 5)), F.adaptive_avg_pool2d(x, (11, 70)),
         F.interpolate(x[:, :, 0], scale_factor=2, mode="linear"),

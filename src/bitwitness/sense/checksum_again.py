@@ -55,9 +55,9 @@ def _wide(call: OpCall, *, sizes: bool = False) -> Tensor | None:
     return first if first.shape == out.shape and first.dtype is torch.float64 else None
 
 
-def _picked(call: OpCall, named: Named, _signs: Signs) -> list[Invariant] | None:
+def _picked(call: OpCall, _named: Named, _signs: Signs) -> list[Invariant] | None:
     out = call.outputs[0]
-    if call.op in _IN_ANY_ORDER and (named.get("accumulate") or not out.is_cpu):
+    if call.op in _IN_ANY_ORDER and not out.is_cpu:
         return None
     wide = _wide(call)
     if wide is None:
@@ -81,6 +81,37 @@ def _summed(call: OpCall, _named: Named, _signs: Signs) -> list[Invariant] | Non
         floor = floor + terms * _of_places(call.args[0], out)
     residual, threshold, judged = (out - expected).abs(), size * (_ROOM * room) + floor, in_range(size, out.dtype)
     return [largest("the same in float64", *(t.reshape(-1) for t in (residual, threshold, judged)))]
+
+
+def _added(call: OpCall, named: Named, _signs: Signs) -> list[Invariant] | None:
+    """Check what is added up by place, one number after the other as some kernels do."""
+    if named.get("accumulate") is False:
+        return _picked(call, named, _signs)
+    expected, size = _wide(call), _wide(call, sizes=True)
+    if expected is None or size is None:
+        return None
+    out = call.outputs[0]
+    given = iter((torch.zeros_like, torch.ones_like))  # what there was, and what is added to it
+    counted = [next(given)(v) if isinstance(v, Tensor) and v.is_floating_point() else v for v in call.args]
+    counts = call.func(*(v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for v in counted))
+    room = (_ROOM * ROUNDING + counts) * unit_roundoff(out.dtype)
+    floor = ROUNDING * torch.finfo(out.dtype).smallest_normal
+    residual, threshold, judged = (out - expected).abs(), size * room + floor, in_range(size, out.dtype)
+    return [largest("the same in float64", *(t.reshape(-1) for t in (residual, threshold, judged)))]
+
+
+def _reduced(call: OpCall, named: Named, signs: Signs) -> list[Invariant] | None:
+    """Check a reduction by place; of means and products, and where NaN may be chosen, nothing is known here."""
+    return _picked(call, named, signs) if named["reduce"] in ("amax", "amin") else None
+
+
+def _nearest(call: OpCall, named: Named, signs: Signs) -> list[Invariant] | None:
+    """Check an image whose pixels were taken as they are; which ones is beyond doubt where its sides are halves or doubles."""
+    for one, other in zip(call.args[0].shape[2:], call.outputs[0].shape[2:], strict=True):
+        small, large = sorted((one, other))
+        if not small or large % small or (large // small).bit_count() != 1:
+            return None
+    return (_summed if call.op.endswith("_backward") else _picked)(call, named, signs)
 
 
 def _positive(call: OpCall, _named: Named, _signs: Signs) -> list[Invariant] | None:
@@ -110,7 +141,10 @@ CHECKS: dict[str, Check] = {
     **dict.fromkeys(("roll", "flip", "repeat", "tril", "triu", "constant_pad_nd"), _picked),
     **dict.fromkeys(("reflection_pad1d", "reflection_pad2d", "replication_pad1d", "replication_pad2d"), _picked),
     **dict.fromkeys(("slice_backward", "select_backward", "slice_scatter", "select_scatter"), _picked),
-    **dict.fromkeys(("index_put", "scatter", "index_copy", "index_fill"), _picked),
+    **dict.fromkeys(("scatter", "index_copy", "index_fill", "pixel_shuffle", "pixel_unshuffle"), _picked),
+    **dict.fromkeys(("index_put", "index_add", "scatter_add"), _added),
+    "scatter_reduce": _reduced,
+    **dict.fromkeys((f"upsample_nearest{kind}" for kind in ("1d", "2d", "3d", "2d_backward", "3d_backward")), _nearest),
     **dict.fromkeys(
         ("maximum", "minimum", "clamp", "clamp_min", "clamp_max", "hardtanh", "hardtanh_backward"), _picked
     ),
