@@ -219,6 +219,20 @@ def test_rows_that_torch_scales_in_the_forward_are_no_suspicion() -> None:
     assert guard.findings == []
 
 
+def test_a_parameter_that_the_forward_itself_changes_is_named() -> None:
+    table, head = nn.Embedding(100, 8, max_norm=1.0), nn.Linear(8, 2)
+    net = nn.Sequential(table, head)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with bw.Guard(net, optimizer, quiet=True) as guard:
+        for _ in range(20):
+            ids = torch.randint(0, 100, (8,))
+            nn.functional.cross_entropy(net(ids), ids % 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    told = " ".join(guard.coverage()["not_covered"])
+    assert "forward and the optimizer step: 0.weight (max_norm has the forward itself change it)" in told
+
+
 def test_few_modules_are_looked_at_in_a_large_model() -> None:
     net = nn.Module()
     net.layers = nn.ModuleList(Block(4) for _ in range(100))

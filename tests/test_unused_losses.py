@@ -69,7 +69,7 @@ def test_what_the_script_skips_is_told_and_the_run_is_not_healthy(
     said = capsys.readouterr().err
     assert said.count("the loss was not finite in step 6 (nan), and the script let it go unused") == 1
     assert "'bitwitness trace' names who made it" in said
-    assert "NOT healthy: 1 origin of NaN or Inf" in said
+    assert "NOT healthy: 1 step with NaN or Inf" in said
     assert not guard.verdicts
     assert main(["status", str(tmp_path / "run")]) == 1
     assert "(the loss was not finite in step 6 (nan)" in capsys.readouterr().out
@@ -123,7 +123,7 @@ def test_what_makes_a_loss_function_raise_is_told(
     with pytest.raises(RuntimeError, match="between 0 and 1"), face(net, out=tmp_path / "run"):
         train(BAD)
     said = capsys.readouterr().err
-    assert "NOT healthy: 1 origin of NaN or Inf" in said
+    assert "NOT healthy: 1 step with NaN or Inf" in said
     if face is bw.Guard:
         assert "step 6: what the model returned was not finite (nan), and the script failed before its backward" in said
         assert "to do: run it with 'bitwitness trace', which names the operator and the line" in said

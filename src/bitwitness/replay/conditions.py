@@ -41,12 +41,23 @@ def shared_generators(passes: Sequence[Pass]) -> bool:
 
 def check_unchanged(record: StepRecord, root: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
     """Raise `ReplayError` if torch knows of a change since the step's forward."""
-    if record.versions != [p._version for p in parameters]:
-        raise ReplayError("parameters were changed between the forward and the optimizer step")
+    changed = [p for p, version in zip(parameters, record.versions, strict=False) if p._version != version]
+    if changed or len(parameters) != len(record.versions):
+        raise ReplayError(f"parameters were changed between the forward and the optimizer step{_who(changed, root)}")
     if any(module.training is not mode for module, mode in zip(root.modules(), record.training, strict=True)):
         raise ReplayError("training flags were changed between the forward and the optimizer step")
     if (norm := record.start_norm) is not None and float(norm) != 0:
         raise ReplayError("gradients were not zero when the step began")
+
+
+def _who(changed: Sequence[nn.Parameter], root: nn.Module) -> str:
+    """Name the first of some parameters, and say where the module itself changes it."""
+    for path, module in root.named_modules():
+        for name, own in module.named_parameters(recurse=False):
+            if changed and own is changed[0]:
+                by = " (max_norm has the forward itself change it)" if getattr(module, "max_norm", None) is not None else ""
+                return f": {path}{'.' * bool(path)}{name}{by}"
+    return ""
 
 
 def check_unseen(record: StepRecord, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
