@@ -123,7 +123,7 @@ def test_what_makes_a_loss_function_raise_is_told(
     with pytest.raises(RuntimeError, match="between 0 and 1"), face(net, out=tmp_path / "run"):
         train(BAD)
     said = capsys.readouterr().err
-    assert "NOT healthy: 1 step with NaN or Inf" in said
+    assert f"NOT healthy: 1 {'step with' if face is bw.Guard else 'origin of'} NaN or Inf" in said
     if face is bw.Guard:
         assert "step 6: what the model returned was not finite (nan), and the script failed before its backward" in said
         assert "to do: run it with 'bitwitness trace', which names the operator and the line" in said

@@ -55,7 +55,11 @@ def _who(changed: Sequence[nn.Parameter], root: nn.Module) -> str:
     for path, module in root.named_modules():
         for name, own in module.named_parameters(recurse=False):
             if changed and own is changed[0]:
-                by = " (max_norm has the forward itself change it)" if getattr(module, "max_norm", None) is not None else ""
+                by = (
+                    " (max_norm has the forward itself change it)"
+                    if getattr(module, "max_norm", None) is not None
+                    else ""
+                )
                 return f": {path}{'.' * bool(path)}{name}{by}"
     return ""
 
