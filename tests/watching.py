@@ -8,26 +8,23 @@ import torch
 
 from bitwitness import Finding
 from bitwitness.sense.checksum import ChecksumSensor
-from bitwitness.tap.inplace import InPlaceCalls, functional_of
+from bitwitness.tap.inplace import functional_tap
 from bitwitness.tap.modules import ModuleTracker
-from bitwitness.tap.operators import OpCall, OperatorTap
+from bitwitness.tap.operators import OpCall
 
 
 def watched(
     run: Callable[[], object], spoil: Callable[[OpCall], None] | None = None
 ) -> tuple[list[Finding], dict[str, int]]:
     """Run under the sensor; return what it found, and how often it checked which operator."""
-    sensor, in_place = ChecksumSensor(rows_one_in=1), InPlaceCalls()
-
-    def selected(func) -> bool:
-        return sensor.select(functional_of(func) or func)
+    sensor = ChecksumSensor(rows_one_in=1)
 
     def look(call: OpCall) -> None:
         if spoil is not None:
             spoil(call)
-        sensor(in_place.shown(call))
+        sensor(call)
 
-    with OperatorTap(ModuleTracker(), look, selected, in_place.before):
+    with functional_tap(ModuleTracker(), look, sensor.select):
         run()
     return sensor.drain(0, 0), {op: count for op, (count, _) in sensor.checked_calls.items()}
 
@@ -42,7 +39,7 @@ def found_in(run: Callable[[], object], op: str, slot: int, spoil: Callable[[tor
     done: list[str] = []
 
     def struck(call: OpCall) -> None:
-        if call.op in (op, f"{op}_") and not done:
+        if op in (call.op, call.at) and not done:
             done.append(str(call.site()).split("@")[0])
             with torch.no_grad():
                 spoil(call.outputs[slot].detach())

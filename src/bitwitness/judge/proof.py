@@ -20,8 +20,8 @@ from bitwitness.judge.fingerprint import Fingerprint
 from bitwitness.judge.localize import Located, locate
 from bitwitness.replay.errors import ReplayError
 from bitwitness.sense.checksum import ChecksumSensor
+from bitwitness.tap.inplace import functional_tap
 from bitwitness.tap.modules import ModuleTracker
-from bitwitness.tap.operators import OperatorTap
 
 _CONTRADICTS = "an operator's result contradicts float64"
 _ASKED = 2  # accused devices that are asked, one after the other: the other ranks wait
@@ -195,7 +195,7 @@ class OperatorProof:
         if self._ranks.rank == culprit or self._experiments.replayer.lockstep:
             sensor, tracker = ChecksumSensor(), ModuleTracker()
             try:
-                self._experiments.replayer.run(record, around=lambda: OperatorTap(tracker, sensor, sensor.select))
+                self._experiments.replayer.run(record, around=lambda: functional_tap(tracker, sensor, sensor.select))
                 failed = [
                     finding for finding in sensor.drain(record.step, culprit) if finding.severity is Severity.ERROR
                 ]

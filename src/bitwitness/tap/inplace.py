@@ -13,7 +13,8 @@ from torch import Tensor
 
 from bitwitness.stats.local import is_plain
 from bitwitness.tap.compat import OpOverload
-from bitwitness.tap.operators import OpCall, tensors_in
+from bitwitness.tap.modules import ModuleTracker
+from bitwitness.tap.operators import Handler, OpCall, OperatorTap, Selector, tensors_in
 
 _KNOWN = frozenset(
     (
@@ -75,6 +76,17 @@ class InPlaceCalls:
             return call
         args = (kept, *(kept if value is call.args[0] else value for value in call.args[1:]))
         return replace(call, func=func, args=args, op=func.overloadpacket.__name__, at=call.op)
+
+
+def functional_tap(tracker: ModuleTracker, handler: Handler, select: Selector) -> OperatorTap:
+    """Return a tap whose handler is shown in-place operators as functional ones, where it wants these."""
+    in_place = InPlaceCalls()
+    return OperatorTap(
+        tracker,
+        lambda call: handler(in_place.shown(call)),
+        lambda func: select(functional_of(func) or func),
+        in_place.before,
+    )
 
 
 def _can_be_shown(call: OpCall) -> bool:
