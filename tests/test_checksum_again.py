@@ -53,6 +53,8 @@ def summed(x: Tensor, g: torch.Generator) -> list[Tensor]:
         *(F.interpolate(x, scale_factor=by, mode="bilinear") for by in (1.7, (7.0, 5.0), 0.23)),
         F.interpolate(x, size=(31, 57), mode="bilinear", align_corners=True), x.norm(dim=-1), x.norm(), F.normalize(x, dim=1),
         *(F.mse_loss(x, x.flip(2), reduction=kind) for kind in ("mean", "none")),
+        F.interpolate(x, scale_factor=1.7, mode="bicubic"), F.interpolate(x, size=(31, 57), mode="bicubic", align_corners=True),
+        F.grid_sample(x, (2.4 * torch.rand(len(x), 7, 9, 2, generator=g) - 1.2).to(x.dtype), align_corners=False),
         F.huber_loss(x, x.flip(3)), F.smooth_l1_loss(x, x.flip(3), reduction="sum"),
     ]  # fmt: skip
     if x.dtype is torch.float32:
@@ -88,12 +90,14 @@ def test_all_of_these_operators_were_checked() -> None:
 @pytest.mark.parametrize("op", sorted(set(CHECKS) - CPU_HAS_NOT))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_wrong_element_is_found(op, dtype) -> None:
+    if dtype is torch.bfloat16 and op == "grid_sampler_2d":
+        pytest.skip("places in bfloat16 are rounded by whole pixels: not checked")
     if dtype is torch.bfloat16 and op in ("avg_pool3d", "max_pool3d_with_indices", "upsample_trilinear3d"):
         pytest.skip("torch's CPU has not this operator in bfloat16")
 
     def spoil(out: Tensor) -> None:
         flat = out.view(-1)
-        flat[len(flat) // 2] = flat[len(flat) // 2] * 3 + 5
+        flat[len(flat) // 2] = flat[len(flat) // 2] * -3 - 20
 
     found_in(lambda: work(dtype), op, 0, spoil)
 

@@ -69,6 +69,18 @@ def test_rows_of_equal_numbers_are_not_suspected_though_all_of_them_are_rounded_
             assert not [one.message for one in found if one.sensor == "checksum"]
 
 
+def test_gradients_of_a_layer_norm_under_autocast_are_not_suspected() -> None:
+    """torch's CPU kernel adds gradients of bfloat16 rows up in bfloat16, and gives them to float32 weights."""
+    norm, inner = torch.nn.LayerNorm(64), torch.nn.Linear(64, 64)
+
+    def run() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = norm(inner(torch.randn(512, 64))).square().sum()
+        loss.backward()
+
+    assert not [one.message for one in watched(run)[0] if one.sensor == "checksum"]
+
+
 def test_a_deviation_that_a_whole_row_was_divided_by_is_checked() -> None:
     def spoil(call: OpCall) -> None:
         if call.op == "native_layer_norm":

@@ -8,9 +8,9 @@ import torch
 
 from bitwitness.capture.light import LightStep
 from bitwitness.capture.step import StepRecord
-from bitwitness.finding import Finding
+from bitwitness.finding import Cause, Finding
 from bitwitness.guard.deepsteps import DeepSteps
-from bitwitness.guard.investigation import Investigation
+from bitwitness.guard.investigation import NO_FAULT, Investigation
 from bitwitness.guard.keptgradients import KeptGradients
 from bitwitness.guard.sensors import STATISTICAL, Sensors
 from bitwitness.judge.fingerprint import Fingerprint
@@ -54,12 +54,12 @@ class FollowUp:
         if suspicious:
             self.deep.look_closely_after(record.number)
             with self.ranks.together():
-                wrong = self.investigation.question(record, self._original(step), findings, light)
-            if wrong:
+                cause = self.investigation.question(record, self._original(step), findings, light)
+            if cause not in NO_FAULT:
                 self.sensors.operators.ranges(light)
                 return False  # numbers that were proven wrong teach the sensors nothing
             self.sensors.exact.dismissed(findings)
-            self.sensors.operators.dismissed(findings)
+            self.sensors.operators.dismissed(findings, proven=cause is Cause.DISMISSED)
         if hit and not blamed:
             with self.ranks.together():
                 self.investigation.tracing.hit(record, light)

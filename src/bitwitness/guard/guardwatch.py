@@ -22,6 +22,7 @@ from bitwitness.guard.keptgradients import KeptGradients
 from bitwitness.guard.lostverdicts import LostVerdicts
 from bitwitness.guard.operatorsensors import OperatorSensors
 from bitwitness.guard.proven import Proven
+from bitwitness.guard.roots import seen_beside
 from bitwitness.guard.sensors import Sensors
 from bitwitness.guard.statesensors import StateSensors
 from bitwitness.guard.tracing import Tracing
@@ -229,6 +230,7 @@ class GuardWatch(Watch):
         if self.to_look_again(step):
             self._follow_up.look_again(record)
         findings = self.sensors.look(light, deep=deep, scale=light.scale)
+        findings += seen_beside(self.session.root, light.rank)
         compare = None if self.uneven.before else self.investigation.compare_replicas
         findings += self.state.look(record, light, compare, deep=deep)
         findings += self.kept.look(light, record.number, alone=compare is None)

@@ -45,7 +45,7 @@ _CALIBRATE_EVERY = 1000
 _LONGEST_REST = 1024  # steps; doubling is bounded, so that a sensor that was wrong for long is heard again
 _RECHECKS = 3  # steps replayed after one that came out otherwise: what comes back is the script's own doing
 _EXACT = ("checksum", "twice", "replicas", "seal", "gradients", "optimizer", "collective", "recompute")
-_NO_FAULT = (Cause.DISMISSED, Cause.INCONCLUSIVE, Cause.DATA, Cause.SOFTWARE)
+NO_FAULT = (Cause.DISMISSED, Cause.INCONCLUSIVE, Cause.DATA, Cause.SOFTWARE)
 
 
 Kind = TypeVar("Kind", bound=Replayer)
@@ -156,8 +156,8 @@ class Investigation:
             return [finding for finding in loud if finding.sensor in _EXACT]
         return loud
 
-    def question(self, record: StepRecord, original: Fingerprint, findings: list[Finding], light: LightStep) -> bool:
-        """Prove or dismiss, act, tell; collective. Return whether this step's numbers were proven wrong.
+    def question(self, record: StepRecord, original: Fingerprint, findings: list[Finding], light: LightStep) -> Cause:
+        """Prove or dismiss, act, tell; collective. Return the verdict's cause.
 
         Raises
         ------
@@ -176,7 +176,7 @@ class Investigation:
             )
         self.tracing.applied(light)
         self._rechecks = _RECHECKS if outcome.came_out_otherwise else 0
-        earlier = next((v for v in self.verdicts if v.cause not in _NO_FAULT and v.action is Action.REPORTED), None)
+        earlier = next((v for v in self.verdicts if v.cause not in NO_FAULT and v.action is Action.REPORTED), None)
         if earlier is not None:
             outcome.follows(earlier)
         self.interpret(outcome)
@@ -186,7 +186,7 @@ class Investigation:
         self._announce(verdict, loud, differs=outcome.differs)
         if code is not None:
             self._stop(verdict, code)
-        return verdict.cause not in _NO_FAULT
+        return verdict.cause
 
     def compare_replicas(self, record: StepRecord, light: LightStep, reading: Reading) -> Desync | None:
         """Compare replicated state, as it was read, over the ranks, bit by bit; collective."""
@@ -196,7 +196,7 @@ class Investigation:
         """Tell whether this healthy step is to be replayed, to learn the spread; alone, also one of a kind that is new."""
         if not (self._config.replay.enabled and self._config.replay.calibrate):
             return False
-        if any(v.cause not in _NO_FAULT and v.action is not Action.HEALED for v in self.verdicts):
+        if any(v.cause not in NO_FAULT and v.action is not Action.HEALED for v in self.verdicts):
             return False  # what a convicted device computes says nothing of the model
         number = record.number  # how many were looked at before
         due = self._rechecks > 0 or number in _CALIBRATIONS or (number > 0 and number % _CALIBRATE_EVERY == 0)
@@ -234,7 +234,7 @@ class Investigation:
 
     def _announce(self, verdict: Verdict, loud: list[Finding], *, differs: bool) -> None:
         whose = self._ranks.in_job in verdict.ranks[:1] if verdict.ranks else self._ranks.rank == 0
-        if verdict.cause in _NO_FAULT or verdict.action is Action.REPORTED:
+        if verdict.cause in NO_FAULT or verdict.action is Action.REPORTED:
             self._no_fault_in_a_row += 1
             rest = min(_LONGEST_REST, 2 ** (self._no_fault_in_a_row - 2)) if self._no_fault_in_a_row > 1 else 0
             self._rests_until = self._root.record.number + (rest if loud else 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, Protocol
@@ -76,6 +76,7 @@ class OperatorSensors:
         self._active: dict[str, _Looking] = {}
         self._asked: dict[OpOverload, list[str]] = {}
         self._in_place = InPlaceCalls()
+        self._early: defaultdict[str, list[Finding]] = defaultdict(list)
         self._tracker = ModuleTracker()
         self._tracker.name_tree(root.root)
         if exact is not None:
@@ -187,22 +188,30 @@ class OperatorSensors:
         shared = any(map(is_in_shared_memory, tensors_in((*call.args, *call.kwargs.values()))))
         return "they read memory that other processes may write" if shared else None
 
+    def so_far(self, step: int, rank: int) -> list[Finding]:
+        """Return what failed in a step that is not complete yet; it is told with that step, too."""
+        for name in _RESULTS:
+            self._early[name] += self._drained(name, step, rank)
+        return [finding for name in _RESULTS for finding in self._early[name]]
+
     def failed_checksums(self, light: LightStep) -> list[Finding]:
         """Return which of a deep step's products failed their checksums."""
-        if self.checksum is None:
-            return []
-        return self._switches.ask("checksum", partial(self.checksum.drain, light.step, light.rank))
+        return self._early.pop("checksum", []) + self._drained("checksum", light.step, light.rank)
 
     def differing(self, light: LightStep) -> list[Finding]:
         """Return which of a deep step's operators gave other bits the second time."""
-        if self.twice is None:
-            return []
-        return self._switches.ask("twice", partial(self.twice.drain, light.step, light.rank))
+        return self._early.pop("twice", []) + self._drained("twice", light.step, light.rank)
 
-    def dismissed(self, findings: list[Finding]) -> None:
-        """Mind that experiments explained nothing of these."""
+    def _drained(self, name: str, step: int, rank: int) -> list[Finding]:
+        sensor = self.checksum if name == "checksum" else self.twice
+        return [] if sensor is None else self._switches.ask(name, partial(sensor.drain, step, rank))
+
+    def dismissed(self, findings: list[Finding], *, proven: bool) -> None:
+        """Mind that experiments found nothing behind these; ``proven``: because they showed that the numbers are right."""
         if self.twice is not None:
             self.twice.dismissed(findings)
+        if self.checksum is not None and proven:
+            self.checksum.dismissed(findings)
 
     def ranges(self, light: LightStep) -> list[Finding]:
         """Return what a deep step's operators showed of the ends of their dtypes."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from bitwitness.capture.structure import tensors_of
+from bitwitness.finding import Finding
 from bitwitness.guard.watch import Watch
 from bitwitness.session.session import sessions
 
@@ -23,6 +24,21 @@ def unguarded_among(parameters: list[nn.Parameter], *, fed: bool) -> list[nn.Par
     trusted = [root for root, watch in _watched(Watch) if not (fed and _was_fed(watch))] if parameters else []
     watched = {id(p) for root in trusted for p in root.parameters()}
     return [p for p in parameters if id(p) not in watched]
+
+
+def seen_beside(own: nn.Module, rank: int) -> list[Finding]:
+    """Return what the guards of other models have seen fail in passes that gave this one its gradients, and not judged yet.
+
+    A discriminator computes wrongly in its generator's step: the generator's gradients come from there.
+    """
+    found: list[Finding] = []
+    beside = [watch for root, watch in _watched(Watch) if root is not own]
+    mine = {id(p) for p in own.parameters()} if beside else set()
+    for watch in beside:
+        record = watch.reader.root.record
+        if watch.is_deep(record.number) and any(id(p) in mine for given in record.others() for p in given):
+            found += watch.operators.so_far(record.step, rank)
+    return found
 
 
 def _watched(kind: type[Watch]) -> list[tuple[nn.Module, Watch]]:

@@ -8,7 +8,7 @@ accelerators, say): `ChecksumSensor.coverage` names those that carry work with t
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from bitwitness.finding import Finding
 from bitwitness.oracle.product import READERS, Product, product_of
 from bitwitness.oracle.row import compare_row_with_float64
 from bitwitness.sense import checksum_attention
-from bitwitness.sense.checksum_finding import Pending, brought_to_host, failure, overflow
+from bitwitness.sense.checksum_finding import Kind, Pending, brought_to_host, failure, kind_of, kind_told, overflow
 from bitwitness.sense.checksum_product import check_product
 from bitwitness.sense.checksum_reference import check_reference
 from bitwitness.sense.checksums import check_between, check_layer, is_between, sees_last_bits, turns_of
@@ -34,6 +34,7 @@ from bitwitness.tap.turns import Turns, is_small
 
 Scheme = Literal["signs", "reference"]
 _LONGEST = 200  # characters of an error that is told
+_STRIKES = 2  # dismissals of one kind
 _LIMIT = 64  # findings a step: a faulty device fails hundreds of operators at once
 
 
@@ -83,6 +84,9 @@ class ChecksumSensor:
         self._calls: dict[str, int] = defaultdict(int)
         self.failed: dict[str, str] = {}
         """Operators whose check raised an error, and which."""
+        self._strikes: Counter[Kind] = Counter()
+        self.left_alone: set[Kind] = set()
+        """Operators, identities and dtypes of which experiments have shown that the numbers are right nevertheless."""
         self._dropped = 0
         self._unconfirmed = 0
         self.largest_ratio = 0.0
@@ -114,7 +118,8 @@ class ChecksumSensor:
             self._checked[call.op] += call.outputs[0].numel() if by_row else flops
             self._calls[call.op] += 1
             for invariant in invariants:
-                self._note(call, product, invariant)
+                if not self.left_alone or kind_of(call, invariant) not in self.left_alone:
+                    self._note(call, product, invariant)
 
     def _has_turn(self, call: OpCall) -> bool:
         turns = turns_of(call.op, self._rows_one_in)
@@ -192,6 +197,17 @@ class ChecksumSensor:
         self._dropped += max(0, len(found) - _LIMIT)
         return found[:_LIMIT]
 
+    def dismissed(self, findings: list[Finding]) -> None:
+        """Mind that experiments have shown the numbers behind some findings of this sensor to be right.
+
+        An identity that is contradicted so twice is left alone: this kernel rounds in a way that nobody has measured.
+        """
+        kinds = {kind_told(finding) for finding in findings if finding.sensor == "checksum"}
+        for kind in filter(None, kinds):
+            self._strikes[kind] += 1
+            if self._strikes[kind] >= _STRIKES:
+                self.left_alone.add(kind)
+
     @property
     def checked_any(self) -> bool:
         """Whether any call that carries FLOPs was checked so far."""
@@ -226,6 +242,7 @@ class ChecksumSensor:
             "largest_ratio": self.largest_ratio,
             "findings_dropped": self._dropped,
             "unconfirmed": self._unconfirmed,
+            "left_alone": sorted(f"{op}: {name} ({dtype})" for op, name, dtype in self.left_alone),
         }
 
 

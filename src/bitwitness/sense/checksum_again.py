@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bitwitness.numerics import unit_roundoff
 from bitwitness.oracle.limits import ACCUMULATION, ROUNDING, accumulation_roundoff
-from bitwitness.sense.invariant import Check, Invariant, Named, Signs, in_range, largest
+from bitwitness.sense.invariant import Check, Invariant, Named, Signs, counted, in_range, largest
 from bitwitness.tap.operators import OpCall, tensors_in
 
 _DEVICES = ("cpu", "cuda")
@@ -25,6 +25,10 @@ _RESIZING = 8.0
 """Units of float32 by which a resized image's weights may be off, for each pixel of its longest side: kernels round places."""
 _BETWEEN_PIXELS = 8.0
 """Roundings of a resized image's half types, whose weights and partial sums may be kept in them: 15 of 44 seen."""
+_NEAREST = 1
+"""Among the modes of ``grid_sample``, as torch numbers them."""
+_LARGEST_WEIGHT = 2.0
+"""What cubic weights add up to at most, their signs left out."""
 _IN_ANY_ORDER = ("index_put", "scatter", "index_copy")
 """Who may be given one place twice: on accelerators the last to come is not known."""
 
@@ -65,7 +69,7 @@ def _picked(call: OpCall, _named: Named, _signs: Signs) -> list[Invariant] | Non
     expected = wide.to(out.dtype)
     wrong = ((out != expected) & ~(out.isnan() & expected.isnan())).flatten(0, -2 if out.dim() > 1 else -1)
     counts = wrong.sum(-1, dtype=torch.float32).reshape(-1)
-    return [largest("the same in float64", counts, torch.full_like(counts, 0.5), torch.ones_like(counts).bool())]
+    return [counted("the same in float64", counts)]
 
 
 def _summed(call: OpCall, _named: Named, _signs: Signs) -> list[Invariant] | None:
@@ -129,6 +133,22 @@ def _positive(call: OpCall, _named: Named, _signs: Signs) -> list[Invariant] | N
     return [largest("the same in float64", *(t.reshape(-1) for t in (residual, threshold, judged)))]
 
 
+def _resampled(call: OpCall, named: Named, _signs: Signs) -> list[Invariant] | None:
+    """Check what weighs pixels, some of them by less than nothing, by the largest pixel of a plane."""
+    out = call.outputs[0]
+    if "grid" in named and (named["interpolation_mode"] == _NEAREST or out.dtype is not torch.float32):
+        return None  # which pixel is nearest depends on rounding, and half types round places by whole pixels
+    expected = _wide(call)
+    if expected is None:
+        return None
+    x = call.args[0]
+    room = _ROOM * _BETWEEN_PIXELS * unit_roundoff(out.dtype) * x.double().abs().amax([2, 3], keepdim=True)
+    threshold = (_LARGEST_WEIGHT * (room + _of_places(x, out))).expand_as(expected)
+    residual, judged = (out - expected).abs(), in_range(threshold, out.dtype)
+    floor = ROUNDING * torch.finfo(out.dtype).smallest_normal
+    return [largest("the same in float64", *(t.reshape(-1) for t in (residual, threshold + floor, judged)))]
+
+
 def _of_places(x: Tensor, out: Tensor) -> Tensor:
     """Return by how much a resized image may be off for its places: a pixel beside it may count for that much of itself."""
     places = list(range(2, x.dim()))
@@ -144,6 +164,7 @@ CHECKS: dict[str, Check] = {
     **dict.fromkeys(("scatter", "index_copy", "index_fill", "pixel_shuffle", "pixel_unshuffle"), _picked),
     **dict.fromkeys(("index_put", "index_add", "scatter_add"), _added),
     "scatter_reduce": _reduced,
+    **dict.fromkeys(("upsample_bicubic2d", "grid_sampler_2d"), _resampled),
     **dict.fromkeys((f"upsample_nearest{kind}" for kind in ("1d", "2d", "3d", "2d_backward", "3d_backward")), _nearest),
     **dict.fromkeys(
         ("maximum", "minimum", "clamp", "clamp_min", "clamp_max", "hardtanh", "hardtanh_backward"), _picked

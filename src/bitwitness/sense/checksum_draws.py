@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bitwitness.numerics import unit_roundoff
 from bitwitness.oracle.limits import ROUNDING
-from bitwitness.sense.invariant import Check, Invariant, Named, Signs, in_range, largest
+from bitwitness.sense.invariant import Check, Invariant, Named, Signs, counted, in_range, largest
 from bitwitness.tap.operators import OpCall
 
 _DEVIATIONS = 9.0
@@ -35,8 +35,7 @@ def _mask(call: OpCall, named: Named, _signs: Signs) -> list[Invariant] | None:
         return None
     # a number is its own square where it is 0 or 1 alone
     wrong = ((out * out != out).sum(dtype=torch.float32))[None]
-    rest = largest("each is 0 or 1", wrong, torch.full_like(wrong, 0.5), torch.ones_like(wrong).bool())
-    return [rest, _kept(out, float(share))]
+    return [counted("each is 0 or 1", wrong), _kept(out, float(share))]
 
 
 def _dropout(call: OpCall, named: Named, _signs: Signs) -> list[Invariant] | None:

@@ -9,9 +9,25 @@ import torch
 
 from bitwitness.finding import Finding, Severity
 from bitwitness.oracle.worst import WorstElement
-from bitwitness.sense.invariant import Invariant
+from bitwitness.sense.invariant import NONE_IS_WRONG, Invariant
 from bitwitness.site import Site
 from bitwitness.stats.host import numbers_of
+from bitwitness.tap.operators import OpCall
+
+Kind = tuple[str, str, str]
+"""An operator's name, an identity, and a dtype."""
+
+
+def kind_of(call: OpCall, invariant: Invariant) -> Kind:
+    """Return of which kind a check is."""
+    return call.at or call.op, invariant.name, str(call.outputs[0].dtype).removeprefix("torch.")
+
+
+def kind_told(finding: Finding) -> Kind | None:
+    """Return of which kind a finding of the checksum is; None of an overflow."""
+    evidence = finding.evidence
+    name = evidence.get("invariant")
+    return None if name is None else (finding.site.op, str(name), str(evidence["dtype"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +61,16 @@ def failure(noted: Pending, figures: dict[str, float], step: int, rank: int) -> 
     evidence: dict[str, Any] = {"kind": "residual", "invariant": noted.invariant.name, **_facts(noted), **figures}
     evidence["row"] = int(evidence.pop("index"))
     seen = f"{noted.invariant.name} is off by {figures['residual']:.4g} in row {evidence['row']}"
+    explained = f"; rounding explains {figures['threshold']:.4g}"
+    if figures["threshold"] == NONE_IS_WRONG:
+        count = int(figures["residual"])
+        seen = f"{count} number{'s' * (count != 1)} of row {evidence['row']} against '{noted.invariant.name}'"
+        explained = ""
     if noted.element is not None:
         evidence |= {"column": noted.element.at, "value": noted.element.value, "expected": noted.element.expected}
         seen += f" (element {noted.element.at} is {noted.element.value:.6g}, float64 {noted.element.expected:.6g})"
     message = (
-        f"{site.short} computed a wrong result: {seen}; rounding explains {figures['threshold']:.4g}; "
+        f"{site.short} computed a wrong result: {seen}{explained}; "
         "recompute this operator from the same inputs, on this device and on another"
     )
     return Finding("checksum", site, Severity.ERROR, message, evidence, step, rank)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bitwitness.numerics import INTEGER_OF_SIZE
-from bitwitness.sense.invariant import Check, Invariant, Named, Signs, largest
+from bitwitness.sense.invariant import Check, Invariant, Named, Signs, counted
 from bitwitness.tap.operators import OpCall
 
 
@@ -46,9 +46,7 @@ def _same(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Invariant] | None:
         if not all(t.dtype.itemsize in INTEGER_OF_SIZE and not (t.is_conj() or t.is_neg()) for t in (one, other)):
             return None
     counts = torch.cat([_differing(one, other) for one, other in pairs])
-    return [
-        largest("every bit is where it was sent", counts, torch.full_like(counts, 0.5), torch.ones_like(counts).bool())
-    ]
+    return [counted("every bit is where it was sent", counts)]
 
 
 def _differing(one: Tensor, other: Tensor) -> Tensor:

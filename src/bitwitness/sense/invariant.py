@@ -12,6 +12,9 @@ from torch import Tensor
 
 from bitwitness.tap.operators import OpCall
 
+NONE_IS_WRONG = 0.5
+"""Threshold of a residual that counts wrong numbers."""
+
 
 @dataclass(frozen=True, slots=True)
 class Invariant:
@@ -70,6 +73,11 @@ def largest(
     worst, index = ratio.reshape(-1).max(0)
     count = None if overflowed is None else overflowed.sum()
     return Invariant(name, worst, index, residual, threshold, count, per_row)
+
+
+def counted(name: str, wrong: Tensor) -> Invariant:
+    """Judge counts of wrong numbers, float32, by row: there may be none."""
+    return largest(name, wrong, torch.full_like(wrong, NONE_IS_WRONG), torch.ones_like(wrong).bool())
 
 
 def in_range(size: Tensor, dtype: torch.dtype) -> Tensor:

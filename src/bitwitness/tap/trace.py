@@ -70,7 +70,9 @@ class OperatorTrace:
                 call.phase,
                 call.call,
             )
-            self.line = self._lines.get(self._tracker.node(), "")
+            # a forward operator without gradients has no node of its own, but the one before it has
+            here = call.phase == "forward"
+            self.line = line_text(current_line()) if here else self._lines.get(self._tracker.node(), "")
 
     def _see(self, call: OpCall) -> None:
         outputs = call.outputs
