@@ -53,6 +53,9 @@ def moved() -> None:
         torch.zeros((), dtype=torch.long),
     )
     _ = torch.ones(3, 9).zero_(), torch.ones(3, 9).fill_(0.1)
+    queue = torch.zeros(16, 40)
+    queue[:, 8:13] = y[0, :5, :].t()
+    queue.copy_(torch.arange(40.0)), queue.copy_(torch.arange(640).view(16, 40)), queue[:3].copy_(queue[5:8].bfloat16())
     _ = torch.complex(x, y).clone(), torch.complex(x.double(), y.double()).clone(), torch.cat([x, y.double()])
 
 

@@ -109,7 +109,7 @@ def test_an_accelerator_s_rms_norm_is_checked(dtype: torch.dtype) -> None:
 
 def test_all_of_these_operators_were_checked() -> None:
     _, checked = watched(lambda: block(*numbers(torch.bfloat16, 64, 0.0, 1.0, 0)))
-    assert set(CHECKS) - set(checked) == {"copy_"}
+    assert set(CHECKS) <= set(checked)
 
 
 @pytest.mark.parametrize(("rows", "each"), [(600, 1), (64, 2)], ids=["large", "small"])
@@ -168,7 +168,7 @@ def test_wrong_rows_are_found_where_they_are(spoil: Callable[[Tensor], None], dt
     """A softmax whose probabilities change places still sums to one, and gradients to nothing."""
     backwards = {op for op in CHECKS if "backward" in op}
     unseen = {"_softmax", "_safe_softmax", *backwards} if spoil is _exchanged else set[str]()
-    for op in sorted(set(CHECKS) - {"copy_"} - unseen):
+    for op in sorted(set(CHECKS) - unseen):
         done = []
 
         def struck(call: OpCall, op: str = op, done: list[str] = done) -> None:

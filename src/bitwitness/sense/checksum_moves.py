@@ -9,12 +9,22 @@ import torch
 from torch import Tensor
 
 from bitwitness.numerics import INTEGER_OF_SIZE
+from bitwitness.sense.checksum_rows import cast
 from bitwitness.sense.invariant import Check, Invariant, Named, Signs, counted
+from bitwitness.sense.rowreading import is_readable
 from bitwitness.tap.operators import OpCall
 
 
 def _clone(call: OpCall, named: Named, _signs: Signs) -> list[Invariant] | None:
     return _same([(call.outputs[0], named["self"])])
+
+
+def _copy(call: OpCall, named: Named, signs: Signs) -> list[Invariant] | None:
+    """Check a copy into a tensor that is there: bit by bit, or as a cast."""
+    out, src = call.outputs[0], named["src"]
+    if src.dtype is not out.dtype:
+        return cast(call, named, signs) if is_readable(out) else None
+    return _same([(out, src.expand_as(out))])
 
 
 def _cat(call: OpCall, named: Named, _signs: Signs) -> list[Invariant] | None:
@@ -77,6 +87,7 @@ def _is_aligned(x: Tensor) -> bool:
 
 CHECKS: dict[str, Check] = {
     "clone": _clone,
+    "copy_": _copy,
     "cat": _cat,
     "stack": _stack,
     **dict.fromkeys(["zeros", "zeros_like", "new_zeros", "zero"], partial(_constant, value=0)),

@@ -29,7 +29,8 @@ from bitwitness.stats.reader import KINDS
 from bitwitness.tap.operators import OpCall
 
 
-def _cast(call: OpCall, named: Named, signs: Signs) -> list[Invariant] | None:
+def cast(call: OpCall, named: Named, signs: Signs) -> list[Invariant] | None:
+    """Check a change of dtype, row by row."""
     out, x = call.outputs[0], named["src"] if call.op == "copy_" else named["self"]
     if not is_readable(x) or x.shape != out.shape or torch.float64 in (x.dtype, out.dtype) or x.device != out.device:
         return None
@@ -175,8 +176,7 @@ def _softmax_backward(call: OpCall, named: Named, _signs: Signs) -> list[Invaria
 
 
 CHECKS: dict[str, Check] = {
-    "_to_copy": _cast,
-    "copy_": _cast,
+    "_to_copy": cast,
     "add": _add,
     "sub": _add,
     "mul": _mul,
