@@ -151,13 +151,16 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--steps", type=int, default=18)
     parser.add_argument("--seed", type=int, default=3)
+    parser.add_argument("--window", type=float, help="seconds in which to kill; by default as long as a recovery takes")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     args = parser.parse_args()
     scratch, told = Path(tempfile.mkdtemp(prefix="recovery-")), []
     try:
-        (scratch / "undisturbed").mkdir()
-        window, usual = undisturbed(scratch / "undisturbed", args.ranks, args.steps)  # how long a recovery takes
-        print(f"undisturbed: {usual}, {window:.1f} s from conviction to end", flush=True)
+        window = args.window
+        if window is None:
+            (scratch / "undisturbed").mkdir()
+            window, usual = undisturbed(scratch / "undisturbed", args.ranks, args.steps)
+            print(f"undisturbed: {usual}, {window:.1f} s from conviction to end", flush=True)
         for number in range(args.trials):
             folder = scratch / str(number)
             folder.mkdir()
