@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from extent import chosen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -63,7 +64,7 @@ def moved() -> None:
     st.sampled_from(DTYPES), st.sampled_from([1.0, 1e-4, 30.0, 0.0, 1e4]), st.sampled_from([0.0, 1.0, -3.0]),
     st.integers(0, 1 << 20),
 )  # fmt: skip
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=chosen(200, 20), deadline=None)
 def test_healthy_elements_are_never_suspected(dtype, size, mean, seed) -> None:
     assert not suspected(lambda: computed(dtype, size, mean, seed))
 

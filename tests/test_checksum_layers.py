@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from extent import chosen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -39,7 +40,7 @@ def trained(layer: nn.Module, x: Tensor, seed: int = 0) -> Callable[[], None]:
     st.sampled_from([(3, 8, 1), (8, 16, 1), (8, 8, 8), (8, 4, 2), (1, 1, 1)]), st.sampled_from([1, 4, 9]),
     st.sampled_from([(1, 1, 0, 1), (3, 1, 1, 1), (3, 2, 1, 2), (5, 2, 2, 1)]), SIZES, st.sampled_from([0.0, 5.0]), SEEDS,
 )  # fmt: skip
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=chosen(200, 25), deadline=None)
 def test_healthy_convolutions_are_never_suspected(
     dtype, dims, transposed, channels, samples, kernel, size, mean, seed
 ) -> None:
@@ -73,7 +74,7 @@ def test_channels_last_images_and_autocast_are_not_suspected() -> None:
     st.booleans(), st.booleans(), st.sampled_from([1.0, 0.1, 6.0]), st.sampled_from([1.0, 30.0, 0.0]),
     st.sampled_from(["all", "last", "cell"]), SEEDS,
 )  # fmt: skip
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=chosen(200, 20), deadline=None)
 def test_healthy_lstm_layers_are_never_suspected(
     steps, sequences, widths, bias, both, weights, size, loss, seed
 ) -> None:
@@ -96,7 +97,7 @@ def test_healthy_lstm_layers_are_never_suspected(
     st.sampled_from([(3, 3), (9, 9), (40,), (4, 4, 4)]), st.booleans(), st.booleans(), st.booleans(), SIZES,
     st.sampled_from([0.0, 5.0, 1000.0]), SEEDS,
 )  # fmt: skip
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=chosen(200, 25), deadline=None)
 def test_healthy_batch_norms_are_never_suspected(
     dtype, samples, places, affine, mixed, training, size, mean, seed
 ) -> None:
@@ -115,7 +116,7 @@ def test_healthy_batch_norms_are_never_suspected(
     st.sampled_from([(1, 1), (1, 6), (4, 1), (4, 3), (8, 2)]), st.sampled_from([(9, 9), (40,), (4, 4, 4)]), st.booleans(),
     st.booleans(), SIZES, st.sampled_from([0.0, 5.0, 1000.0]), SEEDS,
 )  # fmt: skip
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=chosen(200, 25), deadline=None)
 def test_healthy_group_norms_are_never_suspected(
     dtype, samples, groups, places, affine, mixed, size, mean, seed
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from extent import chosen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -42,7 +43,7 @@ def work(
     st.sampled_from(DTYPES), st.sampled_from([9, 40, 3000]), st.sampled_from([8, 33]), st.integers(0, 1 << 20),
     st.sampled_from(["mean", "sum", "none"]), st.sampled_from([0.0, 0.1]), st.booleans(), st.booleans(),
 )  # fmt: skip
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=chosen(200, 25), deadline=None)
 def test_healthy_sums_are_never_suspected(dtype, classes, width, seed, reduction, smoothing, weighted, alike) -> None:
     assert not suspected(
         lambda: work(
