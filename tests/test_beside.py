@@ -11,8 +11,10 @@ from bitwitness import Guard
 from bitwitness.testing import FaultyDevice, from_mapping
 
 
-def train(fault: dict[str, object] | None = None, *, guarded: bool = True) -> tuple[list[nn.Module], list[Guard]]:
-    """Train a GAN; of the optimizers' steps the even ones are the discriminator's, the odd ones the generator's."""
+def train(
+    fault: dict[str, object] | None = None, *, guarded: bool = True, times: int = 1
+) -> tuple[list[nn.Module], list[Guard]]:
+    """Train a GAN; the critic's are the even steps, and the generator's the odd ones, if it steps once a round."""
     torch.manual_seed(7)
     generator = nn.Sequential(nn.Linear(8, 32), nn.ReLU(inplace=True), nn.Linear(32, 16), nn.Tanh())
     critic = nn.Sequential(nn.Linear(16, 32), nn.LeakyReLU(0.2, inplace=True), nn.Linear(32, 1))
@@ -32,9 +34,10 @@ def train(fault: dict[str, object] | None = None, *, guarded: bool = True) -> tu
             fake = generator(torch.randn(24, 8))
             (loss(critic(torch.randn(24, 16)), ones) + loss(critic(fake.detach()), zeros)).backward()
             optimizers[1].step()
-            generator.zero_grad()
-            loss(critic(fake), ones).backward()
-            optimizers[0].step()
+            for _ in range(times):
+                generator.zero_grad()
+                loss(critic(generator(torch.randn(24, 8))), ones).backward()
+                optimizers[0].step()
         for guard in guards if guarded else ():
             guard.close()
     return models, guards
@@ -66,4 +69,18 @@ def test_a_critic_that_computes_wrongly_once_spoils_no_generator(op, step, plain
     models, guards = train(fault)
     causes = {str(verdict.cause) for guard in guards for verdict in guard.verdicts}
     assert causes == {"transient_hardware"}
+    assert same(models, plain)
+
+
+def test_a_generator_that_steps_again_before_its_critic_is_asked_once() -> None:
+    fault = {
+        "site": "1/leaky_relu_:forward",
+        "kind": "multiply",
+        "factor": -50.0,
+        "pattern": "tile",
+        "steps": [41],
+        "times": 1,
+    }
+    (models, guards), plain = train(fault, times=3), train(guarded=False, times=3)[0]
+    assert [str(verdict.cause) for verdict in guards[0].verdicts] == ["transient_hardware"]
     assert same(models, plain)

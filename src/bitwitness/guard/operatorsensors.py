@@ -189,10 +189,13 @@ class OperatorSensors:
         return "they read memory that other processes may write" if shared else None
 
     def so_far(self, step: int, rank: int) -> list[Finding]:
-        """Return what failed in a step that is not complete yet; it is told with that step, too."""
+        """Return what has failed since the last time in a step that is not complete yet; it is told with that step, too."""
+        found: list[Finding] = []
         for name in _RESULTS:
-            self._early[name] += self._drained(name, step, rank)
-        return [finding for name in _RESULTS for finding in self._early[name]]
+            new = self._drained(name, step, rank)
+            self._early[name] += new
+            found += new
+        return found
 
     def failed_checksums(self, light: LightStep) -> list[Finding]:
         """Return which of a deep step's products failed their checksums."""
