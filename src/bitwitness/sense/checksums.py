@@ -46,10 +46,9 @@ def is_between(func: OpOverload) -> bool:
 
 def turns_of(op: str, rows_one_in: int) -> int:
     """Return of how many large operators of a kind one is checked on a step, where one in so many is whose rows are read."""
-    if op in checksum_moves.CHECKS or op in checksum_again.CHECKS or op in checksum_draws.CHECKS:
+    copies = op == "_to_copy" or op in checksum_moves.CHECKS  # autocast makes one for each input of each product
+    if copies or op in checksum_again.CHECKS or op in checksum_draws.CHECKS:
         return 4 * rows_one_in  # they take longer to compare than to make
-    if op == "_to_copy":
-        return 2 * rows_one_in  # autocast makes one for each input of each product
     by_rows = op in _ROWS or op in checksum_norms.CHECKS or op in checksum_recurrent.CHECKS
     return rows_one_in if by_rows else 1
 
