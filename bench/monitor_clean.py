@@ -2,7 +2,7 @@
 
     python bench/monitor_clean.py [--steps 600] [--only-clean | --only-faults]
 
-Ten trainings without faults (models, optimizers, precisions), everything looked at: alerts against series-steps, the numbers
+Eleven trainings without faults (models, optimizers, precisions), everything looked at: alerts against series-steps, the numbers
 held against the rules. Then faults in three of them, each planted at one step: is it alerted, by which rule, and is the
 right place named.
 """
