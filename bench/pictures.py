@@ -16,6 +16,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,20 +136,27 @@ def served(runs: list[Path], *, compared: bool) -> Iterator[str]:
             thread.join()
 
 
+def seen(browser: Any, address: str, width: int, height: int, scheme: str = "light") -> Any:
+    """Open a page."""
+    page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+    page.goto(address)
+    return page
+
+
+def drawn(browser: Any, file: Path, html: str, size: tuple[int, int] = (1100, 1000), scheme: str = "light") -> Any:
+    """Write a report and open it, its charts drawn."""
+    file.write_text(html)
+    page = seen(browser, file.as_uri(), *size, scheme)
+    page.wait_for_selector("html[data-drawn]", timeout=60_000)
+    return page
+
+
 def take(browser: Any, root: Path, out: Path) -> None:
     """Make the runs and take the pictures."""
-
-    def opened(address: str, width: int, height: int, scheme: str = "light") -> Any:
-        page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
-        page.goto(address)
-        return page
+    opened = partial(seen, browser)
 
     def report(name: str, runs: list[Path], scheme: str) -> Any:
-        file = root / f"{name}.html"
-        file.write_text(to_html(build_report(runs)))
-        page = opened(file.as_uri(), 1100, 1000, scheme)
-        page.wait_for_selector("html[data-drawn]", timeout=60_000)
-        return page
+        return drawn(browser, root / f"{name}.html", to_html(build_report(runs)), scheme=scheme)
 
     os.chdir(root)  # runs are named as a user names them
     wrong = {
@@ -187,13 +195,9 @@ def take_verdict(browser: Any, root: Path, out: Path) -> None:
     subprocess.run([sys.executable, "-m", "bitwitness", "demo", "--quiet", "--out", str(root / "demo")], check=False)
     run = next(path.parent for path in sorted((root / "demo").rglob("events.jsonl")) if '"stopped"' in path.read_text())
     page = to_html(build_report([run])).replace(str(Path(bw.__file__).parents[2]) + "/", "")
-    file = root / "verdict.html"
-    file.write_text(re.sub(r"\b[0-9a-f]{32}\b", "MACHINE-ID", page).replace(f"on {platform.node()} ", "on HOST "))
-    for name, width, height in (("verdict", 1100, 1000), ("phone", 390, 844)):
-        opened = browser.new_page(viewport={"width": width, "height": height})
-        opened.goto(file.as_uri())
-        opened.wait_for_selector("html[data-drawn]", timeout=60_000)
-        opened.screenshot(path=out / f"report-{name}.png")
+    page = re.sub(r"\b[0-9a-f]{32}\b", "MACHINE-ID", page).replace(f"on {platform.node()} ", "on HOST ")
+    for name, size in (("verdict", (1100, 1000)), ("phone", (390, 844))):
+        drawn(browser, root / f"{name}.html", page, size).screenshot(path=out / f"report-{name}.png")
 
 
 def main() -> None:

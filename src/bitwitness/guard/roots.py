@@ -31,12 +31,12 @@ def seen_beside(own: nn.Module, rank: int) -> list[Finding]:
 
     A discriminator computes wrongly in its generator's step: the generator's gradients come from there.
     """
+    records = [(watch, watch.reader.root.record) for root, watch in _watched(Watch) if root is not own]
+    deep = [(watch, record) for watch, record in records if watch.is_deep(record.number)]
+    mine = {id(p) for p in own.parameters()} if deep else set()
     found: list[Finding] = []
-    beside = [watch for root, watch in _watched(Watch) if root is not own]
-    mine = {id(p) for p in own.parameters()} if beside else set()
-    for watch in beside:
-        record = watch.reader.root.record
-        if watch.is_deep(record.number) and any(id(p) in mine for given in record.others() for p in given):
+    for watch, record in deep:
+        if any(id(p) in mine for given in record.others() for p in given):
             found += watch.operators.so_far(record.step, rank)
     return found
 

@@ -19,6 +19,7 @@ from bitwitness.tap.operators import OpCall, tensors_in
 
 _DEVICES = ("cpu", "cuda")
 """Those that compute in float64."""
+_NAME = "the same in float64"
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 _ROOM = 4.0
 _RESIZING = 8.0
@@ -69,7 +70,12 @@ def _picked(call: OpCall, _named: Named, _signs: Signs) -> list[Invariant] | Non
     expected = wide.to(out.dtype)
     wrong = ((out != expected) & ~(out.isnan() & expected.isnan())).flatten(0, -2 if out.dim() > 1 else -1)
     counts = wrong.sum(-1, dtype=torch.float32).reshape(-1)
-    return [counted("the same in float64", counts)]
+    return [counted(_NAME, counts)]
+
+
+def _held(out: Tensor, expected: Tensor, threshold: Tensor, judged: Tensor) -> list[Invariant]:
+    """Hold each element against float64's; all tensors of one shape."""
+    return [largest(_NAME, *(t.reshape(-1) for t in ((out - expected).abs(), threshold, judged)))]
 
 
 def _summed(call: OpCall, _named: Named, _signs: Signs) -> list[Invariant] | None:
@@ -83,8 +89,7 @@ def _summed(call: OpCall, _named: Named, _signs: Signs) -> list[Invariant] | Non
     if call.op.startswith("upsample"):
         room += _BETWEEN_PIXELS * unit_roundoff(out.dtype)
         floor = floor + terms * _of_places(call.args[0], out)
-    residual, threshold, judged = (out - expected).abs(), size * (_ROOM * room) + floor, in_range(size, out.dtype)
-    return [largest("the same in float64", *(t.reshape(-1) for t in (residual, threshold, judged)))]
+    return _held(out, expected, size * (_ROOM * room) + floor, in_range(size, out.dtype))
 
 
 def _added(call: OpCall, named: Named, _signs: Signs) -> list[Invariant] | None:
@@ -95,13 +100,12 @@ def _added(call: OpCall, named: Named, _signs: Signs) -> list[Invariant] | None:
     if expected is None or size is None:
         return None
     out = call.outputs[0]
-    given = iter((torch.zeros_like, torch.ones_like))  # what there was, and what is added to it
-    counted = [next(given)(v) if isinstance(v, Tensor) and v.is_floating_point() else v for v in call.args]
-    counts = call.func(*(v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for v in counted))
+    kinds = iter((torch.zeros_like, torch.ones_like))  # what there was, and what is added to it
+    ones = [next(kinds)(v).double() if isinstance(v, Tensor) and v.is_floating_point() else v for v in call.args]
+    counts = call.func(*ones)
     room = (_ROOM * ROUNDING + counts) * unit_roundoff(out.dtype)
     floor = ROUNDING * torch.finfo(out.dtype).smallest_normal
-    residual, threshold, judged = (out - expected).abs(), size * room + floor, in_range(size, out.dtype)
-    return [largest("the same in float64", *(t.reshape(-1) for t in (residual, threshold, judged)))]
+    return _held(out, expected, size * room + floor, in_range(size, out.dtype))
 
 
 def _reduced(call: OpCall, named: Named, signs: Signs) -> list[Invariant] | None:
@@ -129,8 +133,7 @@ def _positive(call: OpCall, _named: Named, _signs: Signs) -> list[Invariant] | N
     # differences are squared, or multiplied, in the type itself
     largest_one = torch.stack([t.double().abs().amax() for t in tensors_in(call.args)]).amax()
     judged = in_range(size, out.dtype) & in_range((2 * largest_one).square(), out.dtype)
-    residual, threshold = (out - expected).abs(), size * (_ROOM * room) + floor
-    return [largest("the same in float64", *(t.reshape(-1) for t in (residual, threshold, judged)))]
+    return _held(out, expected, size * (_ROOM * room) + floor, judged)
 
 
 def _resampled(call: OpCall, named: Named, _signs: Signs) -> list[Invariant] | None:
@@ -144,9 +147,8 @@ def _resampled(call: OpCall, named: Named, _signs: Signs) -> list[Invariant] | N
     x = call.args[0]
     room = _ROOM * _BETWEEN_PIXELS * unit_roundoff(out.dtype) * x.double().abs().amax([2, 3], keepdim=True)
     threshold = (_LARGEST_WEIGHT * (room + _of_places(x, out))).expand_as(expected)
-    residual, judged = (out - expected).abs(), in_range(threshold, out.dtype)
     floor = ROUNDING * torch.finfo(out.dtype).smallest_normal
-    return [largest("the same in float64", *(t.reshape(-1) for t in (residual, threshold + floor, judged)))]
+    return _held(out, expected, threshold + floor, in_range(threshold, out.dtype))
 
 
 def _of_places(x: Tensor, out: Tensor) -> Tensor:

@@ -110,9 +110,8 @@ def health_of(
         advice = "look at the step and the site that are named; act = protect proves a suspicion before it stops"
     elif nonfinite:
         untraced = sum(int(_of(table, "nonfinite").get("untraced", 0)) for table in tables)
-        what = "step with" if untraced == nonfinite else "origin of"
-        what = what if nonfinite == 1 else what.replace(" ", "s ", 1)
-        sentence = f"NOT healthy: {nonfinite} {what} NaN or Inf, named above; {seen}"
+        counted, of = ("step", "with") if untraced == nonfinite else ("origin", "of")
+        sentence = f"NOT healthy: {nonfinite} {counted}{'s' * (nonfinite > 1)} {of} NaN or Inf, named above; {seen}"
         advice = TRACE if untraced == nonfinite else _NAMED
     elif doubts:
         sentence = f"not known: {doubts[0]}; {seen}"
