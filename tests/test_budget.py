@@ -33,14 +33,19 @@ def test_the_plan_spends_the_price_and_no_more(price: float) -> None:
     assert budget.report(plan)["measured"] == pytest.approx(spent, rel=0.01)
 
 
-def test_where_deep_steps_are_dear_a_share_of_the_products_is_looked_at() -> None:
-    plan = measured(0.01, deep=1.0, checks=0.8).propose()
+def test_where_deep_steps_are_dear_everything_is_still_looked_at_in_a_hundred_steps() -> None:
+    budget = measured(0.01, deep=5.0, checks=4.0)
+    assert budget.propose() == Plan(RAREST)
+    assert budget.report(Plan(RAREST))["persistent_wrong_product_seen_within"] == RAREST
+    assert budget.report(Plan(RAREST))["exceeded"]
+
+
+def test_where_that_would_take_a_tenth_of_the_time_a_share_of_the_products_is_looked_at() -> None:
+    budget = measured(0.01, deep=20.0, checks=18.0)
+    plan = budget.propose()
     assert plan.every == RAREST
     assert 1 < plan.one_in <= 4
-    assert (
-        measured(0.01, deep=1.0, checks=0.8).report(plan)["persistent_wrong_product_seen_within"]
-        == RAREST * plan.one_in
-    )
+    assert budget.report(plan)["persistent_wrong_product_seen_within"] == RAREST * plan.one_in
 
 
 def test_a_price_that_light_steps_alone_exceed_is_said_to_be_exceeded() -> None:

@@ -1,10 +1,10 @@
 """What the guard costs, and how many deep steps that leaves room for.
 
 The user states a price, a share of the training's time. Light steps cost what they cost; what is left of the price buys deep
-steps: the guard measures how much longer a deep step takes than a light one, and spaces them so that the price holds. Where
-even one deep step in `RAREST` would cost too much, a deep step looks at only a share of the products, by turns. One deep
-step in `RAREST` with one product in `_SMALLEST_SHARE` is the least that is done, whatever it costs: what is never looked at
-is never found. The report then says that the price is exceeded.
+steps: the guard measures how much longer a deep step takes than a light one, and spaces them so that the price holds. One
+deep step in `RAREST` is the least that is done, whatever it costs: what is never looked at is never found. Only where even
+that would take a `_DEAREST` share of the time (small tensors, whose checks cost a call each) does a deep step look at a
+share of the products, by turns, one in `_SMALLEST_SHARE` at the least. The report then says that the price is exceeded.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 RAREST = 100  # steps: of a fault that stays, a hundred steps are lost at the most until one of them is looked at
 _CLOSEST = 2  # light steps must go on, to be compared with
+_DEAREST = 0.1  # of the training's time: every product is looked at in `RAREST` steps as long as that costs less
 _SMALLEST_SHARE = 4  # one product in so many is looked at, at the least
 _STEPS = 64  # light steps, and half as many deep ones, that the estimates rest on
 
@@ -77,7 +78,8 @@ class Budget:
         every = math.ceil((fixed + checks) / left)
         if every <= RAREST:
             return Plan(max(_CLOSEST, every))
-        affordable = max((left * RAREST - fixed) / checks, 1e-9) if checks > 0 else 1.0
+        most = max(_DEAREST * self._usual_step(), left) * RAREST
+        affordable = max((most - fixed) / checks, 1e-9) if checks > 0 else 1.0
         return Plan(RAREST, min(_SMALLEST_SHARE, math.ceil(1.0 / affordable)))
 
     def report(self, plan: Plan) -> dict[str, Any]:
