@@ -4,7 +4,7 @@
 
 Eleven trainings without faults (models, optimizers, precisions), everything looked at: alerts against series-steps, the numbers
 held against the rules. Then faults in three of them, each planted at one step: is it alerted, by which rule, and is the
-right place named.
+right place named; and the first of them by two ranks, of which one goes another way slowly.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from clean import SETTINGS, Setting, data
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import bitwitness as bw
 from bitwitness import Finding
@@ -48,6 +51,8 @@ class Fault:
     forward: bool = False
     batch: bool = False
     cause: str = ""
+    after: int = 70  # steps that it is given to be seen in
+    state: tuple[str, ...] = ()  # what the optimizer has to have, one of these, for there to be anything to plant
 
 
 def weights(model: nn.Module) -> tuple[str, nn.Parameter]:
@@ -66,25 +71,33 @@ def _poison(value: float, at: int = AT) -> Plant:
     return plant
 
 
-def _scaled(factor: float, *, once: bool = False, slow: bool = False) -> Plant:
+def _scaled(factor: float) -> Plant:
     def plant(step: int, model: nn.Module, optimizers: list[Any]) -> None:
         del optimizers
         _, p = weights(model)
-        if step >= AT and not (once and step > AT) and p.grad is not None:
-            p.grad.mul_(factor ** (step - AT) if slow else factor)
+        if step >= AT and p.grad is not None:
+            p.grad.mul_(factor)
 
     return plant
 
 
-def _state(key: str, factor: float) -> Plant:
+def _state(keys: tuple[str, ...], factor: float) -> Plant:
     def plant(step: int, model: nn.Module, optimizers: list[Any]) -> None:
-        name, p = weights(model)
-        del name
+        _, p = weights(model)
         for optimizer in optimizers:
-            if step == AT and key in optimizer.state.get(p, {}):
-                optimizer.state[p][key].mul_(factor)
+            for key in keys if step == AT else ():
+                if key in optimizer.state.get(p, {}):
+                    optimizer.state[p][key].mul_(factor)
 
     return plant
+
+
+@torch.no_grad()
+def _shrinking(step: int, model: nn.Module, optimizers: list[Any]) -> None:
+    """Take 3 % off a weight before each update."""
+    del optimizers
+    if step >= AT:
+        weights(model)[1].mul_(0.97)
 
 
 def _frozen(step: int, model: nn.Module, optimizers: list[Any]) -> None:
@@ -102,7 +115,7 @@ FAULTS = (
     Fault("a gradient drops to zero", ("vanished",), "weight", _scaled(0.0)),
     Fault("a gradient drops by 10,000", ("vanished",), "weight", _scaled(1e-4)),
     Fault("frozen weights", ("frozen",), "weight", _frozen),
-    Fault("slow drift of a gradient, 3 % a step", ("drift", "exploding"), "weight", _scaled(1.03, slow=True)),
+    Fault("weights that shrink, 3 % a step", ("drift", "exploding"), "weight", _shrinking, after=140),
     Fault("an exploding gradient, 30 times", ("exploding",), "weight", _scaled(30.0)),
     Fault(
         "one layer explodes, output 30 times, once", ("exploding", "spike"), "module", forward=True, cause="one_layer"
@@ -112,10 +125,17 @@ FAULTS = (
         "second moment reset to 1e-6 of itself",
         ("exploding", "drift", "vanished", "spike"),
         "weight",
-        _state("exp_avg_sq", 1e-6),
+        _state(("exp_avg_sq",), 1e-6),
+        cause="optimizer_state",
+        state=("exp_avg_sq",),
+    ),
+    Fault(
+        "first moment 300 times",
+        ("exploding",),
+        "weight",
+        _state(("exp_avg", "momentum_buffer"), 300.0),
         cause="optimizer_state",
     ),
-    Fault("first moment 300 times", ("exploding",), "weight", _state("exp_avg", 300.0), cause="optimizer_state"),
 )
 
 
@@ -183,7 +203,14 @@ def clean(steps: int, only: list[int]) -> list[str]:
     return lines
 
 
-def faults(steps: int, names: list[int]) -> list[str]:
+def _has_state(setting: Setting, keys: tuple[str, ...]) -> bool:
+    """Tell whether a setting's optimizer keeps one of these for each parameter."""
+    kept = {"AdamW": ("exp_avg", "exp_avg_sq"), "Adam": ("exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",)}
+    names = {type(optimizer).__name__ for optimizer in setting.optimizers(setting.model().parameters())}
+    return not keys or any(key in kept[name] for name in names for key in keys)
+
+
+def faults(names: list[int]) -> list[str]:
     """Plant each fault in some trainings; return a table's lines."""
     chosen = [CLEAN[i] for i in names]
     lines = ["| fault | " + " | ".join(s.name for s in chosen) + " |", "|---" * (1 + len(chosen)) + "|"]
@@ -191,11 +218,14 @@ def faults(steps: int, names: list[int]) -> list[str]:
     for fault in FAULTS:
         cells = []
         for setting in chosen:
+            if not _has_state(setting, fault.state):
+                cells.append("has none")
+                continue
             with (
                 tempfile.TemporaryDirectory(prefix="monitor-fault-") as scratch,
                 redirect_stderr(io.StringIO()),
             ):
-                findings, _, early = train(setting, steps, fault, Path(scratch) / "run")
+                findings, _, early = train(setting, AT + fault.after, fault, Path(scratch) / "run")
             after = [f for f in findings if f.step >= AT]
             right = [f for f in after if f.sensor.removeprefix("monitor.") in fault.rules]
             causes = [f.evidence["cause"] for f in after if f.sensor == "monitor.post_mortem"]
@@ -218,6 +248,39 @@ def faults(steps: int, names: list[int]) -> list[str]:
     return lines
 
 
+def _drifting_rank(rank: int, store: str, folder: Path, steps: int) -> None:
+    """Train under DDP; from `AT` on the second rank makes a weight's local gradient 3 % larger with each step."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    setting = CLEAN[0]
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    bare = setting.model()
+    net, optimizers, step = DistributedDataParallel(bare), setting.optimizers(bare.parameters()), 0
+    weights(bare)[1].register_hook(lambda grad: grad * 1.03 ** (step - AT) if rank and step >= AT else None)
+    generator, text = torch.Generator().manual_seed(1 + rank), standard_library(1 << 20)
+    with bw.Monitor(net, out=folder) as monitor:
+        for step in range(steps):
+            net(*data(setting, step, steps, text, generator)).backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        (folder / f"told{rank}").write_text("\n".join(f"{f.step}\t{f.sensor}\t{f.message}" for f in monitor.findings))
+    dist.destroy_process_group()
+
+
+def drifting_rank() -> list[str]:
+    """Say what either of two ranks tells when one of them goes another way slowly."""
+    lines = ["", "Two ranks (DDP), the local gradient of one weight grows by 3 % a step on rank 1:", ""]
+    with tempfile.TemporaryDirectory(prefix="monitor-ranks-") as scratch, redirect_stderr(io.StringIO()):
+        folder = Path(scratch) / "run"
+        mp.spawn(_drifting_rank, (f"{scratch}/store", folder, AT + 70), nprocs=2)
+        told = {rank: (folder / f"told{rank}").read_text().splitlines() for rank in (0, 1)}
+    lines += [f"- rank {rank}: " + ("; ".join(said) if said else "nothing") for rank, said in told.items()]
+    print("\n".join(lines), flush=True)
+    return lines
+
+
 def main() -> None:
     """Run, print, and write ``bench/results/monitor_clean.md``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -232,7 +295,7 @@ def main() -> None:
     torch.set_num_threads(1)
     lines = [] if args.only_faults else clean(args.steps, args.only)
     lines += [""] if lines else []
-    lines += [] if args.only_clean else faults(AT + 70, args.trainings)
+    lines += [] if args.only_clean else [*faults(args.trainings), *drifting_rank()]
     if not (args.only_clean or args.only_faults):
         text = f"`python bench/monitor_clean.py --steps {args.steps}`\n\n" + "\n".join(lines)
         (Path(__file__).parent / "results" / "monitor_clean.md").write_text(f"# A monitor's alerts\n\n{text}\n")
