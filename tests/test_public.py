@@ -110,6 +110,24 @@ def test_a_guard_has_its_findings_and_verdicts(healed: tuple[Path, bw.Guard, lis
     assert [event for event in events if isinstance(event, bw.Finding)] == guard.findings
 
 
+def test_a_verdict_of_what_happened_once_names_the_operator_that_a_deep_step_saw() -> None:
+    fault = {**TRANSIENT, "site": "2/addmm:forward", "pattern": "tile", "factor": 50.0}
+    guards = []
+
+    def around(net: nn.Module, optimizer: torch.optim.Optimizer) -> bw.Guard:
+        guards.append(bw.Guard(net, optimizer, act="protect", deep_every=1))
+        return guards[0]
+
+    with FaultyDevice(from_mapping({"fault": [fault]})):
+        train(20, around)
+    (verdict,) = guards[0].verdicts
+    assert verdict.cause is bw.Cause.TRANSIENT_HARDWARE
+    assert verdict.site is not None
+    assert verdict.site.short == "2/addmm#0:forward.out0"
+    assert "computed step 12 wrongly once in 2/addmm#0:forward.out0; repeated executions agree" in verdict.message
+    assert verdict.evidence["operator"]["checksum"]["kind"] == "residual"
+
+
 def test_a_guard_that_is_not_on_has_found_nothing() -> None:
     guard = bw.Guard(nn.Linear(2, 2))
     assert (guard.findings, guard.verdicts) == ([], [])

@@ -107,6 +107,8 @@ class Judge:
         # Where no step can be run again, what the checksum recomputed at once is all there is.
         if located is None and any(row.proven_by_checksum for row in found.rows):
             judgement, located = self._own_results.judge(record.step, judgement, findings)
+        if judgement.cause is Cause.TRANSIENT_HARDWARE:
+            located = located or self._own_results.struck(judgement, findings)
         evidence = self._build.evidence(found, judgement, located)
         if judgement.cause is Cause.PERSISTENT_HARDWARE and not any(row.failed for row in found.rows):
             evidence |= self._proof.by_checksum(record, judgement.ranks[0])

@@ -24,6 +24,7 @@ OFTEN = 3
 # Share of the element's size that it is off by, beyond the bound of rounding: no reduced precision of products explains it,
 # the coarsest being bfloat16's, 2^-8 a factor.
 _GROSS = 0.1
+_OF_OPERATORS = ("checksum", "twice")
 
 
 class OwnResults:
@@ -78,6 +79,21 @@ class OwnResults:
             f"{judgement.reason}"
         )
         return Judgement(Cause.INCONCLUSIVE, reason=reason)
+
+    def struck(self, judgement: Judgement, findings: Sequence[Finding]) -> Located | None:
+        """Return where a fault that is over struck, as the accused rank's own sensors saw it; collective.
+
+        An identity, or a second call with the same inputs, is about one operator alone: the first at which it failed is where.
+        None where nobody looked at operators in this step, or nobody is accused.
+        """
+        mine = next((f for f in findings if f.sensor in _OF_OPERATORS and f.severity is Severity.ERROR), None)
+        text = "" if mine is None else json.dumps([mine.site.short, mine.sensor, to_jsonable(mine.evidence)])
+        told = self._heard(text)
+        rank = next((rank for rank in judgement.ranks if rank in told), None)
+        if rank is None:
+            return None
+        site, sensor, evidence = json.loads(told[rank])
+        return Located(site, "", rank, {sensor: evidence})
 
     def _heard(self, text: str) -> dict[int, str]:
         """Return what ranks say, of those that say anything; collective."""

@@ -223,7 +223,7 @@ class VerdictBuilder:
         match judgement.cause:
             case Cause.TRANSIENT_HARDWARE:
                 one = who or f"one of the ranks, which is not known ({judgement.reason}),"
-                text = f"{one} computed step {step} wrongly once; repeated executions agree on another result"
+                text = f"{one} computed step {step} wrongly once{what}; repeated executions agree on another result"
             case Cause.PERSISTENT_HARDWARE if any(row.failed for row in found.rows):
                 text = f"{who} computed step {step} wrongly{what}: {judgement.reason}"
             case Cause.PERSISTENT_HARDWARE:
