@@ -93,6 +93,7 @@ class ModelRecording(Instrument):
         """Write what there is."""
         recording.discard(self)
         self.close_step()
+        self._state.detach()
         self._eager.close()
         if sys.exc_info()[0] is None:
             self.flush()
@@ -158,6 +159,8 @@ class ModelRecording(Instrument):
         self.close_step()
         with self._safely("steps"):
             self._open_step()
+        if not self.records:
+            self._state.detach()
 
     @contextmanager
     def around_forward(self, forward: Forward) -> Iterator[None]:
@@ -197,8 +200,7 @@ class ModelRecording(Instrument):
         self._operators.new_step()
         self._modules.attach()
         self._hooked_now = self.session.in_forward
-        self._state.attach_local(reduced=distributed(self.session.model) is not None)
-        self._state.begin_step()
+        self._state.begin_step(reduced=distributed(self.session.model) is not None)
 
     def close_step(self) -> None:
         """Write what was recorded of the step."""
@@ -207,7 +209,6 @@ class ModelRecording(Instrument):
             return
         self.records = False
         self._modules.detach()
-        self._state.detach()
         with self._safely("rows"):
             self._state.read_by_none()
             self._values.end_step()

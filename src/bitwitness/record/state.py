@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -44,15 +45,22 @@ class StateRecorder:
         self._pending: dict[str, list[tuple[str, torch.Tensor, str, int]]] = {}
         self._began: dict[Optimizer, dict[nn.Parameter, int]] = {}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._hooked: list[nn.Parameter] = []
+        self._parameters: list[tuple[str, nn.Parameter]] = []
 
-    def attach_local(self, *, reduced: bool) -> None:
-        """Look at gradients as backward makes them, while they are in the cache.
+    def _attach_local(self, *, reduced: bool) -> None:
+        """Look at gradients as backward makes them, while they are in the cache; hooks that are there already stay.
 
         ``reduced``: DistributedDataParallel reduces them later, so that these are recorded as local ones.
         """
         self._reduced = reduced
         self._local.clear()
-        for name, parameter in self._root.named_parameters():
+        wanted = [parameter for _, parameter in self._parameters if parameter.requires_grad]
+        if len(wanted) == len(self._hooked) and all(map(operator.is_, wanted, self._hooked)):
+            return
+        self.detach()
+        self._hooked = wanted
+        for name, parameter in self._parameters:
             if parameter.requires_grad:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(_LocalHook(self, name)))
 
@@ -61,6 +69,7 @@ class StateRecorder:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._hooked = []
 
     def local(self, name: str, parameter: torch.Tensor) -> None:
         """Record one local gradient."""
@@ -87,17 +96,23 @@ class StateRecorder:
         else:
             self._local[name] = entry
 
-    def begin_step(self) -> None:
-        """Learn parameters and buffers as the step finds them.
+    def begin_step(self, *, reduced: bool) -> None:
+        """Learn parameters and buffers as the step finds them; have backward tell of gradients, ``reduced`` or not by then.
 
         Each is recorded when its module is about to read it, which brings it into the cache for the module's own work.
         """
+        self._list()
+        self._attach_local(reduced=reduced)
         self._pending.clear()
-        named = [(name, tensor, "parameter") for name, tensor in self._root.named_parameters()]
+        named = [(name, tensor, "parameter") for name, tensor in self._parameters]
         for name, tensor, kind in [*named, *((name, tensor, "buffer") for name, tensor in self._root.named_buffers())]:
             self._log.values.name(tensor, name)
             module, _, _ = name.rpartition(".")
             self._pending.setdefault(module or ".", []).append((name, tensor, kind, version_of(tensor)))
+
+    def _list(self) -> None:
+        """Walk through the modules: twice a step, for a model may have thousands of them."""
+        self._parameters = list(self._root.named_parameters())
 
     def read_by(self, module: str) -> None:
         """Record what a module is about to read, if the step has not yet."""
@@ -121,7 +136,8 @@ class StateRecorder:
         """
         if in_replay():
             return
-        gradients = [(name, p.grad) for name, p in self._root.named_parameters() if p.grad is not None]
+        self._list()  # the forward may have made some
+        gradients = [(name, p.grad) for name, p in self._parameters if p.grad is not None]
         self._log.values.reread(grad for _, grad in gradients)
         for name, grad in gradients:
             entry, local = self._log.see(_reduced(name), grad), self._local.get(name)
@@ -165,7 +181,7 @@ class StateRecorder:
 
     def _held(self, optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter, str]]:
         """Yield the root's parameters that an optimizer holds: name, parameter, its group's settings as JSON."""
-        names = {parameter: name for name, parameter in self._root.named_parameters()}
+        names = {parameter: name for name, parameter in self._parameters}
         for number, group in enumerate(optimizer.param_groups):
             settings = {"group": number, **_settings(group)}
             texts: dict[str, str] = {}  # by what is known of the state; of few kinds in a group
