@@ -374,10 +374,15 @@ def test_a_sink_that_is_not_known() -> None:
         sink_of("tensorbord=x")
 
 
-def run_of(folder: Path, seed: int = 0, change: Callable[[int, nn.Module], None] = lambda _step, _net: None) -> Path:
+def run_of(
+    folder: Path,
+    seed: int = 0,
+    change: Callable[[int, nn.Module], None] = lambda _step, _net: None,
+    rate: float = 0.05,
+) -> Path:
     torch.manual_seed(seed)
     net = nn.Sequential(*(nn.Linear(6, 6) for _ in range(6)))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    optimizer = torch.optim.SGD(net.parameters(), lr=rate)
     batches = torch.Generator().manual_seed(1)
     with bw.Monitor(net, out=folder, watch=False):
         for step in range(12):
@@ -405,8 +410,19 @@ def test_two_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["compare", str(a), str(same)]) == 0
     assert main(["compare", str(other), str(a)]) == 1
     said = capsys.readouterr().out
-    assert "no series deviates" in said
+    assert "series are equal to the last digit in 12 steps" in said
     assert "the runs part at step 7, in activation 3 (out0) of rank 0" in said
+    slower = run_of(tmp_path / "slower", rate=0.049)
+    assert main(["compare", str(a), str(slower)]) == 1
+    said = capsys.readouterr().out
+    assert said.startswith(
+        "the learning rate is 0.05 in A and 0.049 in B at step 0; no series deviates by more than 5% of its"
+    )
+    assert main(["report", "--markdown", "-", str(a), str(slower)]) == 1
+    assert (
+        "Nothing unusual was seen in either run, but they are not the same: the learning rate"
+        in capsys.readouterr().out
+    )
     assert main(["compare", "--csv", "x.csv", str(other), str(a)]) == 2
     assert "--csv is for recordings" in capsys.readouterr().err
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,7 +12,9 @@ from monitor_series import MODULES, PARAMETERS, Change, key_of, scaled, steps, w
 
 from bitwitness import ConfigError, Finding
 from bitwitness.config.monitoring import MonitorConfig
+from bitwitness.finding import Severity
 from bitwitness.monitor.rules.rank_apart import RankApart
+from bitwitness.monitor.rules.replicas import Replicas
 from bitwitness.monitor.rules.rule import Peers
 from bitwitness.monitor.series import SeriesKey, Universe
 from bitwitness.monitor.sheet import Key
@@ -124,9 +128,24 @@ def test_weights_that_the_optimizer_forgot() -> None:
     assert one(found(change), "frozen").evidence["series"] == f"param/{NAME}"
 
 
-def test_weights_that_never_moved_or_have_no_gradient_are_not_frozen() -> None:
-    def change(step: int, rows: dict[Key, list[float]]) -> None:
+@pytest.mark.parametrize("held", [False, True])
+def test_weights_that_no_optimizer_was_given_from_the_start(held: bool) -> None:
+    def change(_step: int, rows: dict[Key, list[float]]) -> None:
         rows[key_of("param", NAME)] = [0, 0, -1, -1, 1, 0.5, 2]
+        if not held:
+            del rows[UPDATE], rows[key_of("moment2", NAME)]
+
+    finding = one(found(change), "frozen")
+    assert finding.step == 32
+    assert finding.severity is (Severity.INFO if held else Severity.WARNING)
+    why = "its updates are lost in rounding, or zero" if held else "no optimizer holds it"
+    assert finding.message == (
+        f"weights of {NAME}: unchanged since the first step, 32 steps ago, though a gradient reaches it: {why}"
+    )
+
+
+def test_weights_that_have_no_gradient_are_not_frozen() -> None:
+    def change(step: int, rows: dict[Key, list[float]]) -> None:
         if step > AT:
             rows[key_of("param", PARAMETERS[2])] = [0, 0, -1, -1, 1, 0.5, 2]
             del rows[key_of("grad", PARAMETERS[2])]
@@ -277,6 +296,53 @@ def test_a_rule_that_is_left_out_says_nothing() -> None:
         MonitorConfig(rules=("vanish",))
 
 
+@pytest.mark.parametrize(("apart", "step"), [(1e-3, 20), (1e-7, 22)])
+def test_a_replica_that_leaves_the_other_by_next_to_nothing_is_told(apart: float, step: int) -> None:
+    rule, key = Replicas(MonitorConfig()), SeriesKey("param", NAME)
+    told = [
+        number
+        for number in range(30)
+        if rule.compare(Peers([key], np.array([apart if number >= 20 else 0.0]), np.zeros(1), 2))
+    ]
+    assert told == [step]
+
+
+def test_a_loss_that_the_model_returns_itself_is_no_layer() -> None:
+    loss = Key("activation", ".", "out.loss", None, 0)
+
+    def change(step: int, rows: dict[Key, list[float]]) -> None:
+        value = rows[Key("training", ".", None, "loss", -1)]
+        value[0] *= 4.0 if step == AT else 1.0
+        rows[loss] = [0, 0, -1, value[0], value[0], value[0], value[0]]
+
+    rows = steps(100, change)
+    for one_ in rows:
+        one_.counts[one_.keys.index(loss)] = 1
+    findings = watched(rows)[0]
+    assert [finding.sensor for finding in findings] == ["monitor.spike", "monitor.post_mortem"]
+    assert one(findings, "post_mortem").evidence["cause"] == "data"
+
+
+def test_nan_that_a_scaler_let_through_is_told_of_the_gradient() -> None:
+    def change(step: int, rows: dict[Key, list[float]]) -> None:
+        for name in PARAMETERS:
+            rows[key_of("grad_reduced", name)] = list(rows[key_of("grad", name)])
+        if step == AT:
+            rows[key_of("grad_reduced", NAME)][0] = 3
+
+    rows = [replace(row, scaled=True) for row in steps(100, change)]
+    finding = one(watched(rows)[0], "nonfinite")
+    assert finding.message == f"gradient of {NAME}: 3 NaN and 0 Inf of 100 values"
+    skipped = [replace(row, scaled=True) for row in steps(100, lambda s, r: (change(s, r), _no_step(s, r))[0])]
+    assert not watched(skipped)[0]
+
+
+def _no_step(step: int, rows: dict[Key, list[float]]) -> None:
+    """Leave out what an optimizer makes, where a scaler keeps it from stepping."""
+    for key in [key for key in rows if step == AT and key.kind in ("update", "moment2")]:
+        del rows[key]
+
+
 def test_peers_of_no_parameters() -> None:
     keys = [SeriesKey("training", ".", None, "loss")]
     empty = Peers(keys[:0], np.zeros(0), np.zeros(0), 2)
@@ -303,8 +369,35 @@ def test_a_weight_that_its_script_has_edited_is_no_data() -> None:
             rows[Key("training", ".", None, "loss", -1)][0] *= 5.0
 
     findings = found(change)
-    assert one(findings, "post_mortem").evidence["cause"] == "one_layer"
-    assert NAME in one(findings, "post_mortem").message
+    assert one(findings, "post_mortem").evidence["cause"] == "edited_weights"
+    said = one(findings, "post_mortem").message
+    assert f"weights of {NAME} were changed between steps {AT - 1} and {AT}, not by the optimizer: from " in said
+
+
+def test_a_weight_that_grows_slowly_and_alone() -> None:
+    begins = 140
+    grown = scaled("param", NAME, lambda step: 1.03 ** max(0, step - begins))
+    finding = one(found(grown, begins + 70), "drift")
+    assert begins < finding.step <= begins + 50
+    assert f"weights of {NAME} stays above its usual size (" in finding.message
+
+
+def test_weights_that_all_grow_do_what_weights_do() -> None:
+    def change(step: int, rows: dict[Key, list[float]]) -> None:
+        for name in PARAMETERS:
+            scaled("param", name, lambda s: 1.03 ** max(0, s - 140))(step, rows)
+
+    assert not [finding for finding in found(change, 210) if finding.sensor == "monitor.drift"]
+
+
+def test_zeros_that_clipping_by_an_infinite_norm_leaves_are_no_alert_of_their_own() -> None:
+    def change(step: int, rows: dict[Key, list[float]]) -> None:
+        if step == AT:
+            for name in PARAMETERS:
+                scaled("grad", name, lambda _: 0.0)(step, rows)
+            rows[key_of("grad", NAME)][1] = 1
+
+    assert [finding.sensor for finding in found(change)] == ["monitor.nonfinite"]
 
 
 def test_updates_at_the_end_of_a_schedule_do_not_vanish() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import tempfile
 from pathlib import Path
 
 from bitwitness.errors import UsageError
@@ -43,10 +44,20 @@ def check_out(out: str | None, args: argparse.Namespace) -> None:
     if not parent.is_dir():
         seen = "is no folder" if parent != folder else "there is a file of that name"
         raise UsageError(f"--out {shown(out)}: {shown(parent)} {seen}; expected a folder, or a name that is free")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise UsageError(f"--out {shown(out)}: {shown(parent)} may not be written to; name another place")
+    _try_to_write(parent, out)
     if rank_here() == 0:
         _make_room(folder, args)
+
+
+def _try_to_write(parent: Path, out: str) -> None:
+    """Write a file that has no name: rights alone say nothing of a file system that is read-only, full or none at all."""
+    try:
+        with tempfile.TemporaryFile(dir=parent) as file:
+            file.write(b"bitwitness")
+    except OSError as error:
+        why = error.strerror or error
+        message = f"--out {shown(out)}: {shown(parent)} may not be written to ({why}); name another place"
+        raise UsageError(message) from error
 
 
 def rank_here() -> int:

@@ -108,8 +108,8 @@ class MonitorConfig:
                 raise _wrong(name, getattr(self, name), "true or false")
         if isinstance(self.z, bool) or not isinstance(self.z, int | float) or not 0 < self.z < 1e6:
             raise _wrong("z", self.z, "a number of deviations, 9 by default")
-        ranges(self.steps, "steps")
-        ranges(self.ranks, "ranks")
+        ranges(self.steps, "steps", "monitor")
+        ranges(self.ranks, "ranks", "monitor")
 
     @cached_property
     def _looked_at(self) -> frozenset[str]:
@@ -121,13 +121,13 @@ class MonitorConfig:
 
     def wants_step(self, step: int) -> bool:
         """Tell whether a step is looked at."""
-        wanted = ranges(self.steps, "steps")
+        wanted = ranges(self.steps, "steps", "monitor")
         first = 0 if wanted is None else wanted[0][0]
         return within(step, wanted) and step >= first and (step - first) % self.interval == 0
 
     def wants_rank(self, rank: int) -> bool:
         """Tell whether a rank is monitored."""
-        return within(rank, ranges(self.ranks, "ranks"))
+        return within(rank, ranges(self.ranks, "ranks", "monitor"))
 
     def wants_module(self, path: str) -> bool:
         """Tell whether a module is looked at."""

@@ -117,13 +117,13 @@ class RecordConfig:
         return within(rank, ranges(self.ranks, "ranks"))
 
 
-def ranges(text: str | None, name: str) -> Ranges | None:
-    """Read ``"0-3,10"``; None for all."""
+def ranges(text: str | None, name: str, owner: str = "recording") -> Ranges | None:
+    """Read ``"0-3,10"``; None for all. ``owner``: whose setting it is, for the message."""
     if text is None:
         return None
     pairs = _pairs(text) if isinstance(text, str) else ()
     if not pairs:
-        raise _wrong(name, text, "numbers and ranges a-b (a <= b) separated by commas, for example 0-3,10", ())
+        raise _wrong(name, text, "numbers and ranges a-b (a <= b) separated by commas, for example 0-3,10", (), owner)
     return pairs
 
 

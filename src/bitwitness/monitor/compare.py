@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from bitwitness.errors import UsageError
 from bitwitness.files.shown import shown
@@ -49,6 +50,16 @@ class Trend:
     share_b: float
 
 
+@dataclass(frozen=True)
+class Rate:
+    """A parameter group's learning rate that is not the same in both: from which step on, and what it is there."""
+
+    group: str
+    step: int
+    a: float
+    b: float
+
+
 @dataclass
 class MonitorReport:
     """What two runs' series say.
@@ -63,6 +74,12 @@ class MonitorReport:
         How many series of each rank deviate; ``abnormal``: the ranks with many more than the others have.
     trends
         Layers whose gradient goes another way with the total in one run than in the other, the farthest apart first.
+    rate
+        The first learning rate that differs.
+    largest
+        The largest change of any series, and where; None where all are equal to the last digit.
+    alone
+        How many series only one of the runs has.
 
     """
 
@@ -75,25 +92,42 @@ class MonitorReport:
     ranks: dict[int, int] = field(default_factory=dict)
     abnormal: list[int] = field(default_factory=list)
     trends: list[Trend] = field(default_factory=list)
+    rate: Rate | None = None
+    largest: tuple[float, str] | None = None
+    alone: int = 0
+    tolerance: float = TOLERANCE
     problems: list[str] = field(default_factory=list)
 
     @property
     def status(self) -> str:
         """``fine``, ``findings`` or ``unread``."""
-        return "unread" if self.problems or not self.series else "findings" if self.deviations else "fine"
+        if self.problems or not self.series:
+            return "unread"
+        return "findings" if self.deviations or self.rate is not None else "fine"
 
     @property
     def conclusion(self) -> str:
         """The answer in one sentence."""
         if not self.series:
             return "the two runs have no step and series in common"
+        alone = f"; {self.alone} more series are in one of the runs alone" if self.alone else ""
+        rate = ""
+        if self.rate is not None:
+            group = f" of group {self.rate.group}" if self.rate.group != "0" else ""
+            rate = f"the learning rate{group} is {self.rate.a:.6g} in A and {self.rate.b:.6g} in B at step {self.rate.step}; "
         if not self.first:
-            return f"no series deviates by more than {TOLERANCE:.0%} of its norm in {self.steps} steps"
+            if self.largest is None:
+                return f"{rate}all {self.series} series are equal to the last digit in {self.steps} steps{alone}"
+            much, where = self.largest
+            return (
+                f"{rate}no series deviates by more than {self.tolerance:.0%} of its norm in {self.steps} steps (the most: "
+                f"{much:.2g} of it, {where}){alone}"
+            )
         one = self.first[0]
         ranks = f"; abnormal ranks: {', '.join(map(str, self.abnormal))}" if self.abnormal else ""
         return (
-            f"the runs part at step {one.step}, in {one.kind} {one.name} of rank {one.rank}: A's is {one.change:+.1%} against "
-            f"B's ({len(self.deviations)} of {self.series} series deviate){ranks}"
+            f"{rate}the runs part at step {one.step}, in {one.kind} {one.name} of rank {one.rank}: A's is {one.change:+.1%} "
+            f"against B's ({len(self.deviations)} of {self.series} series deviate){ranks}{alone}"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -115,7 +149,7 @@ def compare_monitored(
     for run in (a, b):
         if not is_monitored(run):
             raise UsageError(f"{shown(run)} holds no series; expected a run folder that bitwitness monitor wrote")
-    report = MonitorReport(os.fspath(a), os.fspath(b))
+    report = MonitorReport(os.fspath(a), os.fspath(b), tolerance=tolerance)
     ranks = sorted(set(monitored_ranks(a)) & set(monitored_ranks(b)))
     for side, other in ((a, b), (b, a)):
         if missing := sorted(set(monitored_ranks(side)) - set(monitored_ranks(other))):
@@ -127,6 +161,8 @@ def compare_monitored(
         steps |= set(common)
         report.deviations += _deviations(mine, theirs, common, rank, report, tolerance)
         report.trends += _trends(mine, theirs, common, rank)
+        report.alone += len(mine.tables.keys() ^ theirs.tables.keys())
+        report.rate = report.rate or _rate(mine, theirs, common)
     report.steps = len(steps)
     order = {kind: number for number, kind in enumerate(_KINDS)}
     report.deviations.sort(key=lambda one: (one.step, order[one.kind], -abs(one.change)))
@@ -141,17 +177,31 @@ def compare_monitored(
 class _Series:
     steps: list[int]
     tables: dict[tuple[str, str], dict[int, float]]
+    rates: dict[tuple[int, str], float]
 
 
 def _series(run: Path, rank: int, report: MonitorReport) -> _Series:
     """Return sizes by kind, name (with slot) and step; of micro-batches together."""
-    table, problems = read_series(run, rank, kinds=_KINDS)
+    table, problems = read_series(run, rank, kinds=(*_KINDS, "training"))
     report.problems += problems
+    training = pc.equal(table["kind"], "training")
+    rates = table.filter(pc.and_(training, pc.fill_null(pc.equal(table["metric"], "lr"), fill_value=False)))
+    named = zip(*(rates[name].to_pylist() for name in ("step", "name", "value")), strict=True)
+    table = table.filter(pc.invert(training))
     found: dict[tuple[str, str], dict[int, float]] = {}
     for kind, name, step, size in _sizes(table):
         one = found.setdefault((kind, name), {})
         one[step] = float(np.hypot(one.get(step, 0.0), size))
-    return _Series(sorted({step for one in found.values() for step in one}), found)
+    steps = sorted({step for one in found.values() for step in one})
+    return _Series(steps, found, {(step, group): value for step, group, value in named})
+
+
+def _rate(mine: _Series, theirs: _Series, steps: list[int]) -> Rate | None:
+    """Return the first learning rate that differs."""
+    common = sorted(key for key in mine.rates.keys() & theirs.rates.keys() if key[0] in set(steps))
+    differing = ((step, group) for step, group in common if mine.rates[step, group] != theirs.rates[step, group])
+    first = next(differing, None)
+    return None if first is None else Rate(first[1], first[0], mine.rates[first], theirs.rates[first])
 
 
 def _sizes(table: pa.Table) -> Iterator[tuple[str, str, int, float]]:
@@ -174,6 +224,10 @@ def _deviations(
             for one in (mine, theirs)
         )
         change, off = _changes(ours, others, tolerance)
+        most = int(np.abs(change).argmax())
+        if (much := float(np.abs(change).flat[most])) > (report.largest or (0.0,))[0]:
+            row_, at_ = divmod(most, len(steps))
+            report.largest = much, f"{kind} {names[row_]} of rank {rank} at step {steps[at_]}"
         for row in np.flatnonzero(off.any(axis=1)):
             places = np.flatnonzero(off[row])
             worst = float(np.abs(change[row, places]).max())

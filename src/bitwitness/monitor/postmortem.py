@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from bitwitness.finding import Finding, Severity
+from bitwitness.monitor.edits import edited_weights
 from bitwitness.monitor.rules.rule import Alert, Peers, View, named
 from bitwitness.monitor.series import SeriesKey
 
@@ -122,6 +123,8 @@ class PostMortem:
     @staticmethod
     def _weights(spike: View, earlier: list[View]) -> tuple[str, str, SeriesKey] | None:
         """Return that a parameter changed, before the spike or without its update."""
+        if earlier and (edited := edited_weights(earlier[-1], spike)) is not None:
+            return edited
         if earlier and (weights := _moved(earlier[-1], ("param",))):
             key, factor = weights[0]
             return "one_layer", f"one layer: the {named(key)} changed before it, to {factor:.3g} times their usual", key
@@ -210,7 +213,7 @@ class PostMortem:
 
     def _batch(self, spike: View) -> str:
         """Say which batch it was: by the hashes of its tensors, and its samples where they are known."""
-        hashes, indices = spike.numbers.batch, self._indices_of(spike.numbers.batch)
+        hashes, indices = list(dict.fromkeys(spike.numbers.batch)), self._indices_of(spike.numbers.batch)
         said = f"hash {', '.join(hashes[:2])}" if hashes else "hash not known"
         shown = ", ".join(map(str, indices[:_SAMPLES])) + (", …" if len(indices) > _SAMPLES else "")
         return f"{said}; samples {shown} of its data set" if indices else said
@@ -263,6 +266,8 @@ def _moved_in(view: View, kinds: tuple[str, ...]) -> Iterator[tuple[SeriesKey, f
         if moved is None:
             continue
         beyond = (moved.gap > _FACTOR) & (moved.scores > _Z) & (moved.seen >= 8)
+        if kind == "activation":
+            beyond &= ~view.losses[moved.places]
         sizes |= {int(p): float(np.exp(g)) for p, g in zip(moved.places[beyond], moved.gap[beyond], strict=True)}
     for place in view.first(sizes):
         yield view.numbers.keys[place], sizes[place]

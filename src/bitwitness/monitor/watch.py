@@ -68,6 +68,7 @@ class Watch:
         self._movements = {kind: Movement(kind, warmup=config.warmup, z=config.z) for kind in FLOORS}
         self._post_mortem = PostMortem(indices_of)
         self._said: dict[tuple[str, str, str], int] = {}
+        self._said_of_ranks: dict[str, int] = {}
         self._alerted = -_WAKE - 1
         self.looked_at = 0
         self.alerts = 0
@@ -100,10 +101,15 @@ class Watch:
         self._post_mortem.compared(step, peers)
         alerts = [alert for rule in self._rules for alert in rule.compare(peers)]
         self.looked_at += peers.distance.size
-        findings = [_finding(alert, step, rank) for alert in alerts]
+        findings = [_finding(self._once(alert, step), step, rank) for alert in alerts]
         for finding in findings:
             self._tell(finding)
         return findings
+
+    def _once(self, alert: Alert, step: int) -> Alert:
+        """Return an alert about ranks, which is recorded and no alert of its own where the same rule has just spoken."""
+        before, self._said_of_ranks[alert.rule] = self._said_of_ranks.get(alert.rule, -_EPISODE - 1), step
+        return alert if step - before > _EPISODE else replace(alert, severity=Severity.INFO)
 
     def _is_new(self, alert: Alert, step: int) -> bool:
         """Tell whether an alert is not of what was alerted just before: the same gradient before and after reduction, say."""

@@ -35,9 +35,8 @@ def headline_of_watched(watched: Watched) -> str:
             f"Nothing unusual was seen in {count(len(watched.steps), 'step')} of {watched.series} series that rules watched."
         )
     elif broken is None:
-        told.append(
-            _sentence(watched_of(watched)) if watched.steps else "Nothing was alerted so far; no series are there yet."
-        )
+        there = bool(watched.steps or watched.unread)
+        told.append(_sentence(watched_of(watched)) if there else "Nothing was alerted so far; no series are there yet.")
     return " ".join(told)
 
 

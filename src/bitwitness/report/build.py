@@ -33,6 +33,11 @@ _EVENTS = 3000  # rows of the table
 _POINTS = 8000  # buckets of one number's lines, all ranks together
 _LEAST_BUCKETS = 100
 _DEVIATIONS = 10  # of monitored runs: the first of each kind and rank
+_TO_DO_OF_PARTED = (
+    "If the two were meant to be the same, look at where they part, below; 'bitwitness record' of both and "
+    "'bitwitness compare' "
+    "name the operator. If they were not, nothing has to be done."
+)
 _MARKS = 200  # events on the timeline
 _SEVERITY = {"error": 0, "warning": 1, "info": 2}
 
@@ -118,7 +123,8 @@ def build_report(
     found = _compared(runs[0], runs[1], progress) if pair else None
     report = Report(story_of([one.story for one in read], None if found is None else found.report))
     report.comparison = None if found is None else found.report.to_dict()
-    report.beside = _beside(*runs) if len(runs) == 2 and not pair else []
+    if len(runs) == 2 and not pair and all(map(is_monitored, runs)):
+        _put_beside(report, *runs)
     report.charts = _charts(read, found)
     return report
 
@@ -129,10 +135,8 @@ def _compared(a: str | os.PathLike[str], b: str | os.PathLike[str], progress: Ca
     return compared(a, b, progress)
 
 
-def _beside(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[str]:
-    """Say where the series of two monitored runs part; nothing of other runs."""
-    if not (is_monitored(a) and is_monitored(b)):
-        return []
+def _put_beside(report: Report, a: str | os.PathLike[str], b: str | os.PathLike[str]) -> None:
+    """Say where the series of two monitored runs part; first of all, where nothing else is to be said of them."""
     from bitwitness.monitor.compare import compare_monitored  # as above
 
     found = compare_monitored(a, b)
@@ -141,7 +145,14 @@ def _beside(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[str]:
         f"{one.worst:.1%}"
         for one in found.first[:_DEVIATIONS]
     ]
-    return [text(one) for one in (f"A is {name(a)}, B is {name(b)}: {found.conclusion}", *shown, *found.problems)]
+    conclusion = f"A is {name(a)}, B is {name(b)}: {found.conclusion}"
+    report.beside = [text(one) for one in (conclusion, *shown, *found.problems)]
+    if found.status == "findings" and report.story.status == "fine":
+        report.story.status, report.story.conclusion = "findings", text(found.conclusion)
+        report.story.headline = (
+            f"Nothing unusual was seen in either run, but they are not the same: {text(found.conclusion)}."
+        )
+        report.story.to_do = [_TO_DO_OF_PARTED]
 
 
 def _recorded(run: str | os.PathLike[str]) -> bool:

@@ -92,6 +92,8 @@ def _broken_of(watched: Watched) -> str:
 
 def watched_of(watched: Watched) -> str:
     """Say how much was looked at, and by whom."""
+    if not watched.steps and watched.unread:
+        return f"none of its series can be read: {shown(watched.unread[0], _LONGEST)}"
     if not watched.steps:
         return "no step of its series is on disk yet (they are written every ten seconds)"
     steps = f"{count(len(watched.steps), 'step')} ({watched.steps[0]} to {watched.steps[-1]})"

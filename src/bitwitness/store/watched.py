@@ -30,6 +30,8 @@ SLOW = ("drift", "rank_apart")
 _ORDER = ("forward", "backward", "grad.local", "comm", "grad.reduced", "optim", "param")
 """Phases and slots of sites in the order in which a step makes them."""
 _POST_MORTEM = "monitor.post_mortem"
+_LEFT_OVER = ("data", "one_layer")
+"""What a rank says of a spike whose cause lies elsewhere, on another rank perhaps."""
 _KEY = ["kind", "name", "slot", "metric"]
 _COLUMNS = ("step", *_KEY)
 _FIGURES = ("nan", "inf", "value")
@@ -62,6 +64,8 @@ class Watched:
         How many series there are, which steps are on disk, and of how many ranks.
     broken
         NaN or Inf that no rule was on to tell of.
+    unread
+        What of its series is there and cannot be read.
     failures, remarks
         What the monitor itself says that it could not look at; what it says that it does not look at.
 
@@ -74,6 +78,7 @@ class Watched:
     steps: list[int] = field(default_factory=list)
     ranks: int = 0
     broken: Broken | None = None
+    unread: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
@@ -140,7 +145,9 @@ def watched_in(
     said.sort(key=lambda one: (one.step, one.rank))  # of one step and rank in the order in which they were written
     # what follows from an alert is there for whoever looks, and no alert of its own
     told.alerts = [one for one in said if one.sensor != _POST_MORTEM and one.severity != Severity.INFO]
+    whose = None if told.first is None else told.first.rank  # each rank says what it saw itself: its own batch, for one
     told.post_mortems = [one for one in said if one.sensor == _POST_MORTEM]
+    told.post_mortems.sort(key=lambda one: (one.step, one.evidence.get("cause") in _LEFT_OVER, one.rank != whose))
     told.remarks = [one.message for one in notes if one.sensor == "monitor" and one.severity == Severity.INFO]
     told.failures = [note.message for note in notes if _is_failure(note)]
     problems: list[str] = []
@@ -157,7 +164,7 @@ def watched_in(
         firsts = _first_rows(table)
         series.update(firsts)
         broken += _broken(table, firsts, rank) if looks else []
-    told.steps, told.series = sorted(steps), len(series)
+    told.steps, told.series, told.unread = sorted(steps), len(series), list(problems)
     told.broken = min(broken, key=lambda one: (one.step, one.rank), default=None)
     return told, problems
 

@@ -41,6 +41,7 @@ class Drift(Rule):
     def __init__(self, config: MonitorConfig) -> None:
         super().__init__(config)
         self._past: dict[str, deque[Numbers]] = {}
+        self._shifts: dict[str, Numbers] = {}
         self._told: dict[int, int] = {}
 
     def look(self, view: View) -> list[Alert]:
@@ -58,7 +59,9 @@ class Drift(Rule):
             slow = kind in _SLOW_KINDS
             shifted = self._shifted(kind, moved, view.numbers.step) if slow else np.zeros_like(summed)
             # Biases are zero at first, and grow by factors; that weights shrink so fast is no training's, whichever do.
-            shifted = np.minimum(shifted, 0.0) if kind == "param" else _alone(view, moved, shifted, shifted)
+            rising = np.where(moved.seen >= _YOUNG, np.maximum(shifted, 0.0), 0.0) if kind == "param" else shifted
+            alone = _alone(view, moved, rising, shifted)
+            shifted = np.where(shifted < 0.0, shifted, alone) if kind == "param" else alone
             share = np.where(np.abs(summed) >= np.abs(shifted), summed, shifted)
             others += moved.places[np.abs(share) > 1].tolist()
             index = int(np.abs(share).argmax())
@@ -71,12 +74,15 @@ class Drift(Rule):
         place = int(view.moved[kind].places[index])
         self._told[place] = view.numbers.step
         way = "above" if share_ > 0 else "below"
-        text = f"{named(view.numbers.keys[place])} stays {way} its usual size, and others of its kind do not"
+        slowly = abs(shift) >= abs(share_)
+        factor = float(np.exp(self._shifts[kind][index] if slowly else view.moved[kind].gap[index]))
+        since = f"{factor:.3g} times what it was {_SPAN} steps ago" if slowly else f"{factor:.3g} times by now"
+        text = f"{named(view.numbers.keys[place])} stays {way} its usual size ({since}), and others of its kind do not"
         evidence = {
             "drift": share_,
             "shift": shift,
             "threshold": 1.0,
-            "factor": float(np.exp(view.moved[kind].gap[index])),
+            "factor": factor,
         }
         alert = self.alert(view.numbers.keys[place], text, (view.numbers.keys[p] for p in others), **evidence)
         return [alert if alerts else replace(alert, severity=Severity.INFO)]
@@ -95,7 +101,7 @@ class Drift(Rule):
         known = np.isfinite(shift) & np.isfinite(moved.sizes) & ~moved.few
         if known.sum() < 4:
             return np.zeros_like(smooth)
-        shift = np.where(known, shift - median(shift[known]), 0.0)
+        shift = self._shifts[kind] = np.where(known, shift - median(shift[known]), 0.0)
         share: Numbers = shift / max(_SHIFT, _SPREADS * median(np.abs(shift[known])))
         for number, place in enumerate(moved.places.tolist()):
             if (

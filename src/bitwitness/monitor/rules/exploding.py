@@ -56,6 +56,7 @@ class Exploding(Rule):
             beyond = (moved.scores > moved.threshold) & (moved.gap > growth) & (moved.seen >= self._config.warmup)
             if kind in _POWERS and beyond.any():
                 beyond &= moved.gap - self._explained(view, kind, moved, beyond) > growth
+            beyond &= ~view.losses[moved.places]
             known = np.isfinite(moved.sizes)
             if beyond.any() and (known.sum() < 4 or beyond.sum() <= 0.5 * known.sum()):
                 found += moved.places[beyond].tolist()

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from bitwitness.config.monitoring import MonitorConfig
+from bitwitness.finding import Severity
 from bitwitness.monitor.movement import FAINT
 from bitwitness.monitor.rules.rule import Alert, Rule, View, named
 from bitwitness.stats.middle import grown, median
 
 _KINDS = ("param", "activation")
+_OF_OPTIMIZERS = ("moment1", "moment2", "update")
 _LEARNED = 8  # steps of which it is known whether a series moved
 _LEAST = 3  # steps at rest
+_FORGOTTEN = 32  # steps in which weights never moved while gradients reached them
 
 
 class Frozen(Rule):
@@ -19,6 +24,7 @@ class Frozen(Rule):
 
     A series that moved in m of n steps rests by chance for k steps with a probability of about (1 - m/n)^k; from 1e-6 on it
     is frozen. Only while at least half of its kind moves, and not weights without a gradient, which no optimizer moves.
+    Weights that a gradient reaches and that have never moved were forgotten, or their updates are lost in rounding.
     """
 
     name = "frozen"
@@ -57,7 +63,7 @@ class Frozen(Rule):
             if not places.size or same[places].mean() > 0.5:
                 continue  # nothing moves: no step was made, or it is the same batch again
             self._learn(places, same)
-            resting = [int(p) for p in places if self._is_frozen(int(p)) and int(p) not in idle]
+            resting = [int(p) for p in places if self._is_frozen(int(p), kind) and int(p) not in idle]
             resting = [p for p in resting if not self._is_of_constants(view, p)]
             found += [p for p in resting if p not in self._told]
             self._told.update(resting)
@@ -68,7 +74,20 @@ class Frozen(Rule):
         key = numbers.keys[places_[0]]
         steps = int(self._rest[places_[0]])
         text = f"{named(key)}: unchanged for {steps} steps, while others change"
-        return [self.alert(key, text, (numbers.keys[p] for p in places_), steps=steps)]
+        held = not self._moved[places_[0]] and self._is_held(view, key.name)
+        if not self._moved[places_[0]]:
+            why = "its updates are lost in rounding, or zero" if held else "no optimizer holds it"
+            text = (
+                f"{named(key)}: unchanged since the first step, {steps} steps ago, though a gradient reaches it: {why}"
+            )
+        alert = self.alert(key, text, (numbers.keys[p] for p in places_), steps=steps)
+        return [replace(alert, severity=Severity.INFO) if held else alert]
+
+    @staticmethod
+    def _is_held(view: View, name: str) -> bool:
+        """Tell whether an optimizer steps a parameter."""
+        keys = (view.numbers.keys[i] for i in view.numbers.order)
+        return any(key.name == name and key.kind in _OF_OPTIMIZERS for key in keys)
 
     def _learn(self, places: np.ndarray, same: np.ndarray) -> None:
         still = same[places]
@@ -78,8 +97,10 @@ class Frozen(Rule):
         self._steps[usual] += 1
         self._moved[usual] += ~same[usual]
 
-    def _is_frozen(self, place: int) -> bool:
+    def _is_frozen(self, place: int, kind: str) -> bool:
         steps, moved, rest = self._steps[place], self._moved[place], self._rest[place]
+        if not moved and kind == "param":
+            return bool(rest >= _FORGOTTEN)
         if steps < _LEARNED or rest < _LEAST or not moved:
             return False
         return bool(rest * np.log((steps - moved + 1) / (steps + 1)) < np.log(self.rate))

@@ -37,7 +37,7 @@ class Nonfinite(Rule):
             # the norm of gradients that overflowed is NaN; the loss itself is not NaN for that
             of_step = key.kind == "training" and (key.metric == "grad_norm" or np.isinf(numbers.value[place]))
             overflowed = key.kind in OVERFLOWING or of_step  # so does the scaled loss itself
-            if masked or (numbers.scaled and overflowed):
+            if masked or (numbers.scaled and overflowed and not view.was_used(key)):
                 bad[place] = False
         spreading, self._spreading = self._spreading, bool(bad.any())
         if not bad.any() or spreading:

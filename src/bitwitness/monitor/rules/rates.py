@@ -48,7 +48,9 @@ class LearningRate(Rule):
             which = "" if key.name == "0" else f" of group {key.name}"
             self._zero[place] = self._zero.get(place, 0) + 1 if rate == 0 else 0
             if self._zero[place] == _ZERO and self._last.get(place) and not found:
-                text = f"the learning rate{which} has been 0 for {_ZERO} steps: nothing is learned any more"
+                rates = [float(view.numbers.value[p]) for p in view.numbers.places("training", "lr")]
+                who = "its weights learn nothing any more" if max(rates) > 0 else "nothing is learned any more"
+                text = f"the learning rate{which} has been 0 for {_ZERO} steps: {who}"
                 found = [self.alert(key, text, rate=rate, largest_before=self._most[place])]
             if not rate > 0:
                 continue

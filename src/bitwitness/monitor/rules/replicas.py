@@ -44,8 +44,9 @@ class Replicas(Rule):
             distance = np.abs(peers.distance)
             alone = (peers.ranks <= 2) | (peers.spread <= _ALONE * distance)
             self._off = np.where(distance > _OTHER, self._off + 1, 0)
-            apart = (distance > _APART) | ((self._exact >= _LEARNED) & (self._off >= _STAYS))
-            left = apart & alone & (self._equal >= _LEARNED) & ~self._told
+            apart = (distance > _APART) & (self._equal >= _LEARNED)
+            apart |= (self._exact >= _LEARNED) & (self._off >= _STAYS)
+            left = apart & alone & ~self._told
             self._exact = np.where(distance <= _SAME, self._exact + 1, np.where(self._off > 0, self._exact, 0))
             self._equal = np.where(distance <= _EQUAL, self._equal + 1, np.where(left | self._told, self._equal, 0))
         if not left.any():

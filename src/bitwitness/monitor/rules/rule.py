@@ -33,6 +33,7 @@ CAUSAL = (
 OVERFLOWING = ("grad", "grad_reduced", "activation_grad")
 """What overflows now and then under a gradient scaler, which skips such steps."""
 _NUMBER = re.compile(r"\d+")
+_LOSS = 8  # numbers
 _NAMED = 8  # others that are named beside the first
 
 
@@ -87,7 +88,24 @@ class View:
         if not numbers.scaled:
             return False
         bad = (np.nan_to_num(numbers.nan) > 0) | (np.nan_to_num(numbers.inf) > 0)
-        return any(numbers.keys[i].kind in OVERFLOWING for i in np.flatnonzero(bad))
+        keys = [numbers.keys[i] for i in np.flatnonzero(bad)]
+        return any(key.kind in OVERFLOWING for key in keys) and not any(self.was_used(key) for key in keys)
+
+    def was_used(self, key: SeriesKey) -> bool:
+        """Tell whether an optimizer has used a parameter's gradient in this step: no scaler kept it from that."""
+        return key.kind == "grad_reduced" and key.name in self._updated
+
+    @cached_property
+    def _updated(self) -> frozenset[str]:
+        keys = (self.numbers.keys[i] for i in self.numbers.order)
+        return frozenset(key.name for key in keys if key.kind in ("update", "moment1", "moment2"))
+
+    @cached_property
+    def losses(self) -> NDArray[np.bool_]:
+        """Which series are of a few numbers that the model as a whole takes or returns, [S]: its loss, and no layer's work."""
+        of_root = np.array([key.name == "." for key in self.numbers.keys], dtype=bool)
+        few: NDArray[np.bool_] = of_root & (np.nan_to_num(self.numbers.count) < _LOSS)
+        return few
 
     @cached_property
     def _order(self) -> dict[int, int]:

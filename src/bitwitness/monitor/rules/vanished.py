@@ -35,6 +35,8 @@ class Vanished(Rule):
     def look(self, view: View) -> list[Alert]:
         """Return the first series in causal order that vanished."""
         numbers, gone = view.numbers, list[int]()
+        if self._is_clipped_away(numbers):
+            return []
         rested = self._is_at_rest(numbers)
         for kind in _KINDS:
             moved = view.moved.get(kind)
@@ -71,6 +73,13 @@ class Vanished(Rule):
         rate = float(np.nanmax(rates)) if np.isfinite(rates).any() else float("nan")
         self._rate = max(self._rate, float(np.nan_to_num(rate)))
         return rate < _AT_REST * self._rate
+
+    @staticmethod
+    def _is_clipped_away(numbers: StepNumbers) -> bool:
+        """Tell whether some gradient holds an Inf: clipping by a norm that is infinite makes zeros of all the others."""
+        infinite = np.flatnonzero(np.nan_to_num(numbers.inf) > 0)
+        norm = numbers.number("training", "grad_norm")
+        return bool(np.isinf(norm)) or any(numbers.keys[i].kind in ("grad", "grad_reduced") for i in infinite)
 
     @staticmethod
     def _is_bad(numbers: StepNumbers, places: np.ndarray) -> np.ndarray:
