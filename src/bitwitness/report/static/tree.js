@@ -17,7 +17,7 @@ bw.tree = ({ root, levels }) => {
   function draw() {
     const width = place.clientWidth || 600;
     const shown = Math.max(1, Math.min(top.depth + 1, Math.floor(width / 105), 8));
-    const height = Math.min(760, Math.max(60, top.leaves * 20));
+    const height = Math.min(width < 500 ? 480 : 760, Math.max(60, top.leaves * 20));
     const image = bw.svg("svg", { width, height, role: "tree", "aria-label": "Modules by how bad they are" });
     const column = width / shown;
     add(top, 0, 0, height);
