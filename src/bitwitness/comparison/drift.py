@@ -26,6 +26,8 @@ _TIMES = 8.0
 Seen (small GPTs and Llamas in bfloat16 against the same written otherwise, AdamW at 1e-3 to 1e-2): weights by 1 to 10 %, values
 and gradients by up to six times that.
 """
+_TOLD = 4.0
+"""Times by which statistics of an update may be off against those of the weight that a module reads."""
 _MOST = 0.9
 """Quantile of the weights that tells how far: a few move by more, as a key's bias does, whose gradient is rounding alone."""
 _ROUNDED = 1e-5
@@ -94,12 +96,20 @@ def drift(frame: StepFrame, weights: Iterable[Pair], change_of: Mapping[int, flo
         for row, _ in pair.outputs
         if len(frame.shapes[row]) > 1
     }
-    trained = [change_of[row] for row, own in moved.items() if own]
-    if trained and not all(frame.texts["kind"].equals("optimizer").any() for frame in earlier.last):
+    # what came to the weights after the step before ended, somebody has done, and no rounding
+    ended = {row: _at_end(pair, earlier) for pair in weights for row, _ in pair.outputs}
+    stepped = all(frame.texts["kind"].equals("optimizer").any() for frame in earlier.last)
+    trained = [min(change_of[row], ended[row] if stepped else math.inf) for row, own in moved.items() if own]
+    if trained and not stepped:
         return _TIMES * min(_far(trained), _ROUNDED)
     if not trained and any(change_of[row] > 0.0 for row in moved):
         return _TIMES * min(_far([*earlier.beside().values()]), 1.0)
     return _TIMES * min(_far(trained), 1.0)
+
+
+def _at_end(pair: Pair, earlier: EarlierSteps) -> float:
+    """Return how far apart a weight may be that was as far apart as it was when the step before ended; 0 where nothing was."""
+    return _TOLD * earlier.named.get(pair.a.parameter, 0.0)
 
 
 def _far(found: Sequence[float]) -> float:

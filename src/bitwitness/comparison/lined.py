@@ -20,7 +20,15 @@ from bitwitness.store.source import Source
 
 _MOST = 4096
 """Steps of A that are searched for the weights that B begins with."""
-_CUT_SHORT = ("failed", "interrupted", "killed", "lost", "running", "stopped", "terminated")
+_CUT_SHORT = {
+    "failed": "failed",
+    "interrupted": "was interrupted",
+    "killed": "was killed",
+    "lost": "was lost",
+    "running": "still runs",
+    "stopped": "was stopped",
+    "terminated": "was terminated",
+}
 
 
 Fingerprint = tuple[tuple[str, float, float], ...]
@@ -112,7 +120,7 @@ def _note_left_out(found: Lined, rank: int) -> None:
             continue
         other = found.b if source is found.a else found.a
         life = life_of(other.info) if other.info.get("state") else None
-        ended = f"; run {'AB'[run == 'A']} was {life.state}" if life and life.state in _CUT_SHORT else ""
+        ended = f"; run {'AB'[run == 'A']} {_CUT_SHORT[life.state]}" if life and life.state in _CUT_SHORT else ""
         found.left_out.append(
             f"step{'s' * (len(alone) > 1)} {_shortened(alone)} {'are' if len(alone) > 1 else 'is'} in run {run} only, and not "
             f"compared{ended}"

@@ -67,7 +67,7 @@ class SettledModules:
             # Nothing but gradients of parameters leaves the root's backward, where its inputs have none; and what the root
             # returns may be one number, a loss, which says little.
             if (agrees or (phase == "backward" and path == "." and agrees is None)) and (
-                (phase != "backward" and path != ".") or self._gradients_agree(path)
+                self._gradients_agree(path) if phase == "backward" or path == "." else self._leads_to_the_same(path)
             ):
                 return True
             if path == ".":
@@ -172,9 +172,16 @@ class SettledModules:
         moved = [differences.change_of[row] for row in rows if len(differences.a.shapes[row]) > 1]
         return min(_OF_MOVED * max(moved, default=0.0), _MOST_MOVED)
 
-    def _gradients_agree(self, path: str) -> bool:
+    def _leads_to_the_same(self, path: str) -> bool:
+        """Return whether no parameter in a module has another gradient: what is small in its results may not be so in these."""
+        return all(self._gradients_inside(path))
+
+    def _gradients_inside(self, path: str) -> list[bool]:
         inside = "" if path == "." else f"{path}."
-        found = [ok for name, ok in self._gradients.items() if name.startswith(inside)]
+        return [ok for name, ok in self._gradients.items() if name.startswith(inside)]
+
+    def _gradients_agree(self, path: str) -> bool:
+        found = self._gradients_inside(path)
         return all(found) if found else path == "." and self._renamed_gradients_agree
 
     @cached_property
