@@ -1,0 +1,110 @@
+"""Differences that a comparison took for rounding: their own size allowed for them, or little of them was left at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import bitwitness as bw
+from bitwitness.cli import main
+
+
+class Attention(nn.Module):
+    """Attends evenly to all places at first, so that next to nothing comes of what queries and keys are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(16, 16) for _ in range(3))
+        for part in (self.query, self.key):
+            nn.init.normal_(part.weight, std=3e-3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x)) + x
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(32, 16)
+        self.layers = nn.ModuleList(nn.Sequential(Attention(), nn.Linear(16, 16), nn.GELU()) for _ in range(3))
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+Edit = Callable[[int, Model], None]
+
+
+def recorded(out: Path, edit: Edit = lambda _step, _model: None, *, content: str = "stats", scale: float = 1.0) -> Path:
+    """Train five steps; ``edit`` is called before each."""
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    generator = torch.Generator().manual_seed(1)
+    with bw.Recorder(model, out=out, content=content):
+        for step in range(5):
+            edit(step, model)
+            tokens = torch.randint(0, 32, (4, 9), generator=generator)
+            loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+            (loss * scale).backward()
+            for p in model.parameters():
+                p.grad.div_(scale)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    return out
+
+
+@torch.no_grad()
+def halved(step: int, model: Model) -> None:
+    """Change most weights between two steps, as loading a checkpoint does."""
+    if step == 2:
+        for p in model.parameters():
+            p.mul_(0.5)
+
+
+@pytest.mark.parametrize("content", ["stats", "tensors"])
+def test_weights_that_all_changed_between_two_steps_do_not_explain_themselves(
+    tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = recorded(tmp_path / "a", content=content), recorded(tmp_path / "b", halved, content=content)
+    said = []
+    for option in ([], ["--json", str(tmp_path / "x.json")], ["--csv", str(tmp_path / "x.csv")], ["--json", "-"]):
+        assert main(["compare", *option, str(a), str(b)]) == 1, option  # whatever is written beside
+        said.append(capsys.readouterr().out)
+    first = said[0].splitlines()[0]
+    assert first.startswith(
+        "the runs part at tokens/embedding#0:forward.out0 (rank 0, step 2): its tokens.weight differs: 0.5"
+    )
+    assert first.endswith("so it was changed between these two steps")
+    assert [one.splitlines()[0] for one in said[1:3]] == [first] * 2
+
+
+def test_a_query_that_is_wrong_once_is_seen_in_its_keys_gradients(tmp_path: Path) -> None:
+    def wrong(step: int, model: Model) -> None:
+        def larger(_module: nn.Module, _args: object, out: Tensor) -> Tensor:
+            out.detach().numpy()[:] *= 1.1  # as a device does it: no operator is there to be recorded
+            handle.remove()
+            return out
+
+        if step == 1:
+            handle = model.layers[1][0].query.register_forward_hook(larger, prepend=True)
+
+    report = bw.compare(recorded(tmp_path / "a"), recorded(tmp_path / "b", wrong))
+    assert report.status == "findings", report.conclusion
+    assert report.conclusion.startswith("the runs part at layers.1.0"), report.conclusion
+
+
+def test_a_loss_scale_of_the_scripts_own_before_clipping_is_none(tmp_path: Path) -> None:
+    report = bw.compare(recorded(tmp_path / "a"), recorded(tmp_path / "b", scale=1024.0))
+    assert report.status == "fine", report.conclusion
+    assert any("the loss is scaled 1024 times as much in run B" in note for note in report.notes)
