@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import bitwitness as bw
 from bitwitness.cli import main
+from bitwitness.testing import FaultyDevice, from_mapping
 
 
 class Attention(nn.Module):
@@ -21,7 +22,7 @@ class Attention(nn.Module):
         super().__init__()
         self.query, self.key, self.value = (nn.Linear(16, 16) for _ in range(3))
         for part in (self.query, self.key):
-            nn.init.normal_(part.weight, std=3e-3)
+            nn.init.normal_(part.weight, std=1e-3)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x)) + x
@@ -58,7 +59,7 @@ def recorded(out: Path, edit: Edit = lambda _step, _model: None, *, content: str
             (loss * scale).backward()
             for p in model.parameters():
                 p.grad.div_(scale)
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
             optimizer.step()
             optimizer.zero_grad()
     return out
@@ -90,18 +91,15 @@ def test_weights_that_all_changed_between_two_steps_do_not_explain_themselves(
 
 
 def test_a_query_that_is_wrong_once_is_seen_in_its_keys_gradients(tmp_path: Path) -> None:
-    def wrong(step: int, model: Model) -> None:
-        def larger(_module: nn.Module, _args: object, out: Tensor) -> Tensor:
-            out.detach().numpy()[:] *= 1.1  # as a device does it: no operator is there to be recorded
-            handle.remove()
-            return out
-
-        if step == 1:
-            handle = model.layers[1][0].query.register_forward_hook(larger, prepend=True)
-
-    report = bw.compare(recorded(tmp_path / "a"), recorded(tmp_path / "b", wrong))
+    fault = {"site": "layers.1.0.query/addmm:forward", "steps": [1], "times": 1, "kind": "multiply", "factor": 1.1,
+             "pattern": "all"}  # fmt: skip
+    a = recorded(tmp_path / "a")
+    with FaultyDevice(from_mapping({"fault": [fault]})) as device:
+        b = recorded(tmp_path / "b")
+    assert len(device.fired) == 1
+    report = bw.compare(a, b)
     assert report.status == "findings", report.conclusion
-    assert report.conclusion.startswith("the runs part at layers.1.0"), report.conclusion
+    assert report.conclusion.startswith("the runs part at layers.1.0.query/addmm#0:forward.out0 (rank 0, step 1)")
 
 
 def test_a_loss_scale_of_the_scripts_own_before_clipping_is_none(tmp_path: Path) -> None:
