@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bitwitness.stats import Moving, figures_of, reader
-from bitwitness.stats.products import pairs, products
+from bitwitness.stats.products import pairs, products, several
 
 ROOT = Path(__file__).parent.parent
 NATIVE = ROOT / "src" / "bitwitness" / "stats" / "native"
@@ -132,10 +132,47 @@ def test_the_bits_are_those_of_every_processor(tmp_path: Path) -> None:
             compiled().products(x, v, *ours)
             other.products(x, v, *theirs)
             assert torch.equal(ours, theirs)
+        for x, groups in ((matrix[0], 2), (matrix[0], 4), (matrix[0], 8), (matrix[0].t(), 2), (matrix[0].t(), 4)):
+            if dtype in (torch.bfloat16, torch.float32):
+                some = torch.randn(x.shape[1], groups)
+                ours, theirs = (torch.cat([sums.reshape(-1), squares]) for sums, squares in (
+                    _several(one, x, some) for one in (compiled(), other)))  # fmt: skip
+                assert torch.equal(ours, theirs)
         ours, theirs = v.new_empty(3, 1, 1, 37), v.new_empty(3, 1, 1, 37)
         compiled().pairs(matrix[None], matrix.flip(-1)[None], ours)
         other.pairs(matrix[None], matrix.flip(-1)[None], theirs)
         assert torch.equal(ours, theirs)
+
+
+def _several(one: reader.Reader, x: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    by_rows = x.stride(1) == 1
+    sums = torch.empty(x.shape[0], v.shape[1]) if by_rows else torch.empty(v.shape[1], x.shape[0])
+    squares = torch.empty(x.shape[0])
+    one.many(x, v.t().contiguous() if by_rows else v, sums, squares)
+    return sums, squares
+
+
+@needs_it
+@given(st.integers(1, 70), st.integers(1, 150), st.sampled_from([2, 4, 8]), st.booleans(), st.booleans(), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_products_with_several_vectors(
+    rows: int, width: int, groups: int, half: bool, turned: bool, part: bool
+) -> None:
+    torch.manual_seed(rows * 1000 + width)
+    x = torch.randn(rows, width + 5 * part).to(torch.bfloat16 if half else torch.float32)[
+        :, 2 * part : width + 2 * part
+    ]
+    x = x.t() if turned else x
+    v = torch.randn(x.shape[1], groups)
+    found = several(x, v)
+    if found is None:
+        assert groups == 8
+        assert turned
+        return
+    wide = x.double()
+    size = wide.norm(dim=1, keepdim=True) * v.double().norm(dim=0)
+    assert bool(((found[0].double() - wide @ v.double()).abs() <= 1e-6 * x.shape[1] ** 0.5 * size + 1e-12).all())
+    assert torch.allclose(found[1].double(), wide.square().sum(1), rtol=1e-5, atol=1e-12)
 
 
 def test_a_library_of_other_sources_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

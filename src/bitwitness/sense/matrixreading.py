@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bitwitness.numerics import summing_dtype
-from bitwitness.stats.products import pairs, products
+from bitwitness.stats.products import pairs, products, several
 
 UNDERFLOW = 2.0**-63
 """float32 loses the square of what is smaller; n such elements add up to no more than sqrt(n) times this."""
@@ -21,10 +21,14 @@ _CHUNK_DEVICE = 1 << 26  # an accelerator wants few, large kernels: 256 MiB of f
 
 def times(a: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``a @ v`` in v's dtype, ``[*batch, M, G]``, and the norms of a's rows, for v ``[*batch, K, G]``."""
-    found = products(a, v[..., 0]) if v.shape[-1] == 1 else None
+    if v.shape[-1] == 1:
+        alone = products(a, v[..., 0])
+        found = None if alone is None else (alone[0][..., None], alone[1])
+    else:
+        found = several(a, v)
     if found is None:
         return product_with(a, v), row_norms(a)
-    return found[0][..., None], norms_of(found[1], int(a.shape[-1]))
+    return found[0], norms_of(found[1], int(a.shape[-1]))
 
 
 def paired(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,6 +6,7 @@ one at a tenth of memory's pace.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from bitwitness.numerics import summing_dtype
@@ -38,6 +39,25 @@ def products(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
     sums, squares = v.new_empty(x.shape[:-1]), v.new_empty(x.shape[:-1])
     reader.products(x if x.dim() == 3 else x[None], v.contiguous(), sums, squares)
     return sums, squares
+
+
+def several(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return ``x v`` ``[M, G]`` for v ``[K, G]``, and the squares of x's rows, ``[M]``, in float32; None as `products`.
+
+    x is a matrix of bfloat16 or float32; G is 2 or 4, or 8 where x is contiguous along its rows.
+    """
+    reader = built()
+    if reader is None or x.dim() != 2 or not is_torchs_own(x) or not reader.reaches(x):
+        return None
+    if x.dtype not in (torch.bfloat16, torch.float32) or v.dtype is not torch.float32 or not v.is_cpu or v.dim() != 2:
+        return None
+    by_rows, groups = x.stride(1) == 1, int(v.shape[1])
+    if groups not in ((2, 4, 8) if by_rows else (2, 4)) or 1 not in x.stride():
+        return None
+    sums = v.new_empty((x.shape[0], groups) if by_rows else (groups, x.shape[0]))
+    squares = v.new_empty(x.shape[0])
+    reader.many(x, v.t().contiguous() if by_rows else v.contiguous(), sums, squares)
+    return sums if by_rows else sums.t(), squares
 
 
 def pairs(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -20,7 +20,7 @@ from bitwitness.numerics import summing_dtype
 from bitwitness.stats.sketch import BLOCK, first_weights
 
 LIBRARY = Path(__file__).parent / "native" / "reader.so"
-_VERSION = 5
+_VERSION = 6
 KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 """The library's numbers of the types that it reads."""
 _QUICK = 1 << 16
@@ -79,6 +79,8 @@ class Reader:
             matrix = (pointer, count, count, count, count, count)
             library.bitwitness_products.argtypes = [number, number, *matrix, pointer, count, pointer, pointer]
             library.bitwitness_products.restype = None
+            library.bitwitness_many.argtypes = [number, number, number, pointer, count, count, count, *[pointer] * 3]
+            library.bitwitness_many.restype = None
             library.bitwitness_pairs.argtypes = [number, pointer, pointer, pointer, pointer, pointer]
             library.bitwitness_pairs.restype = None
         self._weights = {kind: first_weights(BLOCK, summing_dtype(dtype), _CPU) for dtype, kind in KINDS.items()}
@@ -191,6 +193,27 @@ class Reader:
         library.bitwitness_products(
             *(KINDS[x.dtype], across, x.data_ptr(), x.shape[0], x.stride(0), *memory.shape[1:], memory.stride(1)),
             *(v.data_ptr(), v.stride(0) if v.dim() == 2 else 0, sums.data_ptr(), squares.data_ptr()),
+        )
+
+    def many(self, x: Tensor, v: Tensor, sums: Tensor, squares: Tensor) -> None:
+        """Write the products of a matrix ``[M, K]`` with G vectors to ``sums``, its rows' squares to ``squares``, ``[M]``.
+
+        ``x``: of bfloat16 or float32. Contiguous along K: G of 2, 4 or 8, ``v`` ``[G, K]``, ``sums`` ``[M, G]``; along M: G of
+        2 or 4, ``v`` ``[K, G]``, ``sums`` ``[G, M]``. These are contiguous, of float32.
+        """
+        across = int(x.stride(1) != 1)
+        memory = x.t() if across else x
+        library = self._quick if x.numel() <= _QUICK else self._long
+        library.bitwitness_many(
+            *(
+                KINDS[x.dtype],
+                v.shape[1] if across else v.shape[0],
+                across,
+                x.data_ptr(),
+                *memory.shape,
+                memory.stride(0),
+            ),
+            *(v.data_ptr(), sums.data_ptr(), squares.data_ptr()),
         )
 
     def pairs(self, x: Tensor, y: Tensor, out: Tensor) -> None:

@@ -125,10 +125,11 @@ typedef uint32_t words __attribute__((vector_size(64)));
 #include "figures.h"
 #include "matrix.h"
 
+#include "many.h"
 #include "fold.h"
 
 /* What a change of the arguments below changes, too: a library that was built of other sources is not used. */
-int bitwitness_reader_version(void) { return 5; }
+int bitwitness_reader_version(void) { return 6; }
 
 /* Writes FIGURES numbers for `count` values. `weights`: BLOCK of them (double for FLOAT64, else float), or NULL for no sketch;
    `before`: as many values of the same kind, which are replaced once their squared distance is known, or NULL; `zeros`: count
@@ -215,6 +216,18 @@ void bitwitness_products(int kind, int across, const void *x, ptrdiff_t batch, p
         else
             rows_float(kind, from, rows, width, step, by, to, beside);
     }
+}
+
+/* The same of one matrix, of bfloat16 or float32, with `vectors` at once, in float: over each row 2, 4 or 8, v [vectors, width] and
+   sums [rows, vectors]; over each column 2 or 4, v [rows, vectors] and sums [vectors, width]. Squares [rows] or [width]. */
+ON_EACH_PROCESSOR
+void bitwitness_many(int kind, int vectors, int across, const void *x, ptrdiff_t rows, ptrdiff_t width, ptrdiff_t step,
+                     const float *v, float *sums, float *squares)
+{
+    if (kind == BFLOAT16)
+        many_of(BFLOAT16, vectors, across, x, rows, width, step, v, sums, squares);
+    else
+        many_of(FLOAT32, vectors, across, x, rows, width, step, v, sums, squares);
 }
 
 /* Dot products of the rows of x and y, [a, b, c, width], and the squares of either; `steps`: of a, b, c in x, then in y. The three
