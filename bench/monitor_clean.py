@@ -4,7 +4,7 @@
 
 Eleven trainings without faults (models, optimizers, precisions), everything looked at: alerts against series-steps, the numbers
 held against the rules. Then faults in three of them, each planted at one step: is it alerted, by which rule, and is the
-right place named; and the first of them by two ranks, of which one goes another way slowly.
+right place named; and two ranks, of which one goes another way slowly.
 """
 
 from __future__ import annotations

@@ -204,16 +204,9 @@ class Reader:
         across = int(x.stride(1) != 1)
         memory = x.t() if across else x
         library = self._quick if x.numel() <= _QUICK else self._long
+        groups, read = v.shape[1] if across else v.shape[0], (x.data_ptr(), *memory.shape, memory.stride(0))
         library.bitwitness_many(
-            *(
-                KINDS[x.dtype],
-                v.shape[1] if across else v.shape[0],
-                across,
-                x.data_ptr(),
-                *memory.shape,
-                memory.stride(0),
-            ),
-            *(v.data_ptr(), sums.data_ptr(), squares.data_ptr()),
+            *(KINDS[x.dtype], groups, across, *read, v.data_ptr(), sums.data_ptr(), squares.data_ptr())
         )
 
     def pairs(self, x: Tensor, y: Tensor, out: Tensor) -> None:

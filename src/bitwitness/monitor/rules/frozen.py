@@ -13,7 +13,6 @@ from bitwitness.monitor.rules.rule import Alert, Rule, View, named
 from bitwitness.stats.middle import grown, median
 
 _KINDS = ("param", "activation")
-_OF_OPTIMIZERS = ("moment1", "moment2", "update")
 _LEARNED = 8  # steps of which it is known whether a series moved
 _LEAST = 3  # steps at rest
 _FORGOTTEN = 32  # steps in which weights never moved while gradients reached them
@@ -74,7 +73,7 @@ class Frozen(Rule):
         key = numbers.keys[places_[0]]
         steps = int(self._rest[places_[0]])
         text = f"{named(key)}: unchanged for {steps} steps, while others change"
-        held = not self._moved[places_[0]] and self._is_held(view, key.name)
+        held = not self._moved[places_[0]] and key.name in view.updated
         if not self._moved[places_[0]]:
             why = "its updates are lost in rounding, or zero" if held else "no optimizer holds it"
             text = (
@@ -82,12 +81,6 @@ class Frozen(Rule):
             )
         alert = self.alert(key, text, (numbers.keys[p] for p in places_), steps=steps)
         return [replace(alert, severity=Severity.INFO) if held else alert]
-
-    @staticmethod
-    def _is_held(view: View, name: str) -> bool:
-        """Tell whether an optimizer steps a parameter."""
-        keys = (view.numbers.keys[i] for i in view.numbers.order)
-        return any(key.name == name and key.kind in _OF_OPTIMIZERS for key in keys)
 
     def _learn(self, places: np.ndarray, same: np.ndarray) -> None:
         still = same[places]

@@ -93,10 +93,11 @@ class View:
 
     def was_used(self, key: SeriesKey) -> bool:
         """Tell whether an optimizer has used a parameter's gradient in this step: no scaler kept it from that."""
-        return key.kind == "grad_reduced" and key.name in self._updated
+        return key.kind == "grad_reduced" and key.name in self.updated
 
     @cached_property
-    def _updated(self) -> frozenset[str]:
+    def updated(self) -> frozenset[str]:
+        """The parameters that an optimizer has stepped, as far as updates or moments are looked at."""
         keys = (self.numbers.keys[i] for i in self.numbers.order)
         return frozenset(key.name for key in keys if key.kind in ("update", "moment1", "moment2"))
 
