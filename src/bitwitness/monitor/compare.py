@@ -198,7 +198,8 @@ def _series(run: Path, rank: int, report: MonitorReport) -> _Series:
 
 def _rate(mine: _Series, theirs: _Series, steps: list[int]) -> Rate | None:
     """Return the first learning rate that differs."""
-    common = sorted(key for key in mine.rates.keys() & theirs.rates.keys() if key[0] in set(steps))
+    compared = set(steps)
+    common = sorted(key for key in mine.rates.keys() & theirs.rates.keys() if key[0] in compared)
     differing = ((step, group) for step, group in common if mine.rates[step, group] != theirs.rates[step, group])
     first = next(differing, None)
     return None if first is None else Rate(first[1], first[0], mine.rates[first], theirs.rates[first])
