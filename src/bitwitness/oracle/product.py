@@ -18,7 +18,7 @@ _CHECKABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 class Product:
     """``out = alpha a @ b + beta bias``: a ``[*batch, M, K]``, b ``[*batch, K, N]``, out ``[*batch, M, N]``, strided.
 
-    ``bias`` is expanded to out's shape, or None.
+    ``bias`` is expanded to out's shape, or None. ``by_columns``: this is the transpose of what the call computed.
     """
 
     a: Tensor
@@ -27,6 +27,13 @@ class Product:
     bias: Tensor | None = None
     alpha: float = 1.0
     beta: float = 1.0
+    by_columns: bool = False
+
+    @property
+    def turned(self) -> Product:
+        """The same product by its columns: ``out^T = alpha b^T @ a^T + beta bias^T``."""
+        bias = None if self.bias is None else self.bias.mT
+        return Product(self.b.mT, self.a.mT, self.out.mT, bias, self.alpha, self.beta, not self.by_columns)
 
     @property
     def flops(self) -> int:

@@ -111,7 +111,9 @@ class ChecksumSensor:
             return
         with torch.no_grad():
             product = product_of(call) if call.op in READERS else None
-            invariants = self._product(product) if product is not None else self._other(call)
+            if product is not None and self._signs.last.of(product.a.mT) is not None:
+                product = product.turned  # whose second factor has been read
+            invariants = self._other(call) if product is None else self._product(call, product)
             if invariants is None:
                 return
             call.checked = sharp
@@ -130,11 +132,13 @@ class ChecksumSensor:
         small = is_small((*call.outputs[:1], *tensors_in(call.args[:2])))  # a workspace is not read
         return self._row_turns.has_one(self.one_in * (1 if small else turns))
 
-    def _product(self, product: Product) -> list[Invariant] | None:
+    def _product(self, call: OpCall, product: Product) -> list[Invariant] | None:
         if not product.out.numel():
             return []
-        reference = self._scheme == "reference"
-        found = check_reference(product) if reference else check_product(product, self._signs)
+        if self._scheme == "reference":
+            found = check_reference(product)
+        else:
+            found = check_product(product, self._signs, is_backward=call.phase == "backward")
         return None if found is None else [found]
 
     def _other(self, call: OpCall) -> list[Invariant] | None:
@@ -173,7 +177,10 @@ class ChecksumSensor:
                     self._unconfirmed += 1
                     return
         inner = None if product is None else int(product.a.shape[-1])
-        self._pending.append(Pending(call.site(), invariant, output.dtype, tuple(output.shape), inner, element))
+        by_columns = product is not None and product.by_columns
+        self._pending.append(
+            Pending(call.site(), invariant, output.dtype, tuple(output.shape), inner, element, by_columns)
+        )
 
     def drain(self, step: int, rank: int) -> list[Finding]:
         """Return what failed since the last time; waits for each device once."""

@@ -32,7 +32,10 @@ def kind_told(finding: Finding) -> Kind | None:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A check whose figures are still on the device: the site and the shape, but no tensor of the call."""
+    """A check whose figures are still on the device: the site and the shape, but no tensor of the call.
+
+    ``by_columns``: what it calls a row is a column of the result.
+    """
 
     site: Site
     invariant: Invariant
@@ -40,6 +43,7 @@ class Pending:
     shape: tuple[int, ...]
     inner: int | None
     element: WorstElement | None = None
+    by_columns: bool = False
 
 
 def brought_to_host(invariants: list[Invariant]) -> list[tuple[float, int, int]]:
@@ -59,15 +63,16 @@ def failure(noted: Pending, figures: dict[str, float], step: int, rank: int) -> 
     """Return the finding of an identity that does not hold."""
     site = noted.site.at(rank=rank, step=step)
     evidence: dict[str, Any] = {"kind": "residual", "invariant": noted.invariant.name, **_facts(noted), **figures}
-    evidence["row"] = int(evidence.pop("index"))
-    seen = f"{noted.invariant.name} is off by {figures['residual']:.4g} in row {evidence['row']}"
+    line, across = ("column", "row") if noted.by_columns else ("row", "column")
+    evidence[line] = int(evidence.pop("index"))
+    seen = f"{noted.invariant.name} is off by {figures['residual']:.4g} in {line} {evidence[line]}"
     explained = f"; rounding explains {figures['threshold']:.4g}"
     if figures["threshold"] == NONE_IS_WRONG:
         count = int(figures["residual"])
-        seen = f"{count} number{'s' * (count != 1)} of row {evidence['row']} against '{noted.invariant.name}'"
+        seen = f"{count} number{'s' * (count != 1)} of {line} {evidence[line]} against '{noted.invariant.name}'"
         explained = ""
     if noted.element is not None:
-        evidence |= {"column": noted.element.at, "value": noted.element.value, "expected": noted.element.expected}
+        evidence |= {across: noted.element.at, "value": noted.element.value, "expected": noted.element.expected}
         seen += f" (element {noted.element.at} is {noted.element.value:.6g}, float64 {noted.element.expected:.6g})"
     message = (
         f"{site.short} computed a wrong result: {seen}{explained}; "

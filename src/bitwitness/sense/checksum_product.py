@@ -4,6 +4,8 @@ Huang and Abraham, "Algorithm-based fault tolerance for matrix operations" (1984
 duplicated tile cannot pass, and a threshold from the rounding errors themselves. Signs that are independent of the
 data make the errors of one row add up as ``w . e``, of variance ``|w|^2 ||e||^2`` whatever their correlation.
 
+A gradient that the next product reads, too, is read once for both; see `lastreading`.
+
 In bfloat16, N is split in up to G = 8 blocks with a checksum each: the threshold grows with a block's norm, and the
 columns ``B w`` of all blocks go through one product with A, which reads A once whatever their number.
 """
@@ -26,6 +28,7 @@ from bitwitness.oracle.limits import (
 )
 from bitwitness.oracle.product import Product
 from bitwitness.sense.invariant import Invariant, Signs, largest
+from bitwitness.sense.lastreading import RowReading
 from bitwitness.sense.matrixreading import (
     frobenius,
     is_transposed,
@@ -35,7 +38,7 @@ from bitwitness.sense.matrixreading import (
     times,
     times_wide,
 )
-from bitwitness.stats.products import products
+from bitwitness.stats.products import products, several
 
 SERIAL = 0.25
 """What a nearly serial sum of K equal terms leaves, in units of K u32 times its value: 0.14 were seen, 207 u for K = 1,500."""
@@ -50,11 +53,11 @@ _LISTS = 4
 """Lists of signs from which that size is taken."""
 
 
-def check_product(product: Product, signs: Signs) -> Invariant | None:
+def check_product(product: Product, signs: Signs, *, is_backward: bool = False) -> Invariant | None:
     """Compare ``out w`` with ``alpha a (b w) + beta bias w``, row by row and block by block, on the product's device.
 
     Returns None for an empty product. A row is judged where its inputs are finite and small enough not to overflow. All
-    quantities have the shape ``[*batch, M, G]``.
+    quantities have the shape ``[*batch, M, G]``. ``is_backward``: a is a gradient, which may be read again next.
     """
     out = product.out
     if not out.numel():
@@ -63,7 +66,7 @@ def check_product(product: Product, signs: Signs) -> Invariant | None:
     # Our own sums shall round no more than the product's: a half type is summed in float32.
     wide = summing_dtype(out.dtype)
     w = signs(int(out.shape[-1]) // blocks, out.device, wide)
-    expected, size, running = _expected(product, w, blocks)
+    expected, size, running = _expected(product, w, blocks, signs, is_backward)
     if product.alpha != 1:
         expected, size, running = expected * product.alpha, size * abs(product.alpha), running * abs(product.alpha)
     if product.bias is not None:
@@ -82,22 +85,41 @@ def check_product(product: Product, signs: Signs) -> Invariant | None:
     return largest("C w = A (B w)", residual, threshold, judged & ~overflowed, overflowed.any(-1))
 
 
-def _expected(product: Product, w: Tensor, blocks: int) -> tuple[Tensor, Tensor, Tensor]:
+def _expected(
+    product: Product, w: Tensor, blocks: int, signs: Signs, is_backward: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``a (b w)`` and ``||a_m|| ||b||``, ``[*batch, M, G]``, and what is lost of C where a device adds up in parts.
 
     In a half type that is relative to what was added up so far, which may be much more than comes of it: it is added up in
     parts here, too, and its size taken from several lists of signs, of which one alone may find next to nothing.
     """
     a, b, parts = product.a, product.b, parts_roundoff(product.out, int(product.a.shape[-1]))
-    v, size = _block_sums(b, w, blocks)
+    known = signs.last.of(b) if blocks == 1 else None
+    if known is None:
+        v, size = _block_sums(b, w, blocks)
+    else:
+        v, size = known.sums[:, None], torch.linalg.vector_norm(known.norms)[None, None]
     if not parts or a.shape[-1] % _SUMMED_IN:
-        sums, norms = times(a, v)
+        # float32's products alone are checked by one vector, and rounded alike by rows and by columns
+        read_again = is_backward and known is None and a.dtype is torch.float32 and a.stride(-1) == 1
+        sums, norms = _times_and_kept(a, v, signs) if read_again else times(a, v)
         return sums, norms[..., None] * size, w.new_zeros(())
     v = torch.cat([v, *(_block_sums(b, w.roll(shift), blocks)[0] for shift in range(1, _LISTS))], -1)
     left, right = a.unflatten(-1, (_SUMMED_IN, -1)).movedim(-2, 0), v.unflatten(-2, (_SUMMED_IN, -1)).movedim(-3, 0)
     so_far = product_with(left, right).cumsum(0).unflatten(-1, (_LISTS, -1))
     running = so_far.square().mean((0, -2)).sqrt_().mul_(PARTS * parts)
     return so_far[-1][..., 0, :], row_norms(a)[..., None] * size, running
+
+
+def _times_and_kept(a: Tensor, v: Tensor, signs: Signs) -> tuple[Tensor, Tensor]:
+    """Return what `times` does for one vector; what a's own signs give is taken beside it, and kept for who reads a next."""
+    own = signs(int(a.shape[-1]), a.device, v.dtype)
+    found = several(a, torch.cat([v, own[:, None]], -1))
+    if found is None:
+        return times(a, v)
+    norms = norms_of(found[1], len(own))
+    signs.last.keep(a, RowReading(found[0][:, 1], norms))
+    return found[0][:, :1], norms
 
 
 def blocks_of(out: Tensor) -> int:

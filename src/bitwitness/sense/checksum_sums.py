@@ -34,7 +34,7 @@ def _reduced(call: OpCall, named: Named, signs: Signs) -> list[Invariant] | None
     before, keep = [d for d in sorted(dims) if d != x.dim() - 1], bool(named.get("keepdim"))
     over_rows = len(before) < len(dims)
     s, scale = (ones_for(x), 1.0) if over_rows else signs_for(x, signs)
-    sums, norms = weighed(x, s)
+    sums, norms = (None if over_rows else signs.last.of(x)) or weighed(x, s)
     if before:
         sums, norms = (t.sum(before, keepdim=keep) for t in (sums, norms))
     count = math.prod(x.shape[d] for d in dims) if call.op == "mean" else 1

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bitwitness.sense.lastreading import LastReading
 from bitwitness.tap.operators import OpCall
 
 NONE_IS_WRONG = 0.5
@@ -86,7 +87,7 @@ def in_range(size: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Signs:
-    """What checks draw: random signs, and the rows whose turn it is.
+    """What checks share: random signs, the rows whose turn it is, and what was read with these signs last.
 
     The signs are drawn once for each length and device from a generator of our own. They are scaled by a power of two near
     ``length ** -0.5``, so that a weighted sum is about as large as one element and does not overflow where the elements do not;
@@ -97,6 +98,7 @@ class Signs:
         self._generator = torch.Generator().manual_seed(seed)
         self._kept: dict[tuple[int, torch.device, torch.dtype], Tensor] = {}
         self._turn = 0
+        self.last = LastReading()
 
     def turn(self, one_in: int) -> slice:
         """Return which rows of a large result are read on this step: one in so many, others on the next."""

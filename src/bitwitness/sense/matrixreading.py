@@ -44,7 +44,7 @@ def paired(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def norms_of(squares: Tensor, count: int) -> Tensor:
     """Return upper bounds of the norms of so many numbers each, of the sums of their squares."""
-    return squares.sqrt_() + UNDERFLOW * math.sqrt(count)
+    return squares.sqrt_().add_(UNDERFLOW * math.sqrt(count))
 
 
 def product_with(a: Tensor, v: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
    does with one vector. In float, of bfloat16 or float32. `vectors` (2, 4, and over rows MANY) and `kind` are known where this is
    compiled, so that all sums stay in registers; those of MANY over columns would not. */
 
-enum { FEW = 4, MANY = 8, ROWS = 2, LANE = 16 };
+enum { FEW = 4, MANY = 8, ROWS = 4, LANE = 16, NEAR = 1 << 12 };
 #define UNROLLED _Pragma("GCC unroll 8")
 
 INLINE float lane_sum(lanes_float value)
@@ -45,12 +45,13 @@ INLINE void many_along(int kind, int vectors, const void *x, int rows, ptrdiff_t
     }
 }
 
-/* x [rows, width], a row every `step` values; v [vectors, width]; sums [rows, vectors], squares [rows]. */
+/* x [rows, width], a row every `step` values; v [vectors, width]; sums [rows, vectors], squares [rows]. Row by row, as they lie in
+   memory, where the vectors stay in the nearest cache, in NEAR values; else what is fetched of them serves ROWS rows. */
 INLINE void many_rows(int kind, int vectors, const void *x, ptrdiff_t rows, ptrdiff_t width, ptrdiff_t step, const float *v,
                       float *sums, float *squares)
 {
     ptrdiff_t r = 0;
-    for (; r + ROWS <= rows; r += ROWS) {
+    for (; vectors * width > NEAR && r + ROWS <= rows; r += ROWS) {
         const char *from = (const char *)x + r * step * size_of(kind);
         many_along(kind, vectors, from, ROWS, step, width, v, sums + r * vectors, squares + r);
     }

@@ -104,16 +104,19 @@ INLINE void NAMED(rows)(int kind, const void *x, ptrdiff_t rows, ptrdiff_t width
     }
 }
 
-/* FEW_ROWS rows at most, `step` apart, of SIDE lanes of columns: adds what they come to to sum and square. `kind` as in loaded. */
+/* FEW_ROWS rows at most, `step` apart, of SIDE lanes of columns: adds what they come to to sum and square. `kind` as in loaded.
+   The columns beside them are asked for meanwhile: a processor foresees nothing of so short pieces of many rows. */
 INLINE void NAMED(down)(int kind, const void *x, ptrdiff_t rows, ptrdiff_t step, const T *v, T *sum, T *square)
 {
     NAMED(lanes) sums[SIDE] = {{0}}, squares[SIDE] = {{0}};
-    for (ptrdiff_t r = 0; r < rows; r++)
+    for (ptrdiff_t r = 0; r < rows; r++) {
+        fetch((const char *)x + (r * step + SIDE * WIDTH) * size_of(kind), SIDE * WIDTH * size_of(kind));
         for (int j = 0; j < SIDE; j++) {
             NAMED(lanes) here = NAMED(loaded)(kind, x, r * step + j * WIDTH);
             sums[j] += here * v[r];
             squares[j] += here * here;
         }
+    }
     for (int j = 0; j < SIDE; j++) {
         LOAD(sum_before, sum + j * WIDTH);
         LOAD(square_before, square + j * WIDTH);
