@@ -88,6 +88,35 @@ def test_weights_that_all_changed_between_two_steps_do_not_explain_themselves(
     assert [one.splitlines()[0] for one in said[1:3]] == [first] * 2
 
 
+@pytest.mark.parametrize(("taken_out", "status"), [(True, "fine"), (False, "findings")])
+def test_an_own_loss_scale_before_clipping_is_told_from_one_that_stays(
+    tmp_path: Path, taken_out: bool, status: str
+) -> None:
+    def run(name: str, scale: float) -> Path:
+        torch.manual_seed(0)
+        model = Model()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        generator = torch.Generator().manual_seed(1)
+        with bw.Recorder(model, out=tmp_path / name):
+            for _ in range(3):
+                tokens = torch.randint(0, 32, (4, 9), generator=generator)
+                loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+                (loss * scale).backward()
+                if taken_out:
+                    for p in model.parameters():
+                        p.grad.div_(scale)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+                optimizer.step()
+                optimizer.zero_grad()
+        return tmp_path / name
+
+    report = bw.compare(run("a", 1.0), run("b", 1024.0))
+    assert report.status == status, report.conclusion
+    if not taken_out:
+        assert "every gradient (" in report.conclusion
+        assert "1024 times as large in run B" in report.conclusion
+
+
 def test_a_query_that_is_wrong_once_is_seen_in_its_keys_gradients(tmp_path: Path) -> None:
     fault = {"site": "layers.1.0.query/addmm:forward", "steps": [1], "times": 1, "kind": "multiply", "factor": 1.1,
              "pattern": "all"}  # fmt: skip

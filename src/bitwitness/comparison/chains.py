@@ -59,6 +59,12 @@ def row_at(rows: Rows, stage: int) -> int | None:
     return rows[1] if stage == 2 and rows[2] is None else rows[stage]
 
 
+def is_read_alike(a: StepFrame, b: StepFrame, chain: Chain) -> bool:
+    """Return whether both optimizers read the same numbers, to the last bit, as far as statistics tell."""
+    i, j = row_at(chain.a, 2), row_at(chain.b, 2)
+    return i is not None and j is not None and numbers_of(a, i) == numbers_of(b, j)
+
+
 def gradients_in(frame: StepFrame, kind: str) -> dict[str, float]:
     """Return the sketch of each parameter's gradient: complete (``gradient``), or as the optimizer read it (``optimizer``)."""
     slot = "grad" if kind == "optimizer" else STAGES[1]

@@ -22,6 +22,7 @@ from bitwitness.comparison.chains import (
     clipped_at,
     factors_since,
     in_words_of_change,
+    is_read_alike,
     norms_since,
     row_at,
 )
@@ -109,20 +110,21 @@ class GradientChains:
         if len(self._weighty) < 2 or self._differences.parted_before:
             return None
         # Numbers that float16 holds with fewer digits, being small, are rounded otherwise under another scale.
-        noise = _COARSE * max(self._differences.coarse, self._differences.roundoff_inside)
-        noise = max(noise, min(self._differences.drifted, _MOST_DRIFTED))
+        rounded = max(self._differences.coarse, self._differences.roundoff_inside)
+        noise = max(_COARSE * rounded, min(self._differences.drifted, _MOST_DRIFTED))
         ends = ([(c.a[s], c.b[s]) for c in self._weighty] for s in (0, 2))
         first, last = (self._common(rows, least=noise, most=_MOST_SCALED) for rows in ends)
         if first is None or last is None or first <= 0 or self._is_one(first, noise) or not self._is_one(last, noise):
             return None
-        # Of gradients that are clipped in both runs the size says nothing of what was done to the loss; scales are powers of 2.
-        own = self._usual
-        unscales = (
-            self._is_one(own[0])
-            or is_power_of_two(own[0])
-            or multiplied_by_scalers(self._differences, first, self._is_one)
-        )
-        return first if unscales and self._is_one(own[1] * first / own[0], noise) else None
+        # Of gradients that are clipped in both runs the size says nothing of what was done to the loss. Scales are powers of 2,
+        # and leave all bits alike when taken out; a clipping's factor (of the norm plus an epsilon) is another for each scale.
+        x, y = self._usual
+        unscales = self._is_one(x) or is_power_of_two(x) or self._takes_out(first)
+        return first if unscales and self._is_one(y * first / x, noise) else None
+
+    def _takes_out(self, scale: float) -> bool:
+        alike = is_power_of_two(scale) and all(is_read_alike(self._a, self._b, chain) for chain in self.chains)
+        return alike or multiplied_by_scalers(self._differences, scale, self._is_one)
 
     def edited(self, chain: Chain) -> tuple[float | None, float | None] | None:
         """Return by what a gradient was multiplied between backward and optimizer in each run, where that differs."""
@@ -189,10 +191,8 @@ class GradientChains:
         return middle if agreeing >= most * len(found) else None
 
     def _limit(self) -> float:
-        chain = self._weighty[0] if self._weighty else self.chains[0]
-        i, j = chain.a[1], chain.b[1]
-        assert i is not None  # noqa: S101 - of a weighty one
-        assert j is not None  # noqa: S101
+        i, j = (self._weighty or self.chains)[0].a[1], (self._weighty or self.chains)[0].b[1]
+        assert i is not None and j is not None  # noqa: S101, PT018 - of a weighty one
         return 2 * max(tolerance(self._a, i, self._b, j), self._noise)
 
     @property
