@@ -124,8 +124,8 @@ def test_a_step_that_is_left_out_is_named(compared: Callable[..., Report], conte
     assert report.first.text in (
         "run B takes no optimizer step in this step: its gradients are not used",
         (
-            "run B computes 2 batches in this step, and run A 1: an optimizer step was left out between them, or gradients are "
-            "accumulated"
+            "run B computes 2 batches in this step, and run A 1: both computed 1 in the step before, so that run B leaves an "
+            "optimizer step out between them, or accumulates gradients"
         ),
     )
 

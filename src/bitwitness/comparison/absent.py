@@ -48,8 +48,21 @@ def _batches(differences: Differences) -> Iterable[Absence]:
     if node is not None:
         side, other = "AB"[more], "BA"[more]
         text = f"run {side} computes {counts[more]} batches in this step, and run {other} {counts[1 - more]}"
-        why = "an optimizer step was left out between them, or gradients are accumulated"
-        yield Absence([node], side, f"{text}: {why}", structural=True)
+        yield Absence([node], side, f"{text}: {_why_more(differences, counts, more)}", structural=True)
+
+
+def _why_more(differences: Differences, counts: Sequence[int], more: int) -> str:
+    """Say why one run computes more batches in a step, by how many both computed in the step before."""
+    before = differences.earlier.last
+    usual = {len(np.unique(frame.micro[of_forwards(frame)])) for frame in before} if before is not None else set()
+    if usual == {counts[more]}:
+        return f"both computed {counts[more]} in the step before, so that run {'BA'[more]} leaves one out"
+    if usual == {counts[1 - more]}:
+        return (
+            f"both computed {counts[1 - more]} in the step before, so that run {'AB'[more]} leaves an optimizer step out "
+            "between them, or accumulates gradients"
+        )
+    return "an optimizer step was left out between them, or gradients are accumulated"
 
 
 def _own_parameters(differences: Differences) -> Iterable[Absence]:
@@ -112,6 +125,8 @@ def _skipped(differences: Differences, only: Sequence[Node], side: str, other: s
         return None
     if theirs.texts["kind"].equals("optimizer").any():
         return None  # of parameters that have other names there
+    if (ended := differences.earlier.cut_short.get(other)) is not None:
+        return Absence(updates, side, f"run {other} {ended} in this step, before its optimizer's step")
     return Absence(updates, side, f"run {other} takes no optimizer step in this step: its gradients are not used")
 
 

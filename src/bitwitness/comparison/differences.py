@@ -13,6 +13,7 @@ from bitwitness.comparison.align import Alignment, Pair
 from bitwitness.comparison.allowance import rms, roundoff
 from bitwitness.comparison.changes import changes
 from bitwitness.comparison.drift import COARSE, drift
+from bitwitness.comparison.faint import faint_rows
 from bitwitness.comparison.frame import Node, StepFrame
 from bitwitness.comparison.makers import Makers
 from bitwitness.comparison.suspect import EarlierSteps
@@ -106,8 +107,9 @@ class Differences:
         if not rows:
             return {}
         left, right = (np.array(side, dtype=np.int64) for side in zip(*rows, strict=True))
-        found = changes(self.a, self.b, left, right).tolist()
-        change_of = dict(zip(left.tolist(), found, strict=True))
+        faint = np.isin(left, faint_rows(self.a, self.b, self.alignment.pairs))
+        found = np.where(faint, 0.0, changes(self.a, self.b, left, right))
+        change_of = dict(zip(left.tolist(), found.tolist(), strict=True))
         self.drifted = drift(self.a, self.alignment.weights, change_of, self.earlier)
         if exact is None:
             return change_of
@@ -117,8 +119,8 @@ class Differences:
             or self.rewritten > 0.0
             or (self.precisions is not None and self.roundoff_inside > FINE)
         )
-        found = list(exact(dict(zip(rows, found, strict=True)), whole).values())
-        return dict(zip(left.tolist(), found, strict=True))
+        measured = list(exact(dict(zip(rows, found.tolist(), strict=True)), whole).values())
+        return dict(zip(left.tolist(), np.where(faint, 0.0, measured).tolist(), strict=True))
 
     def returns_another(self, pair: Pair) -> bool:
         """Return whether results are of other sizes, and nobody's fault.

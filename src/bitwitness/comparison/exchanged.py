@@ -10,6 +10,7 @@ from bitwitness.comparison.chains import gradients_in
 from bitwitness.comparison.frame import StepFrame
 from bitwitness.comparison.lined import Place
 from bitwitness.comparison.ownranks import CHANGES_ITS_OWN, NOT_REDUCED
+from bitwitness.comparison.relation import and_so
 from bitwitness.comparison.suspect import Suspect
 from bitwitness.store.source import Source
 
@@ -35,13 +36,13 @@ def name_not_exchanged(suspects: Iterable[Suspect], a: Source, b: Source, places
             suspect.text = (
                 f"the gradient of {name} is the same on all ranks in run {one}, and each rank's own in run {other}: "
                 f"{NOT_REDUCED}"
-            )
+            ) + and_so(_alike(shared, steps, sides, "optimizer") - 1)
         elif node.kind == "gradient" and (sides := _one_has_its_own(shared, steps, name, "gradient")):
             suspect.reason = "edited"
             suspect.text = (
                 f"each rank changes its own gradient of {name} {CHANGES_ITS_OWN} in run {sides[1]}, and not before that in "
                 f"run {sides[0]}"
-            )
+            ) + and_so(_alike(shared, steps, sides, "gradient") - 1)
 
 
 Shared = Callable[[int, str], dict[str, bool]]
@@ -55,6 +56,12 @@ def _one_has_its_own(
     if None in alike.values() or alike["A"] == alike["B"]:
         return None
     return ("A", "B") if alike["A"] else ("B", "A")
+
+
+def _alike(shared: Mapping[str, Shared], steps: Mapping[str, int], sides: tuple[str, str], kind: str) -> int:
+    """Return how many gradients ranks have one of in the first of two runs, and each its own in the second."""
+    one, other = (shared[side](steps[side], kind) for side in sides)
+    return sum(same and other.get(name) is False for name, same in one.items())
 
 
 def _shared(source: Source, step: int, kind: str) -> dict[str, bool]:

@@ -112,6 +112,11 @@ def line_up(a: Source, b: Source, ranks: Sequence[int] | None, steps: Sequence[i
     return found
 
 
+def cut_short(source: Source) -> str:
+    """Say in a few words how a run ended before its time; empty for one that did not, or of which that is not known."""
+    return _CUT_SHORT.get(life_of(source.info).state, "") if source.info.get("state") else ""
+
+
 def _note_left_out(found: Lined, rank: int) -> None:
     """Say which steps only one run has: that one may have ended early, or recorded others."""
     here, there = found.a.steps(rank), found.b.steps(rank)
@@ -119,8 +124,7 @@ def _note_left_out(found: Lined, rank: int) -> None:
         if not (alone := sorted(set(mine) - set(theirs))):
             continue
         other = found.b if source is found.a else found.a
-        life = life_of(other.info) if other.info.get("state") else None
-        ended = f"; run {'AB'[run == 'A']} {_CUT_SHORT[life.state]}" if life and life.state in _CUT_SHORT else ""
+        ended = f"; run {'AB'[run == 'A']} {how}" if (how := cut_short(other)) else ""
         found.left_out.append(
             f"step{'s' * (len(alone) > 1)} {_shortened(alone)} {'are' if len(alone) > 1 else 'is'} in run {run} only, and not "
             f"compared{ended}"

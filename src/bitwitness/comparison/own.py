@@ -17,6 +17,9 @@ _SURE = 0.01
 """Share of `NEGLIGIBLE` that a result has to differ by before other arguments are its reason: below, they did not matter."""
 _OTHER_CLASS = 4e-6
 """Relative change of a parameter up to which two optimizers' formulas are the same one: some dozen roundings in float32."""
+_BEHIND = 10.0
+"""Times what is explained, up to which a result behind another suspect is that one's doing: statistics of what was handed on
+say little of how far single elements are apart. Seen: healthy products up to 6."""
 _RANDOM = "it draws random numbers, and drew others: another seed or another number of draws before"
 _COMPUTED_UPDATE = (
     "parameter, gradient and settings agree and the update does not: the optimizer's state does (moments, step counts), "
@@ -38,18 +41,18 @@ class OwnReasons:
     def __init__(self, differences: Differences) -> None:
         self._differences = differences
 
-    def of(self, pair: Pair, worst: float, *, over: bool) -> Reason | None:
+    def of(self, pair: Pair, worst: float, explained: float) -> Reason | None:
         """Return the reason that lies in a node itself.
 
         Parameters
         ----------
         worst
             The change of its result that exceeds what is explained by most.
-        over
-            Whether that is more than rounding and its inputs' changes explain.
+        explained
+            What rounding and its inputs' changes explain of it.
 
         """
-        differences = self._differences
+        differences, over = self._differences, worst > explained
         if text := other_dtype(differences, pair):
             return Reason("dtype", text)
         carried = max((differences.change_of[row] for row, _ in pair.inputs), default=0.0)
@@ -72,6 +75,8 @@ class OwnReasons:
             return None  # statistics say too little of how far apart differing inputs are
         if is_random(pair.a.op) or (pair.a.kind == "module" and "drop" in pair.a.op.lower()):
             return Reason("random", self._draws_alone(pair) or _RANDOM)
+        if not differences.has_values and differences.earlier.parted and worst <= _BEHIND * explained:
+            return None
         if worst == BITS_DIFFER:
             return None  # by how much is not known
         if pair.a.kind == "module" and pair.a.op != pair.b.op:

@@ -55,8 +55,10 @@ class Reasons:
 
     @property
     def named(self) -> dict[str, float]:
-        """The latest change of each parameter and buffer of this step, by name."""
-        return self._begun | self._written
+        """The latest change of each parameter and buffer of this step, by name; infinite where one run alone updated it."""
+        lone = [node for first in (True, False) for node in self._differences.alignment.lone(first=first)]
+        alone = {node.module: math.inf for node in lone if node.kind == "optimizer"}
+        return self._begun | self._written | alone
 
     def remember(self, pair: Pair) -> None:
         """Keep how far apart a parameter or buffer is that was just written: the next step reads it."""
@@ -191,6 +193,8 @@ class Reasons:
             return None
         if edited := changed_since(self.a, self.b, pair, row_a, row_b):
             return Reason("edited", edited)
+        if self._earlier.parted:
+            return None  # what is behind a difference already shows more of it in a part than in the whole
         slot = self.a.text("slot", row_a)
         said = f"{slot} differs although what it is taken from agrees: another view (a transpose, a slice)"
         return Reason("view", said)

@@ -141,3 +141,8 @@ def in_words_of_link(times: float | None) -> str:
     if times == 0:
         return "sets it to zero"
     return "leaves it" if times == 1.0 else f"multiplies it by {times:.4g}"
+
+
+def and_so(others: int) -> str:
+    """Return what is added to a sentence on a parameter's gradient that is true of so many others'."""
+    return f" (and so {others} other parameter{'s' * (others != 1)})" if others else ""

@@ -20,7 +20,7 @@ from bitwitness.comparison.exchanged import name_not_exchanged
 from bitwitness.comparison.frame import Node, StepFrame
 from bitwitness.comparison.gradients import OF_ALL_GRADIENTS
 from bitwitness.comparison.inside import with_module
-from bitwitness.comparison.lined import Place, line_up
+from bitwitness.comparison.lined import Lined, Place, cut_short, line_up
 from bitwitness.comparison.noted import cause_first, in_recomputation
 from bitwitness.comparison.otherwise import written_otherwise
 from bitwitness.comparison.parts import models_of, recorded_in_parts
@@ -31,6 +31,7 @@ from bitwitness.comparison.suspect import EarlierSteps, Suspect, grouped, regrou
 from bitwitness.comparison.suspects import SuspectSearch
 from bitwitness.comparison.uncompared import uncompared
 from bitwitness.comparison.unscaled import loss_scale, without_scale
+from bitwitness.comparison.unseen import changed_past_torch
 from bitwitness.comparison.values import KeptValues, Side
 from bitwitness.store.reader import absent_ranks
 from bitwitness.store.source import Source
@@ -89,14 +90,24 @@ def compare_sources(
         progress(done, len(lined.places))
         known = earlier.setdefault(place.rank, EarlierSteps())
         known.beside = partial(beside.at, place.rank, place.step, place.step_b)
+        known.cut_short = _ended_in(lined, place)
         _compare_step(report, a, b, place, known, settings, sinks)
     progress(len(lined.places), len(lined.places))
+    if len(ended := _ended_in(lined, lined.places[-1])) == 2:
+        report.notes.append(f"run A {ended['A']} and run B {ended['B']} in the last step that was compared")
     report.noise = max((known.noise for known in earlier.values()), default=0.0)
     report.problems += [*a.problems, *b.problems, *absent]
     name_not_exchanged(report.suspects, a, b, lined.places)
     _conclude(report)
     _name_lines(report.suspects, a, b)
     return report
+
+
+def _ended_in(lined: Lined, place: Place) -> dict[str, str]:
+    """Return the runs of which this step is the last one though they ended before their time, and how they did."""
+    sides = (("A", lined.a, place.step), ("B", lined.b, place.step_b))
+    last = [(run, source) for run, source, step in sides if step == source.steps(place.rank)[-1]]
+    return {run: how for run, source in last if (how := cut_short(source))}
 
 
 def _compare_step(
@@ -119,6 +130,7 @@ def _compare_step(
         else:
             report.unaligned.append(f"step {step}: {text}")
             report.unaligned_from = min(step, report.unaligned_from)
+            known.skipped = True
         return
     same = not settings.modules and same_structure(frame_a, frame_b)
     # Most steps of two equal runs: told by the columns alone, without a node being built.
@@ -129,6 +141,9 @@ def _compare_step(
         return
     alignment = row_by_row(frame_a, frame_b) if same else align(frame_a, frame_b, settings.modules)
     first_look = Differences(frame_a, frame_b, alignment, known)
+    if known.skipped and _begins_apart(first_look):
+        known.parted = True  # in a step of which nothing is known
+        first_look = Differences(frame_a, frame_b, alignment, known)
     if (scale := loss_scale(first_look)) is not None:
         frame_b = without_scale(first_look, scale)  # the same rows, with other numbers
         report.note(
@@ -144,6 +159,7 @@ def _compare_step(
     search = SuspectSearch(differences, rank, step)
     found = list(search.suspects())
     kept = found if values is None else [one for one in map(values.refine, found) if one is not None]
+    kept = changed_past_torch(kept, differences)
     kept = choice_first([with_module(one, search.apart, differences) for one in kept], differences)
     kept = [in_recomputation(one) for one in cause_first(kept, differences)]
     if not kept and search.apart:
@@ -151,6 +167,20 @@ def _compare_step(
     if found and not kept and not search.exceeding:
         known.parted = differences.parted_before  # float64 told that there was nothing
     report.suspects += kept
+    _add(report, differences, search, values)
+    for sink in sinks:
+        sink(rank, step, differences, values)
+    known.add(frame_a, frame_b)
+
+
+def _begins_apart(differences: Differences) -> bool:
+    """Return whether a step begins with weights that differ by more than noise."""
+    limit = differences.noise_limit()
+    return any(differences.change_of[pair.outputs[0][0]] > limit for pair in differences.alignment.weights)
+
+
+def _add(report: Report, differences: Differences, search: SuspectSearch, values: KeptValues | None) -> None:
+    """Add to the report what a step showed beside its suspects."""
     report.kept |= values is not None
     if not report.conditions:
         report.conditions = conditions(differences)
@@ -164,9 +194,6 @@ def _compare_step(
     report.nearest = max(filter(None, (report.nearest, search.nearest)), key=lambda one: one.ratio, default=None)
     report.problems += [] if values is None else values.problems
     _count(report, differences, search.settled)
-    for sink in sinks:
-        sink(rank, step, differences, values)
-    known.add(frame_a, frame_b)
 
 
 def _name_lines(suspects: list[Suspect], a: Source, b: Source) -> None:

@@ -181,7 +181,7 @@ class SuspectSearch:
 
     def _own(self, pair: Pair, worst: float, explained: float, *, clean: bool) -> Suspect | None:
         """Return a node as a suspect whose inputs are no reason of its difference."""
-        reason = self._own_reasons.of(pair, worst, over=worst > explained)
+        reason = self._own_reasons.of(pair, worst, explained)
         # An update follows what happened to all gradients, unless it has another learning rate or the like.
         if pair.a.kind == "optimizer" and self._updates.cause and (reason is None or reason.kind == "computed"):
             return None
@@ -258,7 +258,7 @@ class SuspectSearch:
             return None  # one run's is a sum, or goes back in pieces
         if pair.a.kind == "op":
             differences.real.add(number)
-            reason = self._own_reasons.of(pair, worst, over=worst > NEGLIGIBLE)
+            reason = self._own_reasons.of(pair, worst, NEGLIGIBLE)
             return None if reason is None else self._suspect(pair, reason, worst, NEGLIGIBLE, clean=True)
         if pair.a.kind == "collective":
             differences.real.add(number)

@@ -13,7 +13,7 @@ from bitwitness.comparison.gradients import GradientChains
 from bitwitness.comparison.ownranks import CHANGES_ITS_OWN, changed_before
 from bitwitness.comparison.reason import Reason
 from bitwitness.comparison.reasons import Reasons
-from bitwitness.comparison.relation import in_words, in_words_of_link
+from bitwitness.comparison.relation import and_so, in_words, in_words_of_link
 
 _GRADIENT = 1e-3
 """Relative change by which a gradient of which nothing else is known may differ.
@@ -134,5 +134,11 @@ class Updates:
         links = None if chain is None else self._chains.edited(chain)
         if links is None:
             return None
-        how = "; ".join(f"run {side} {in_words_of_link(link)}" for side, link in zip("AB", links, strict=True))
-        return Reason("edited", f"the gradient of {name} was changed between the backward and the step: {how}")
+        how = _in_words(links)
+        text = f"the gradient of {name} was changed between the backward and the step: {how}"
+        others = [one for other in self._chains.chains if other is not chain and (one := self._chains.edited(other))]
+        return Reason("edited", text + and_so([_in_words(one) for one in others].count(how)))
+
+
+def _in_words(links: tuple[float | None, float | None]) -> str:
+    return "; ".join(f"run {side} {in_words_of_link(link)}" for side, link in zip("AB", links, strict=True))

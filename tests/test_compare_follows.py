@@ -1,0 +1,182 @@
+"""What follows from one difference is told as one, and by its cause; what rounding makes of nothing is no difference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import bitwitness as bw
+
+
+class Attention(nn.Module):
+    """Computes by hand or by one operator; its key's bias moves nothing, and begins at zero."""
+
+    def __init__(self, *, fused: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.query, self.key, self.value = (nn.Linear(16, 16) for _ in range(3))
+        nn.init.zeros_(self.key.bias)
+        self.fused = fused
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        q, k, v = self.query(y), self.key(y), self.value(y)
+        if self.fused:
+            return x + F.scaled_dot_product_attention(q, k, v)
+        return x + (q @ k.mT / 4).softmax(-1) @ v
+
+
+class Model(nn.Module):
+    def __init__(self, *, fused: bool = False) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(32, 16)
+        self.layers = nn.ModuleList(Attention(fused=fused) for _ in range(2))
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+Step = Callable[[int, Model, torch.optim.Optimizer, Tensor], None]
+
+
+def lost(model: Model, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def usual(_number: int, model: Model, optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
+    lost(model, tokens).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def recorded(out: Path, step: Step = usual, *, fused: bool = False, steps: int = 4) -> Path:
+    torch.manual_seed(0)
+    model = Model(fused=fused)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    generator = torch.Generator().manual_seed(1)
+    with bw.Recorder(model, out=out):
+        for number in range(steps):
+            step(number, model, optimizer, torch.randint(0, 32, (4, 9), generator=generator))
+    return out
+
+
+def by_hand(_number: int, model: Model, _optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
+    model.zero_grad()
+    lost(model, tokens).backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.sub_(p.grad, alpha=0.1)
+
+
+def test_a_bias_of_rounding_errors_is_no_difference_where_a_script_updates_its_weights_itself(tmp_path: Path) -> None:
+    report = bw.compare(recorded(tmp_path / "a", by_hand), recorded(tmp_path / "b", by_hand, fused=True))
+    assert report.status == "fine", report.conclusion
+
+
+def twice(number: int, model: Model, optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
+    lost(model, tokens).backward()
+    for _ in range(2 if number == 1 else 1):
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_weights_behind_a_second_update_are_no_suspects(tmp_path: Path) -> None:
+    report = bw.compare(recorded(tmp_path / "a"), recorded(tmp_path / "b", twice))
+    assert "more often in one step: 2 times against 1" in report.conclusion
+    assert not [one for one in report.suspects if "changed between these two steps" in one.text]
+
+
+def in_parts(dropped: int | None) -> Step:
+    def step(number: int, model: Model, optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
+        for i, part in enumerate(tokens.chunk(2)):
+            if not (number == dropped and i == 1):
+                (lost(model, part) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def test_a_micro_batch_that_is_left_out_is_told_from_a_step_that_is(tmp_path: Path) -> None:
+    whole, dropped = recorded(tmp_path / "a", in_parts(None)), recorded(tmp_path / "b", in_parts(2))
+    report = bw.compare(whole, dropped)
+    assert report.conclusion.startswith("the runs part at tokens/embedding#0:forward.out0 (rank 0, step 2)")
+    assert report.conclusion.endswith("both computed 2 in the step before, so that run B leaves one out")
+    assert len(report.suspects) == 1
+
+    def skips(number: int, model: Model, optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
+        lost(model, tokens).backward()
+        if number != 2:
+            optimizer.step()
+        optimizer.zero_grad()
+
+    report = bw.compare(recorded(tmp_path / "c"), recorded(tmp_path / "d", skips))
+    assert "so that run B leaves an optimizer step out between them" in report.conclusion
+    assert len(report.suspects) == 1
+
+
+def test_one_edit_of_all_gradients_says_of_how_many(tmp_path: Path) -> None:
+    def noisy(number: int, model: Model, optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
+        lost(model, tokens).backward()
+        generator = torch.Generator().manual_seed(number)
+        for p in model.parameters():
+            p.grad.add_(torch.randn(p.shape, generator=generator), alpha=0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    report = bw.compare(recorded(tmp_path / "a"), recorded(tmp_path / "b", noisy))
+    count = len([*Model().parameters()]) - 1
+    assert report.conclusion.endswith(f"run A leaves it; run B edits it (and so {count} other parameters)")
+
+
+def test_a_value_that_a_hook_changes_through_numpy_is_blamed_and_not_who_reads_it(tmp_path: Path) -> None:
+    def edits(number: int, model: Model, optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
+        def hook(_module: nn.Module, _inputs: object, result: Tensor) -> None:
+            result.detach().numpy()[0, 3] *= 1.5
+
+        handle = model.layers[1].norm.register_forward_hook(hook)
+        usual(number, model, optimizer, tokens)
+        handle.remove()
+
+    report = bw.compare(recorded(tmp_path / "a"), recorded(tmp_path / "b", edits))
+    assert report.conclusion.startswith(
+        "the runs part at layers.1.norm/native_layer_norm#0:forward.out0 (rank 0, step 0)"
+    )
+    assert "it was changed in memory after it was made, past torch" in report.conclusion
+    assert "layers.1.query/addmm#0:forward, layers.1.key/addmm#0:forward" in report.conclusion
+
+
+def test_a_run_that_failed_in_a_step_took_no_optimizer_step_for_that(tmp_path: Path) -> None:
+    def fails(number: int, model: Model, optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
+        lost(model, tokens).backward()
+        if number == 2:
+            raise RuntimeError("out of luck")
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for name in "bc":
+        with suppress(RuntimeError):
+            recorded(tmp_path / name, fails)
+    report = bw.compare(recorded(tmp_path / "a"), tmp_path / "b")
+    assert report.conclusion.endswith("run B failed in this step, before its optimizer's step")
+    both = bw.compare(tmp_path / "b", tmp_path / "c")
+    assert both.status == "fine"
+    assert "run A failed and run B failed in the last step that was compared" in str(both)
+
+
+def test_steps_behind_one_of_another_batch_accuse_nobody(tmp_path: Path) -> None:
+    def fewer(number: int, model: Model, optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
+        usual(number, model, optimizer, tokens[:3] if number == 1 else tokens)
+
+    report = bw.compare(recorded(tmp_path / "a"), recorded(tmp_path / "b", fewer))
+    assert "the runs were not given the same batch" in report.conclusion
+    assert not report.suspects
