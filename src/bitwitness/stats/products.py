@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bitwitness.numerics import summing_dtype
 from bitwitness.stats.local import is_torchs_own
-from bitwitness.stats.reader import built
+from bitwitness.stats.reader import Reader, built
 
 
 def products(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -29,12 +29,8 @@ def products(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
         None where the compiled reader does not take x: it lies on an accelerator, or in strides, or nothing was compiled.
 
     """
-    reader = built()
-    if reader is None or not is_torchs_own(x) or not reader.reaches(x) or x.dim() not in (2, 3):
-        return None
-    if v.dtype is not summing_dtype(x.dtype):
-        return None
-    if 1 not in (x.stride(-1), x.stride(-2)):
+    reader = _reader_of(x)
+    if reader is None or x.dim() not in (2, 3) or v.dtype is not summing_dtype(x.dtype):
         return None
     sums, squares = v.new_empty(x.shape[:-1]), v.new_empty(x.shape[:-1])
     reader.products(x if x.dim() == 3 else x[None], v.contiguous(), sums, squares)
@@ -46,18 +42,24 @@ def several(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
 
     x is a matrix of bfloat16 or float32; G is 2 or 4, or 8 where x is contiguous along its rows.
     """
-    reader = built()
-    if reader is None or x.dim() != 2 or not is_torchs_own(x) or not reader.reaches(x):
-        return None
-    if x.dtype not in (torch.bfloat16, torch.float32) or v.dtype is not torch.float32 or not v.is_cpu or v.dim() != 2:
+    reader = _reader_of(x)
+    if reader is None or x.dim() != 2 or x.dtype not in (torch.bfloat16, torch.float32):
         return None
     by_rows, groups = x.stride(1) == 1, int(v.shape[1])
-    if groups not in ((2, 4, 8) if by_rows else (2, 4)) or 1 not in x.stride():
+    if v.dtype is not torch.float32 or not v.is_cpu or groups not in ((2, 4, 8) if by_rows else (2, 4)):
         return None
     sums = v.new_empty((x.shape[0], groups) if by_rows else (groups, x.shape[0]))
     squares = v.new_empty(x.shape[0])
     reader.many(x, v.t().contiguous() if by_rows else v.contiguous(), sums, squares)
     return sums if by_rows else sums.t(), squares
+
+
+def _reader_of(x: Tensor) -> Reader | None:
+    """Return the compiled reader, where it takes a matrix that lies in memory by its rows or by its columns."""
+    reader = built()
+    if reader is None or x.dim() < 2 or not is_torchs_own(x) or not reader.reaches(x):
+        return None
+    return reader if 1 in (x.stride(-1), x.stride(-2)) else None
 
 
 def pairs(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
