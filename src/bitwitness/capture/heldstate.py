@@ -8,7 +8,8 @@ that a replay starts from what the forward found; around a replay everything is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -64,15 +65,19 @@ class HeldState:
                     self._volatile[leaf.place] = leaf.name
         return self.volatile(unknown)
 
-    def volatile(self, unknown: Sequence[Any] = ()) -> Snapshot | None:
-        """Return what is known to change in forwards, as it is now, and ``unknown`` things; None if there is nothing."""
-        if not self._volatile and not unknown:
+    def volatile(self, unknown: Sequence[Any] = (), places: Collection[Place] | None = None) -> Snapshot | None:
+        """Return what is known to change in forwards, as it is now, and ``unknown`` things; None if there is nothing.
+
+        ``places``: at these alone.
+        """
+        volatile = self._volatile if places is None else self._volatile.keys() & set(places)
+        if not volatile and not unknown:
             return None
         walk = SnapshotWalk(lambda place: place in self._mutated or place[0] == ARGUMENT, self._known)
         for index, value in enumerate(unknown):
             walk.enter((ARGUMENT, index), f"argument {index}", value)
         wanted: dict[Any, set[str]] = {}
-        for place in self._volatile:
+        for place in volatile:
             wanted.setdefault(place[0], set()).add(place[1])
         namespaces = self._namespaces() if wanted else {}
         for key, names in wanted.items():
@@ -80,6 +85,14 @@ class HeldState:
                 name, thing, _ = namespaces[key]
                 walk.namespace((key,), name, thing, frozenset(names))
         return walk.snapshot
+
+    @contextmanager
+    def noting(self, places: set[Place] | None) -> Iterator[None]:
+        """Add the places at which what runs inside changes something; what a script changes beside it is none of it."""
+        before = None if places is None else self.volatile()
+        yield
+        if before is not None and places is not None:
+            places |= {place[:2] for place in before.changed()}
 
     def forward_ended(self, around: Reading) -> None:
         """Learn what the forward changed, and what of that nobody could put back. ``around``: what it had found."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from types import TracebackType
@@ -18,12 +18,12 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.amp import GradScaler
 from torch.nn.modules import module as nn_module
 from torch.optim.optimizer import Optimizer
 
 from bitwitness.config.variables import INJECT
 from bitwitness.inject.faults import Fault, load_faults
+from bitwitness.inject.moments import DeviceMoments
 from bitwitness.inject.outputs import change_contribution, computed, computes, delivered, is_collective, stored
 from bitwitness.inject.patterns import corrupt, count_changed, reaches
 from bitwitness.inject.schedule import Firing, Trigger, is_again, told_of, told_of_absent, triggers_of
@@ -34,8 +34,9 @@ from bitwitness.tap.compiled import unwarned_of_hooks
 from bitwitness.tap.emulated import injecting
 from bitwitness.tap.modes import put_at_the_bottom
 from bitwitness.tap.modules import ModuleTracker
-from bitwitness.tap.moments import BackwardCall, StepListener, StepMoments
+from bitwitness.tap.moments import StepMoments
 from bitwitness.tap.operators import OpCall, OperatorTap
+from bitwitness.tap.optimizerhooks import told_of_steps
 from bitwitness.tap.opwindow import run_eagerly
 from bitwitness.tap.ownwork import REFERENCE, own_work
 from bitwitness.tap.traffic import world_size
@@ -87,6 +88,7 @@ class FaultyDevice:
         self._ranks, self._faults = 1, tuple(faults)
         self._on_operators = [t for t in self._triggers if _can_be_in(t.fault, _OPERATOR_PHASES)]
         self._on_state = [t for t in self._triggers if _can_be_in(t.fault, ("param", "optim"))]
+        self._stepped = 0  # the step whose optimizer has just stepped
         self._names_backward = any(_can_be_in(t.fault, ("backward",)) for t in self._on_operators)
         self._targets: dict[OpOverload, list[Trigger]] = {}
         self._tracker = ModuleTracker()
@@ -113,7 +115,8 @@ class FaultyDevice:
 
     def __enter__(self) -> Self:
         self._stack.enter_context(injecting(self._declared))
-        self._stack.enter_context(StepMoments(_Moments(self)))
+        self._stack.enter_context(StepMoments(DeviceMoments(self)))
+        self._stack.callback(told_of_steps(self._strike_memory, last=True))
         self._stack.enter_context(unwarned_of_hooks())
         self._stack.enter_context(self._tracker)
         if self._counts_steps:
@@ -196,39 +199,49 @@ class FaultyDevice:
 
     # -- memory ------------------------------------------------------------------------------------------
 
-    def optimizer_stepped(self, optimizer: Optimizer) -> None:
-        """Strike weights and optimizer state, then let the step end."""
-        due = [trigger for trigger in self._on_state if trigger.due(self.clock.step)]
+    def optimizer_stepped(self) -> None:
+        """Mind which step it was, and let it end."""
+        self._stepped = self.clock.step
+        self.end_step()
+
+    def _strike_memory(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        """Strike what lies in memory when all others have seen the step: whoever takes seals has taken them."""
+        due = [trigger for trigger in self._on_state if trigger.due(self._stepped)]
         if due:
             with torch.no_grad(), without_dispatch_modes(), own_work():
                 self._strike_state(optimizer, due)
-        self.end_step()
 
     def _strike_state(self, optimizer: Optimizer, due: list[Trigger]) -> None:
         paths = self._tracker.parameters()
         for number, group in enumerate(optimizer.param_groups):
             for index, parameter in enumerate(group["params"]):
                 path = paths.get(parameter, f"param_groups.{number}.{index}")
-                self._strike(Site(path, path.rpartition(".")[2], phase="param"), stored(parameter), due)
+                self._strike(
+                    Site(path, path.rpartition(".")[2], phase="param"), stored(parameter), due, step=self._stepped
+                )
                 for key, value in optimizer.state.get(parameter, {}).items():
                     if isinstance(value, torch.Tensor):
-                        self._strike(Site(path, str(key), phase="optim"), stored(value), due)
+                        self._strike(Site(path, str(key), phase="optim"), stored(value), due, step=self._stepped)
 
     # -- striking ----------------------------------------------------------------------------------------
 
-    def _strike(self, site: Site, tensor: torch.Tensor, due: list[Trigger], *, again: bool = False) -> None:
-        struck = self._struck(site, tensor, due, again=again)
+    def _strike(
+        self, site: Site, tensor: torch.Tensor, due: list[Trigger], *, again: bool = False, step: int | None = None
+    ) -> None:
+        struck = self._struck(site, tensor, due, again=again, step=step)
         if struck is not None:
             tensor.copy_(struck)
 
-    def _struck(self, site: Site, tensor: torch.Tensor, due: list[Trigger], *, again: bool) -> torch.Tensor | None:
-        """Return a corrupted copy, or None if nothing struck."""
+    def _struck(
+        self, site: Site, tensor: torch.Tensor, due: list[Trigger], *, again: bool, step: int | None = None
+    ) -> torch.Tensor | None:
+        """Return a corrupted copy, or None if nothing struck; ``step``: where that is not the one that the clock shows."""
         if not _is_plain(tensor):
             return None
-        result = None
+        result, step = None, self.clock.step if step is None else step
         for trigger in due:
             fault = trigger.fault
-            if not (matches(fault.site, site) and reaches(fault, tensor) and trigger.due(self.clock.step)):
+            if not (matches(fault.site, site) and reaches(fault, tensor) and trigger.due(step)):
                 continue
             before = tensor if result is None else result
             rng = trigger.rng(again=again)
@@ -236,8 +249,8 @@ class FaultyDevice:
             if after is None:
                 continue
             trigger.fired += 1
-            where = site.at(rank=self._rank, step=self.clock.step, micro=self.clock.micro)
-            self.fired.append(Firing(self.clock.step, where, trigger.index, count_changed(before, after)))
+            where = site.at(rank=self._rank, step=step, micro=self.clock.micro)
+            self.fired.append(Firing(step, where, trigger.index, count_changed(before, after)))
             result = after
         return result
 
@@ -260,24 +273,6 @@ class FaultyDevice:
         if module.training and torch.is_grad_enabled():
             self.clock.begin_forward()
         self._look()
-
-
-class _Moments(StepListener):
-    """What the device hears of a training step: not of complete gradients, at which a guard may run the same step again."""
-
-    def __init__(self, device: FaultyDevice) -> None:
-        self._device = device
-
-    def around_backward(self, _call: BackwardCall) -> AbstractContextManager[None]:
-        self._device.begin_backward()
-        return nullcontext()
-
-    def optimizer_stepped(self, optimizer: Optimizer) -> None:
-        self._device.optimizer_stepped(optimizer)
-
-    def scaler_updated(self, scaler: GradScaler) -> None:
-        del scaler
-        self._device.end_step()
 
 
 def _can_be_in(fault: Fault, phases: Sequence[str]) -> bool:

@@ -16,8 +16,9 @@ from bitwitness.judge.fingerprint import Fingerprint
 from bitwitness.judge.localize import Located
 from bitwitness.oracle.limits import LIMIT
 from bitwitness.oracle.live import OVERFLOWS, Discrepancy, compare_with_float64
+from bitwitness.oracle.names import canonical
 from bitwitness.replay.run import Replayer
-from bitwitness.sense.flops import carries_flops
+from bitwitness.sense.flops import flops_of
 from bitwitness.stats.local import local_values
 from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.operators import OpCall, OperatorTap
@@ -29,6 +30,9 @@ _FAR_FROM_EAGER = 0.1
 # The same where the step draws random numbers, of which compiled code draws others: only a gradient ten times as large, or a
 # tenth, is then no draw's doing. What lies between is not seen.
 _FAR_FROM_OTHER_DRAWS = 0.9
+
+_MASKED = frozenset({"softmax", "log_softmax", "safe_softmax", "logsumexp", "add", "where", "masked_fill"})
+"""Operators that have a right answer where a mask has filled what is not to be seen with negative infinity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +103,18 @@ class _OperatorCheck:
         if self._kept is not None:
             call = replace(call, args=self._kept[0], kwargs=self._kept[1])
         result = compare_with_float64(call)
-        if not _finite_inputs(call):
+        if not _finite_inputs(call, masked=canonical(call.op) in _MASKED):
             return  # what made them is at fault, if anything, not this one
         if result.outside:
             self.found = index, call, result
-        elif not result.comparable and result.reason != OVERFLOWS and carries_flops(call.func):
+        elif not result.comparable and result.reason != OVERFLOWS and flops_of(call):
             self.unchecked.add(call.op)
 
 
-def _finite_inputs(call: OpCall) -> bool:
-    tensors = [t for t in call.args if isinstance(t, torch.Tensor) and t.is_floating_point()]
-    return all(bool(torch.isfinite(local_values(t)).all()) for t in tensors)
+def _finite_inputs(call: OpCall, *, masked: bool) -> bool:
+    """Return whether a call reads finite numbers, or, where values may be ``masked``, negative infinities beside them."""
+    tensors = [local_values(t) for t in call.args if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    return all(bool((t.isfinite() | (t.isneginf() if masked else False)).all()) for t in tensors)
 
 
 def contradicts_operators(replayer: Replayer, record: StepRecord, compiled: Fingerprint) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from bitwitness.capture.buffers import BufferKeeper
+from bitwitness.capture.contents import Place
 from bitwitness.capture.graphwalk import ForwardSpan
 from bitwitness.capture.heldstate import HeldState
 from bitwitness.capture.lossgraph import Output
@@ -70,6 +71,13 @@ class ForwardReplay:
         """Whether a forward of this execution made more or fewer nodes of autograd's than the training's own did."""
         self.results: list[tuple[Memory, torch.Tensor]] | None = None
         """What the forwards returned where the script still uses the memory of the training's own; None to keep none."""
+
+        self.changes: set[Place] | None = None
+        """The places of the state that this execution changes; None where nobody asked."""
+
+    def noting(self) -> AbstractContextManager[None]:
+        """Return a context for code of the step's: what it changes is noted, where that was asked for."""
+        return self._held.noting(self.changes)
 
     def begin(self) -> None:
         """Say that an execution begins: its first forward starts from the buffers that the training's own found."""
@@ -134,7 +142,7 @@ class ForwardReplay:
         call = call if record.module is None else record.module
         if call is None:  # a module may have a length, and that may be 0
             call = self._entry.call if around is nullcontext else self._root
-        with ambient, record.autocast.context(), around(), redirected(self._root, record.redirect):
+        with self.noting(), ambient, record.autocast.context(), around(), redirected(self._root, record.redirect):
             if around is nullcontext:
                 self._compare_surroundings(record, follows=follows)
             with quiet(self._root, since=record.began), scripts_modes_back():

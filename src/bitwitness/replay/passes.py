@@ -104,7 +104,7 @@ class PassReplay:
         asked = [p.requires_grad or had for p, had in zip(parameters, self._had_gradients, strict=True)]
         try:
             wanted = [*compress(parameters, asked)]
-            with around():
+            with self._forwards.noting(), around():
                 ways = found.roots, wanted, found.grads
                 grads = iter(run_backward(self._root, group.began, torch.autograd.grad, *ways, allow_unused=True))
             return [next(grads) if is_asked else None for is_asked in asked], found
@@ -123,7 +123,7 @@ class PassReplay:
                 leaf.register_hook(hook)
         with reparametrized(self._root, leaves, tie_weights=True):
             found = self.starts(group, hashes, around, {id(p): leaves[name] for name, p in self._parameters.items()})
-            with around():
+            with self._forwards.noting(), around():
                 run_backward(self._root, group.began, torch.autograd.backward, found.roots, found.grads)
         return [leaf.grad for leaf in leaves.values()], found
 

@@ -146,12 +146,12 @@ class Replayer:
         self._passes.begin(record.left)
         done = Execution(features_with_absent([], self.device), torch.zeros(0))
         outputs: list[torch.Tensor] = []
-        self._forwards.results = [] if keep else None
+        self._forwards.results, self._forwards.changes = ([], set()) if keep else (None, None)
         with self._apart(passes), self._stance(around):
             for group in passes:
                 self._passes.run(group, totals, outputs, done, around=around, zero_start=record.zero_start)
             after = [buffer.detach().clone() for buffer in self.keeper.tensors()] if keep else None
-            done.state = self._held.volatile() if keep else None
+            done.state = self._held.volatile(places=self._forwards.changes) if keep else None
             with own_work(), torch.no_grad():
                 done.features = features_with_absent(totals, self.device)
         if keep:

@@ -101,7 +101,7 @@ def _expected(
         v, size = known.sums[:, None], torch.linalg.vector_norm(known.norms)[None, None]
     if not parts or a.shape[-1] % _SUMMED_IN:
         # float32's products alone are checked by one vector, and rounded alike by rows and by columns
-        read_again = is_backward and known is None and a.dtype is torch.float32 and a.stride(-1) == 1
+        read_again = is_backward and known is None and a.dtype is torch.float32 and a.dim() == 2 and a.stride(1) == 1
         sums, norms = _times_and_kept(a, v, signs) if read_again else times(a, v)
         return sums, norms[..., None] * size, w.new_zeros(())
     v = torch.cat([v, *(_block_sums(b, w.roll(shift), blocks)[0] for shift in range(1, _LISTS))], -1)

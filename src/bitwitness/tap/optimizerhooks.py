@@ -33,11 +33,12 @@ class _Hooks:
     def __init__(self) -> None:
         self._before: tuple[Before, ...] = ()
         self._after: tuple[After, ...] = ()
+        self._last: tuple[After, ...] = ()
         self._entries: tuple[RemovableHandle, ...] = ()
         self._changing = threading.RLock()
 
-    def add(self, before: Before | None, after: After) -> None:
-        """Take a listener in."""
+    def add(self, before: Before | None, after: After, *, last: bool) -> None:
+        """Take a listener in; ``last``: it is told after all others."""
         with self._changing:
             if not self._entries:
                 wait_while_elsewhere(_in_hooks)
@@ -46,14 +47,18 @@ class _Hooks:
                     register_optimizer_step_post_hook(self._tell_after),
                 )
             self._before = self._before if before is None else (*self._before, before)
-            self._after = (*self._after, after)
+            if last:
+                self._last = (*self._last, after)
+            else:
+                self._after = (*self._after, after)
 
     def discard(self, before: Before | None, after: After) -> None:
         """Let one go; with the last one the entry goes, unless another thread is at it: then it stays, and does nothing."""
         with self._changing:
             self._before = tuple(one for one in self._before if one != before)
             self._after = tuple(one for one in self._after if one != after)
-            if not self._after and not elsewhere(_in_hooks):
+            self._last = tuple(one for one in self._last if one != after)
+            if not self._after and not self._last and not elsewhere(_in_hooks):
                 for entry in self._entries:
                     entry.remove()
                 self._entries = ()
@@ -78,7 +83,7 @@ class _Hooks:
         return changed
 
     def _after_all(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for tell in self._after:
+        for tell in (*self._after, *self._last):
             tell(optimizer, args, kwargs)
 
 
@@ -92,9 +97,12 @@ _HOOKS = _Hooks()
 """The process's, as torch's dictionaries are."""
 
 
-def told_of_steps(after: After, before: Before | None = None) -> Callable[[], None]:
-    """Have functions called around each optimizer's step, as torch's global hooks are; return what ends it."""
-    _HOOKS.add(before, after)
+def told_of_steps(after: After, before: Before | None = None, *, last: bool = False) -> Callable[[], None]:
+    """Have functions called around each optimizer's step, as torch's global hooks are; return what ends it.
+
+    ``last``: ``after`` is called when all others have been.
+    """
+    _HOOKS.add(before, after, last=last)
     return lambda: _HOOKS.discard(before, after)
 
 
