@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bitwitness as bw
+from bitwitness.testing import FaultyDevice, from_mapping
 
 
 class Attention(nn.Module):
@@ -45,7 +47,7 @@ class Model(nn.Module):
         return self.head(x)
 
 
-Step = Callable[[int, Model, torch.optim.Optimizer, Tensor], None]
+Step = Callable[[int, Model, Any, Tensor], None]
 
 
 def lost(model: Model, tokens: Tensor) -> Tensor:
@@ -58,13 +60,14 @@ def usual(_number: int, model: Model, optimizer: torch.optim.Optimizer, tokens: 
     optimizer.zero_grad()
 
 
-def recorded(out: Path, step: Step = usual, *, fused: bool = False, steps: int = 4) -> Path:
+def recorded(out: Path, step: Step = usual, *, fused: bool = False, stepped: bool = True) -> Path:
+    """Train four steps; ``stepped``: there is an optimizer, whether or not the script uses it."""
     torch.manual_seed(0)
     model = Model(fused=fused)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1) if stepped else None
     generator = torch.Generator().manual_seed(1)
     with bw.Recorder(model, out=out):
-        for number in range(steps):
+        for number in range(4):
             step(number, model, optimizer, torch.randint(0, 32, (4, 9), generator=generator))
     return out
 
@@ -80,6 +83,26 @@ def by_hand(_number: int, model: Model, _optimizer: torch.optim.Optimizer, token
 def test_a_bias_of_rounding_errors_is_no_difference_where_a_script_updates_its_weights_itself(tmp_path: Path) -> None:
     report = bw.compare(recorded(tmp_path / "a", by_hand), recorded(tmp_path / "b", by_hand, fused=True))
     assert report.status == "fine", report.conclusion
+
+
+def test_another_rate_of_an_own_update_loop_is_told_by_the_weights(tmp_path: Path) -> None:
+    def slower(number: int, model: Model, optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
+        model.zero_grad()
+        lost(model, tokens).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.sub_(p.grad, alpha=0.05)
+
+    report = bw.compare(recorded(tmp_path / "a"), recorded(tmp_path / "b", slower, stepped=False))
+    assert "(rank 0, step 1): its layers.0.norm.weight differs" in report.conclusion
+    assert report.conclusion.endswith("so it was changed between these two steps")
+    assert bw.compare(tmp_path / "a", recorded(tmp_path / "c", by_hand, stepped=False)).status == "fine"
+
+
+def test_batches_of_a_script_whose_optimizer_never_steps_are_not_taken_for_compared(tmp_path: Path) -> None:
+    report = bw.compare(recorded(tmp_path / "a"), recorded(tmp_path / "b", by_hand))
+    assert report.status == "unread"
+    assert "run B changes its weights itself between 4 batches that were recorded as one step" in str(report)
 
 
 def twice(number: int, model: Model, optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
@@ -180,3 +203,50 @@ def test_steps_behind_one_of_another_batch_accuse_nobody(tmp_path: Path) -> None
     report = bw.compare(recorded(tmp_path / "a"), recorded(tmp_path / "b", fewer))
     assert "the runs were not given the same batch" in report.conclusion
     assert not report.suspects
+
+
+def struck(out: Path, *, fault: dict[str, object], step: Step = usual) -> Path:
+    with FaultyDevice(
+        from_mapping({"fault": [{"kind": "multiply", "pattern": "all", "steps": [1], **fault}]})
+    ) as device:
+        recorded(out, step)
+    assert device.fired
+    return out
+
+
+def test_a_small_gradient_is_not_taken_for_rounding(tmp_path: Path) -> None:
+    """Where a model attends evenly yet, queries have gradients of a ten-thousandth of the others'."""
+
+    def even(number: int, model: Model, optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
+        if number == 0:
+            with torch.no_grad():
+                for layer in model.layers:
+                    layer.key.weight.mul_(1e-2)
+        usual(number, model, optimizer, tokens)
+
+    fault = {"site": "layers.1.query/mm:backward", "factor": 2.0, "times": 2}
+    a, b = recorded(tmp_path / "a", even), struck(tmp_path / "b", fault=fault, step=even)
+    report = bw.compare(a, b)
+    assert report.status == "findings", report.conclusion
+    assert report.conclusion.startswith("the runs part at layers.1.query/mm#"), report.conclusion
+
+
+def test_a_loss_of_another_value_is_named_though_its_gradients_agree(tmp_path: Path) -> None:
+    fault = {"site": "*/nll_loss_forward:forward", "factor": 1.1, "pattern": "element", "times": 1}
+    report = bw.compare(recorded(tmp_path / "a"), struck(tmp_path / "b", fault=fault))
+    assert report.conclusion.startswith("the runs part at ./nll_loss_forward#0:forward.out0 (rank 0, step 1)"), (
+        report.conclusion
+    )
+
+
+def test_a_run_that_failed_before_a_step_is_not_all_of_it(tmp_path: Path) -> None:
+    def fails(number: int, model: Model, optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
+        if number == 2:
+            raise RuntimeError("out of luck")
+        usual(number, model, optimizer, tokens)
+
+    with suppress(RuntimeError):
+        recorded(tmp_path / "b", fails)
+    report = bw.compare(recorded(tmp_path / "a"), tmp_path / "b")
+    assert report.status == "unread"
+    assert "run B failed" in report.conclusion

@@ -20,8 +20,10 @@ from bitwitness.store.source import Source
 
 _MOST = 4096
 """Steps of A that are searched for the weights that B begins with."""
+FAILED = "failed"
+"""What is said of a run that an error ended."""
 _CUT_SHORT = {
-    "failed": "failed",
+    "failed": FAILED,
     "interrupted": "was interrupted",
     "killed": "was killed",
     "lost": "was lost",
@@ -58,6 +60,8 @@ class Lined:
         What was done to line them up, one sentence each; ``shifted``: which step has the weights of which.
     left_out
         Which steps only one run has.
+    unread
+        What could not be compared.
 
     """
 
@@ -67,6 +71,7 @@ class Lined:
     merged: bool = False
     notes: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
     shifted: str = ""
 
 
@@ -219,6 +224,14 @@ def _join_micros(found: Lined) -> None:
     if _weights_move(first) or _weights_move(second):
         least = min(first.micros, second.micros)
         found.a, found.b = FirstMicros(found.a, least), FirstMicros(found.b, least)
+        for run, frame in (("A", first), ("B", second)):
+            if frame.micros > 1 and not frame.texts["kind"].equals("optimizer").any():
+                found.unread.append(
+                    f"run {run} changes its weights itself between {frame.micros} batches that were recorded as one step, for "
+                    f"its optimizer takes none: batches after the first {least} were not compared"
+                )
+        if found.unread:
+            return
         found.notes.append(
             f"the optimizer evaluates the model several times a step (a closure), {first.micros} times in run A and "
             f"{second.micros} times in run B: the first {least} are compared"

@@ -57,8 +57,14 @@ class Reasons:
     def named(self) -> dict[str, float]:
         """The latest change of each parameter and buffer of this step, by name; infinite where one run alone updated it."""
         lone = [node for first in (True, False) for node in self._differences.alignment.lone(first=first)]
-        alone = {node.module: math.inf for node in lone if node.kind == "optimizer"}
+        alone = {node.module: math.inf for node in lone if node.kind == "optimizer" and self._both_step}
         return self._begun | self._written | alone
+
+    @property
+    def _both_step(self) -> bool:
+        """Whether the optimizers of both runs were seen to step by now: a script may update its weights itself."""
+        frames = zip((self.a, self.b), self._earlier.last or (self.a, self.b), strict=True)
+        return all(any(frame.texts["kind"].equals("optimizer").any() for frame in both) for both in frames)
 
     def remember(self, pair: Pair) -> None:
         """Keep how far apart a parameter or buffer is that was just written: the next step reads it."""

@@ -20,7 +20,7 @@ from bitwitness.comparison.exchanged import name_not_exchanged
 from bitwitness.comparison.frame import Node, StepFrame
 from bitwitness.comparison.gradients import OF_ALL_GRADIENTS
 from bitwitness.comparison.inside import with_module
-from bitwitness.comparison.lined import Lined, Place, cut_short, line_up
+from bitwitness.comparison.lined import FAILED, Lined, Place, cut_short, line_up
 from bitwitness.comparison.noted import cause_first, in_recomputation
 from bitwitness.comparison.otherwise import written_otherwise
 from bitwitness.comparison.parts import models_of, recorded_in_parts
@@ -93,10 +93,15 @@ def compare_sources(
         known.cut_short = _ended_in(lined, place)
         _compare_step(report, a, b, place, known, settings, sinks)
     progress(len(lined.places), len(lined.places))
+    if lined.left_out and not report.suspects:
+        sides = [("A", lined.a), ("B", lined.b)]
+        report.problems += [
+            f"run {run} failed, and has no more steps" for run, one in sides if cut_short(one) == FAILED
+        ]
     if len(ended := _ended_in(lined, lined.places[-1])) == 2:
         report.notes.append(f"run A {ended['A']} and run B {ended['B']} in the last step that was compared")
     report.noise = max((known.noise for known in earlier.values()), default=0.0)
-    report.problems += [*a.problems, *b.problems, *absent]
+    report.problems += [*a.problems, *b.problems, *absent, *lined.unread]
     name_not_exchanged(report.suspects, a, b, lined.places)
     _conclude(report)
     _name_lines(report.suspects, a, b)

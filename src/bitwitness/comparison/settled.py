@@ -69,7 +69,7 @@ class SettledModules:
             if (agrees or (phase == "backward" and path == "." and agrees is None)) and (
                 self._gradients_agree(path) if phase == "backward" or path == "." else self._leads_to_the_same(path)
             ):
-                return True
+                return phase != "forward" or path != "." or self._losses_agree
             if path == ".":
                 return False
             path = path.rpartition(".")[0] or "."
@@ -94,6 +94,11 @@ class SettledModules:
             and bool(self._losses)
             and all(map(self.agrees, self._losses))
         )
+
+    @cached_property
+    def _losses_agree(self) -> bool:
+        """Whether the losses that both runs go back from agree: a script may compute them behind the model."""
+        return self._differences.other_losses or all(map(self.agrees, self._losses))
 
     @cached_property
     def loss_is_the_same(self) -> bool:

@@ -27,8 +27,8 @@ from bitwitness.comparison.updates import Updates
 
 _UNSEEN = 1e-12
 _RETURNED = ("module", "forward")
-_FILLING = 1e30
-"""Magnitude of what attention masks are filled with, beside which the changes of all other values vanish from norms."""
+_FILLING = 9e3
+"""Magnitude of what masks are filled with, at least (-1e4, -1e9), beside which changes of other values vanish from norms."""
 _ILL_CONDITIONED = 1000.0
 """Unit roundoffs: a result for which so much is explained says nothing about the noise of the others."""
 _LARGEST_NOISE = 0.05
