@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bitwitness.finding import Finding
+from bitwitness import Finding
 from bitwitness.sense.checksum import ChecksumSensor
 from bitwitness.stats.reader import built
 from bitwitness.tap.modules import ModuleTracker
