@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tokenmodel import TokenModel
 from torch import Tensor, nn
 
 import bitwitness as bw
@@ -33,18 +35,9 @@ class Attention(nn.Module):
         return x + (q @ k.mT / 4).softmax(-1) @ v
 
 
-class Model(nn.Module):
+class Model(TokenModel):
     def __init__(self, *, fused: bool = False) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(32, 16)
-        self.layers = nn.ModuleList(Attention(fused=fused) for _ in range(2))
-        self.head = nn.Linear(16, 32)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+        super().__init__(lambda: Attention(fused=fused), 2)
 
 
 Step = Callable[[int, Model, Any, Tensor], None]
@@ -72,12 +65,12 @@ def recorded(out: Path, step: Step = usual, *, fused: bool = False, stepped: boo
     return out
 
 
-def by_hand(_number: int, model: Model, _optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
+def by_hand(_number: int, model: Model, _optimizer: torch.optim.Optimizer, tokens: Tensor, rate: float = 0.1) -> None:
     model.zero_grad()
     lost(model, tokens).backward()
     with torch.no_grad():
         for p in model.parameters():
-            p.sub_(p.grad, alpha=0.1)
+            p.sub_(p.grad, alpha=rate)
 
 
 def test_a_bias_of_rounding_errors_is_no_difference_where_a_script_updates_its_weights_itself(tmp_path: Path) -> None:
@@ -86,13 +79,7 @@ def test_a_bias_of_rounding_errors_is_no_difference_where_a_script_updates_its_w
 
 
 def test_another_rate_of_an_own_update_loop_is_told_by_the_weights(tmp_path: Path) -> None:
-    def slower(number: int, model: Model, optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
-        model.zero_grad()
-        lost(model, tokens).backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p.sub_(p.grad, alpha=0.05)
-
+    slower = partial(by_hand, rate=0.05)
     report = bw.compare(recorded(tmp_path / "a"), recorded(tmp_path / "b", slower, stepped=False))
     assert "(rank 0, step 1): its layers.0.norm.weight differs" in report.conclusion
     assert report.conclusion.endswith("so it was changed between these two steps")

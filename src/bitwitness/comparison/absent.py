@@ -7,11 +7,12 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from bitwitness.comparison.align import Alignment
 from bitwitness.comparison.conditions import of_forwards
 from bitwitness.comparison.differences import Differences
-from bitwitness.comparison.frame import Node
+from bitwitness.comparison.frame import Node, StepFrame
 from bitwitness.comparison.ownranks import NOT_REDUCED, changed_before, never_shared
 
 _NAMED = 3  # parameters that are named in a sentence
@@ -37,7 +38,7 @@ def absences(differences: Differences) -> list[Absence]:
 def _batches(differences: Differences) -> Iterable[Absence]:
     """Yield what one run computes beyond the other's batch in the same step, where they were not put together."""
     frames = differences.a, differences.b
-    batches = [np.unique(frame.micro[of_forwards(frame)]) for frame in frames]
+    batches = [_computed(frame) for frame in frames]
     counts = [len(found) for found in batches]
     joined = any(frame.ranks > 1 or frame.micros != count for frame, count in zip(frames, counts, strict=True))
     if counts[0] == counts[1] or 0 in counts or joined:
@@ -51,10 +52,16 @@ def _batches(differences: Differences) -> Iterable[Absence]:
         yield Absence([node], side, f"{text}: {_why_more(differences, counts, more)}", structural=True)
 
 
+def _computed(frame: StepFrame) -> npt.NDArray[np.int64]:
+    """Return the numbers of the batches that a step computes forward."""
+    found: npt.NDArray[np.int64] = np.unique(frame.micro[of_forwards(frame)])
+    return found
+
+
 def _why_more(differences: Differences, counts: Sequence[int], more: int) -> str:
     """Say why one run computes more batches in a step, by how many both computed in the step before."""
     before = differences.earlier.last
-    usual = {len(np.unique(frame.micro[of_forwards(frame)])) for frame in before} if before is not None else set()
+    usual = {len(_computed(frame)) for frame in before} if before is not None else set()
     if usual == {counts[more]}:
         return f"both computed {counts[more]} in the step before, so that run {'BA'[more]} leaves one out"
     if usual == {counts[1 - more]}:

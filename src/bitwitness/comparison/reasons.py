@@ -56,8 +56,9 @@ class Reasons:
     @property
     def named(self) -> dict[str, float]:
         """The latest change of each parameter and buffer of this step, by name; infinite where one run alone updated it."""
-        lone = [node for first in (True, False) for node in self._differences.alignment.lone(first=first)]
-        alone = {node.module: math.inf for node in lone if node.kind == "optimizer" and self._both_step}
+        sides = (True, False) if self._both_step else ()
+        lone = (node for first in sides for node in self._differences.alignment.lone(first=first))
+        alone = {node.module: math.inf for node in lone if node.kind == "optimizer"}
         return self._begun | self._written | alone
 
     @property
