@@ -16,8 +16,8 @@ from bitwitness.sense.exchanged import odd_ones
 JOB = Path(__file__).parent / "jobs" / "exchanges.py"
 
 
-def told(part: str, logs: Path) -> dict[str, list[dict[str, Any]]]:
-    launched = forked(3, [str(JOB), part], logs)
+def told(part: str, logs: Path, ranks: int = 3) -> dict[str, list[dict[str, Any]]]:
+    launched = forked(ranks, [str(JOB), part], logs)
     text = "\n".join(log.read_text() for log in launched.logs)
     assert launched.code == 0, text[-4000:]
     lines = [json.loads(line) for line in text.splitlines() if line.startswith('{"name"')]
@@ -50,7 +50,7 @@ def test_each_kind_of_collective_that_arrives_wrongly_is_seen(tmp_path: Path) ->
 @pytest.mark.ranks
 def test_innocent_collectives_are_compared_and_accuse_nobody(tmp_path: Path) -> None:
     found = told("innocent", tmp_path)
-    assert len(found) == 12
+    assert len(found) == 13
     for name, ranks in found.items():
         for one in ranks:
             assert one["same"], name
@@ -61,7 +61,25 @@ def test_innocent_collectives_are_compared_and_accuse_nobody(tmp_path: Path) -> 
     assert found["fp16"][0]["gaps"] == [
         "collective: 7 calls were not compared (not waited for in Python, or changed at once)"
     ]
+    assert found["statistics"][0]["collectives"]["compared"]["broadcast"] == 7
     assert found["exchanges"][0]["collectives"]["compared"] == found["exchanges"][0]["collectives"]["seen"]
+
+
+@pytest.mark.ranks
+def test_of_two_ranks_the_one_is_named_that_holds_other_buffers_than_were_broadcast(tmp_path: Path) -> None:
+    found = told("buffers", tmp_path, ranks=2)
+    wanted = {"0": "rank 0 received something else than was put in", "1": "rank 1 received other bits than the others"}
+    assert set(found) == set(wanted)
+    for rank, ranks in found.items():
+        assert sum(one["struck"] for one in ranks) == 1
+        for one in ranks:
+            assert one["verdicts"] == [f"step 4: corrupt_state [{rank}] reported"]
+            assert (
+                f"1.running_mean; no majority tells which rank holds other bits than the rest; rank {rank} does: "
+                in (one["messages"][0])
+            )
+            assert wanted[rank] in one["messages"][0]
+            assert one["failures"] == {}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -90,4 +108,5 @@ def test_who_is_odd() -> None:
     assert odd_ones({0: (2, 5), 1: (0, 7)}) == (0,)  # its result contradicts what was put in
     assert odd_ones({0: (1, 5), 1: (1, 7)}) == ()  # of two that differ neither is the odd one
     assert odd_ones({0: (1, 5), 1: (1, 7), 4: (1, 7)}) == (0,)
+    assert odd_ones({0: (1, 5), 1: (1, 7)}, sender=0) == (1,)  # it has seen that it holds what it sent
     assert odd_ones({0: (2, 5), 1: (2, 5)}) == ()  # all received the same wrong sum

@@ -1,4 +1,4 @@
-"""Trainings that exchange numbers, some of which arrive wrongly: ``exchanges.py faults|innocent``."""
+"""Trainings that exchange numbers, some of which arrive wrongly: ``exchanges.py faults|innocent|buffers``."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ class Broken(TorchDispatchMode):
 
     __module__ = "bitwitness.testing"  # no mode of the script's: what those do in a replay is not known
 
-    def __init__(self, name: str, ranks: tuple[int, ...], call: int, *, times: int = 1) -> None:
+    def __init__(self, name: str, ranks: tuple[int, ...], call: int, *, times: int = 1, unseen: bool = False) -> None:
         super().__init__()
+        self.unseen = unseen
         self.name, self.here, self.call, self.times = name, dist.get_rank() in ranks, call, times
         self.on, self.received = False, None
         self.calls = self.struck = 0
@@ -43,7 +44,7 @@ class Broken(TorchDispatchMode):
                 self.received = args[0]
                 while isinstance(self.received, list):
                     self.received = self.received[0]
-                if "allreduce" in self.name:  # the reducer's, which nobody waits for in Python
+                if "allreduce" in self.name or self.unseen:  # the reducer's, which nobody waits for in Python
                     dist.Work.unbox(result[-1]).wait()
                     self.spoil()
         return result
@@ -73,6 +74,11 @@ class Broken(TorchDispatchMode):
 def model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(12, 24), nn.ReLU(), nn.Linear(24, 4))
+
+
+def with_statistics() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Linear(24, 4))
 
 
 def batch(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,7 +143,7 @@ def train(
             step_once(net, generator, optimizer, step)
     whole = hashlib.sha256()
     for value in [*net.state_dict().values(), torch.get_rng_state()]:
-        whole.update(value.contiguous().view(torch.uint8).numpy().tobytes())
+        whole.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
     return whole.hexdigest(), guard
 
 
@@ -170,6 +176,16 @@ def accumulating(net, generator, optimizer, step):
     torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
     optimizer.step()
     optimizer.zero_grad()
+
+
+def evaluating(net, generator, optimizer, step):
+    """Accumulate in some forwards whose buffers are not broadcast, and evaluate between steps."""
+    accumulating(net, generator, optimizer, step)
+    net.eval()
+    for _ in range(2):
+        with torch.no_grad():
+            net.module(batch(generator)[0])
+    net.train()
 
 
 def scaled(net, generator, optimizer, step):
@@ -235,6 +251,7 @@ INNOCENT = {
     "fp16": (reduced, {"prepare": hooked("fp16_compress_hook")}),
     "allreduce_hook": (reduced, {"prepare": hooked("allreduce_hook")}),
     "power": (reduced, {"prepare": hooked("power")}),
+    "statistics": (evaluating, {"make": with_statistics}),
 }
 
 
@@ -272,6 +289,15 @@ def faults() -> None:
         link = Broken(op, ranks, call)
         bits, guard = train(step_once, guarded={**SETTINGS, "act": "protect"}, link=link)
         tell(name, outcome(guard, bits, clean, link))
+
+
+def buffers() -> None:
+    """Spoil what one rank holds of the buffers that DistributedDataParallel has broadcast, the sender's or another's."""
+    for rank in (0, 1):
+        link = Broken("c10d.broadcast_", (rank,), 0, unseen=True)
+        guarded = {**SETTINGS, "act": "observe"}
+        bits, guard = train(reduced, guarded=guarded, link=link, make=with_statistics, steps=5)
+        tell(str(rank), outcome(guard, bits, "", link))
 
 
 if __name__ == "__main__":

@@ -167,8 +167,16 @@ class ForwardTap:
         self.record = StepRecord(self._training.step, began=self.now(), number=self.record.number + 1)
         self.window.new_step()
 
+    @property
+    def coming(self) -> int:
+        """The number of the record (`StepRecord.number`) to which a forward that began now would belong."""
+        return self.record.number + self._is_due()
+
+    def _is_due(self) -> bool:
+        return self.record.looked_at or self.record.step != self._training.step
+
     def _renew_if_due(self) -> None:
-        if self.record.looked_at or self.record.step != self._training.step:
+        if self._is_due():
             self.renew()
 
     def _begin(self, part: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardRecord:

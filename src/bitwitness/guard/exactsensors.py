@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
+
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from bitwitness.capture.light import LightStep
 from bitwitness.config import Config
@@ -14,6 +19,7 @@ from bitwitness.sense.collective import CollectiveSensor, Noted
 from bitwitness.sense.exchanged import Comparison
 from bitwitness.sense.mismatch import Mismatch
 from bitwitness.sense.recompute import RecomputeSensor
+from bitwitness.tap.buffersync import BufferSync
 from bitwitness.tap.compat import OpOverload
 from bitwitness.tap.exchanges import ExchangeTap
 from bitwitness.tap.modules import ModuleTracker
@@ -42,6 +48,7 @@ class ExactSensors:
         self.recompute = RecomputeSensor() if config.recompute.enabled else None
         self.exchanges: ExchangeTap | None = None
         self.regions: RecomputeTap | None = None
+        self._buffers: BufferSync | None = None
         self.mismatch: Mismatch | None = None
         """What the last deep step's collectives did not give as they must; the same on every rank."""
 
@@ -53,6 +60,21 @@ class ExactSensors:
             self.exchanges = ExchangeTap(sensor.began, sensor.ended, partial(turn_off, "collective"))
         if self.recompute is not None:
             self.regions = RecomputeTap(tracker, self.recompute, partial(turn_off, "recompute"))
+
+    def hear_buffers(self, wrapper: DistributedDataParallel, due: Callable[[], bool]) -> None:
+        """Look at the broadcasts of buffers, too, which come before a forward; ``due``: whether that is of a deep step."""
+
+        def around(group: Any, tensors: list[Tensor], root: int) -> AbstractContextManager[None]:
+            try:
+                if self.exchanges is not None and due():
+                    self._open_exchanges()
+                    return self.exchanges.showing_broadcast(group, tensors, root)
+            except Exception as error:  # this runs inside the script's own forward
+                self._switches.turn_off("collective", error)
+            return nullcontext()
+
+        if self.collective is not None:
+            self._buffers = BufferSync(wrapper, around)
 
     @property
     def any_on(self) -> bool:
@@ -80,18 +102,27 @@ class ExactSensors:
 
     def open(self) -> None:
         """Look from now on; a forward or a backward of a deep step begins."""
-        if self.exchanges is not None and "collective" not in self._switches.off:
-            self.exchanges.open()
+        self._open_exchanges()
         if self.regions is not None and "recompute" not in self._switches.off:
             self.regions.open()
+
+    def _open_exchanges(self) -> None:
+        if self.exchanges is not None and "collective" not in self._switches.off:
+            self.exchanges.open()
 
     def pass_ended(self) -> None:
         """Say that the forward or backward has ended."""
         if self.exchanges is not None:
             self.exchanges.pass_ended()
 
+    def leave(self) -> None:
+        """Look at nothing any more, and remove every patch."""
+        if self._buffers is not None:
+            self._buffers.close()
+        self.close()
+
     def close(self) -> None:
-        """Look no more."""
+        """Look no more, until the next deep step."""
         for tap in (self.exchanges, self.regions):
             if tap is not None:
                 tap.close()

@@ -85,6 +85,8 @@ class GuardWatch(Watch):
         self.investigation = Investigation(config, self.reader.root, self.reader.gradients, ranks, reporter, held)
         deep = self.is_deep if self.deep.enabled else None
         self.state = StateSensors(config, held, ranks, reporter, self.sensors.switches, self.reader.root.now, deep)
+        if reducing is not None:
+            self.sensors.exact.hear_buffers(reducing, self._before_deep)
         self.uneven = UnevenSteps(self.reader, ranks, reporter, self.deep, self._ask_nobody)
         self.investigation.interpret = self._interpret
         self.kept = KeptGradients(
@@ -161,6 +163,10 @@ class GuardWatch(Watch):
     def is_deep(self, number: int) -> bool:
         """Tell whether a step's operators are looked at: the same steps on all ranks."""
         return super().is_deep(number) or (self.config.checksum.enabled and self.sensors.reference.checksum_on)
+
+    def _before_deep(self) -> bool:
+        """Tell whether a training forward that began now would be of a deep step."""
+        return not self.resting and self.is_deep(self.reader.root.coming)
 
     # -- a step that is skipped keeps its gradients, away from the optimizer -------------------------------------
 

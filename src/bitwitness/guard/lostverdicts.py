@@ -42,6 +42,12 @@ class LostVerdicts:
             return
         verdict = outcome.verdict
         evidence = {**verdict.evidence, **wrong.evidence}
+        if verdict.cause is Cause.CORRUPT_STATE and not verdict.ranks and wrong.ranks:
+            # two ranks hold other buffers, and one of them is seen to have received them wrongly
+            message = f"{verdict.message}; {', '.join(f'rank {rank}' for rank in wrong.ranks)} does: {wrong.text}"
+            named = tuple(self._devices()[rank] for rank in wrong.ranks)
+            outcome.verdict = replace(verdict, ranks=wrong.ranks, devices=named, message=message, evidence=evidence)
+            return
         # a gradient that is not what it was is held against replays as it is
         same = (
             "gradients" in wrong.evidence and verdict.cause is Cause.TRANSIENT_HARDWARE and verdict.ranks == wrong.ranks

@@ -110,7 +110,7 @@ class Sensors:
     def close(self) -> None:
         """Remove the sensors' hooks and patches."""
         self.reference.close()
-        self.exact.close()
+        self.exact.leave()
 
     @property
     def off(self) -> dict[str, str]:

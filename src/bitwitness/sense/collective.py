@@ -2,7 +2,7 @@
 
 all-reduce        the same bits on all ranks, and sums conserved within rounding (`sense.conserved`); MAX and MIN not below
                   (above) what a rank gave
-broadcast         the same bits on all ranks
+broadcast         the same bits on all ranks, and on the one that sent as before
 all-gather        the same bits on all ranks, and each rank's own piece as it was sent
 reduce-scatter    sums conserved within rounding, piece by piece
 all-to-all        every piece as it was sent, by its hash
@@ -64,6 +64,11 @@ class Noted:
         return f"{self.op} {self.reduction} {self.root} {self.dtype} {self.numel if alike else ''}"
 
     @property
+    def sends(self) -> bool:
+        """Whether it is this rank's that a broadcast gives to all."""
+        return self.op == "broadcast" and self.root == self.rank
+
+    @property
     def ints(self) -> int:
         """How many integers must add up."""
         return 0 if self.given_ints is None else self.given_ints.numel()
@@ -119,6 +124,8 @@ class CollectiveSensor:
             self._give(noted, [first])
         elif exchange.op == "reduce_scatter":
             self._give(noted, _pieces(exchange.sent, len(exchange.group)))
+        elif noted.sends:
+            noted.own.append(_word(exchange.sent))
 
     def _give(self, noted: Noted, tensors: list[Tensor]) -> None:
         """Note the sums of what enters a reduction: of one tensor by pieces, of several by tensor."""
@@ -147,10 +154,11 @@ class CollectiveSensor:
         """Note what this rank received."""
         noted: Noted = exchange.noted["words"]
         received, size = exchange.received, len(exchange.group)
-        if exchange.op in ("all_reduce", "broadcast"):
-            noted.word = bit_hash(received[0])
+        if exchange.op in ("all_reduce", "broadcast", "all_gather"):
+            noted.word = _word(received)
+        if noted.word is not None and noted.sends:
+            noted.own.append(noted.word)
         if exchange.op == "all_gather":
-            noted.word = joined([bit_hash(tensor) for tensor in received])
             noted.own.append(bit_hash(_pieces(received, size)[noted.rank]))
         elif exchange.op == "all_to_all":
             hashes = [bit_hash(piece) for piece in _pieces(received, size, exchange.sizes_received)]
@@ -181,6 +189,11 @@ class CollectiveSensor:
         return noted
 
 
+def _word(tensors: list[Tensor]) -> Tensor:
+    """Return what is equal where all tensors have the same bits (int64 0-d, on their device)."""
+    return bit_hash(tensors[0]) if len(tensors) == 1 else joined([bit_hash(tensor) for tensor in tensors])
+
+
 def _pieces(tensors: list[Tensor], size: int, rows: list[int] | None = None) -> list[Tensor]:
     """Return one tensor for each rank of a group."""
     if len(tensors) == size and not rows:
@@ -200,7 +213,7 @@ def described(noted: Noted) -> dict[str, Any]:
         "call": noted.index,
         "dtype": str(noted.dtype).removeprefix("torch."),
         "elements": noted.numel,
-    }
+    } | ({"root": noted.group[noted.root]} if noted.root >= 0 else {})
 
 
 @self_test("collective", "what a collective gave a rank that the ranks did not put in, on deep steps")

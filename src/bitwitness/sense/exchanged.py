@@ -151,7 +151,8 @@ class Comparison:
             json.dumps(described(call)) if ranks.rank == members[0] and call else "", members[0]
         )
         evidence: dict[str, Any] = json.loads(text)
-        odd = odd_ones({rank: (rows[rank][1], rows[rank][2]) for rank in members})
+        words = {rank: (rows[rank][1], rows[rank][2]) for rank in members}
+        odd = odd_ones(words, evidence.get("root"))
         pieces = [row[3] for row in rows if row[3]]
         if evidence["op"] == "all_reduce" and evidence["reduction"] in ("sum", "avg") and pieces:
             evidence |= named_element(ranks, call, pieces[0] - 1)
@@ -163,14 +164,17 @@ class Comparison:
         return Mismatch(_text(evidence, odd, members), blamed, site, {"collective": evidence}, "received wrongly")
 
 
-def odd_ones(rows: dict[int, tuple[int, int]]) -> tuple[int, ...]:
+def odd_ones(rows: dict[int, tuple[int, int]], sender: int | None = None) -> tuple[int, ...]:
     """Return the ranks whose result is wrong, from each member's flags and word; empty where that is not known.
 
-    Those whose result contradicts what was put in; where none or all do, those whose word is not that of a majority.
+    Those whose result contradicts what was put in; else those whose word is not that of the ``sender``, who has seen what it
+    sent; where there is none, or all contradict, those whose word is not that of a majority.
     """
     contradicting = tuple(rank for rank, (flag, _) in rows.items() if flag & _CONTRADICTS)
     if contradicting and len(contradicting) < len(rows):
         return contradicting
+    if sender is not None:
+        return tuple(rank for rank, (_, word) in rows.items() if word != rows[sender][1])
     common, votes = Counter(word for _, word in rows.values()).most_common(1)[0]
     if 2 * votes <= len(rows) or votes == len(rows):
         return ()

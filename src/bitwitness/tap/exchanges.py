@@ -3,7 +3,8 @@
 Those called from Python pass through the methods of ``torch.distributed.ProcessGroup``, whatever name they were imported
 by; their end is the ``wait`` of the handle. DistributedDataParallel's reducer calls from C++: its all-reduces and broadcasts
 are operators (``c10d::allreduce_``), which an operator tap sees, and they are over when the forward or backward that made
-them is. Nothing is waited for here that the training does not wait for.
+them is. Its broadcast of buffers comes before the forward of the model inside, and is shown by who sees it coming. Nothing is
+waited for here that the training does not wait for.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import functools
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bitwitness.tap.compat import OpOverload, process_groups
 from bitwitness.tap.exchange import Exchange, members_of, plain, read_call
@@ -109,6 +111,30 @@ class ExchangeTap:
             return work
 
         return collective
+
+    @contextmanager
+    def showing_broadcast(self, group: Any, tensors: list[Tensor], root: int) -> Iterator[None]:
+        """Show as one what runs inside: a broadcast of several tensors, however torch cuts it into calls."""
+        exchange = None if self._stack is None else self._begin_broadcast(group, tensors, root)
+        before, self._inside.now = self._is_inside(), True
+        try:
+            yield
+        finally:
+            self._inside.now = before
+        if exchange is not None:
+            self._end(exchange, unchanged=True)
+
+    def _begin_broadcast(self, group: Any, tensors: list[Tensor], root: int) -> Exchange | None:
+        try:
+            with own_work(), torch.no_grad():
+                members = members_of(group)
+                together = plain(tensors) and len({tensor.device for tensor in tensors}) == 1
+                if len(members) < 2 or not together:
+                    return None
+                return self._note(Exchange("broadcast", members, group.rank(), 0, tensors, tensors, root=root))
+        except Exception as error:
+            self._failed(error)
+            return None
 
     def _is_inside(self) -> bool:
         return bool(getattr(self._inside, "now", False))
