@@ -237,3 +237,46 @@ def test_a_run_that_failed_before_a_step_is_not_all_of_it(tmp_path: Path) -> Non
     report = bw.compare(recorded(tmp_path / "a"), tmp_path / "b")
     assert report.status == "unread"
     assert "run B failed" in report.conclusion
+
+
+def test_values_that_are_not_finite_are_told_as_such(tmp_path: Path) -> None:
+    """Statistics are of what is finite alone: a gradient of NaN is not zero, nor is its norm near another."""
+
+    def trained(out: Path, bad: float | None) -> Path:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with bw.Recorder(model, out=out):
+            for number in range(3):
+                x = torch.randn(6, 8)
+                if bad is not None and number == 1:
+                    x[2, 3] = bad
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return out
+
+    a = trained(tmp_path / "a", None)
+    for bad, held in ((float("nan"), "NaN"), (float("-inf"), "-inf")):
+        report = bw.compare(a, trained(tmp_path / held, bad))
+        assert report.conclusion == (
+            "the runs part at 0/addmm#0:forward.out0 (rank 0, step 1): input in0 differs: "
+            f"run B holds {held}, and the other run none, made before the model is called, of which nothing is recorded"
+        )
+        assert len(report.suspects) == 1
+
+
+def test_samples_in_another_order_are_the_same_batch_as_far_as_gradients_say(tmp_path: Path) -> None:
+    def otherwise(number: int, model: Model, optimizer: torch.optim.Optimizer, tokens: Tensor, dim: int) -> None:
+        usual(number, model, optimizer, tokens.flip(dim))
+
+    a = recorded(tmp_path / "a")
+    report = bw.compare(a, recorded(tmp_path / "samples", partial(otherwise, dim=0)))
+    assert report.status == "fine", report.conclusion
+    assert report.notes[0] == (
+        "step 0: input in0 holds the same values in another order; parameters, gradients and updates were compared, and "
+        "nothing else"
+    )
+    report = bw.compare(a, recorded(tmp_path / "times", partial(otherwise, dim=1)))
+    assert report.status == "findings"
+    assert "input in0 differs" in report.conclusion

@@ -15,7 +15,7 @@ from bitwitness.store.opening import open_source
 
 JOB = Path(__file__).parent / "jobs" / "recording.py"
 CASES = [f"{wrapper}-{what}" for wrapper in ("ddp", "fsdp", "tp") for what in ("none", "weight")]
-CASES += ["ddp-residual", "hand-none", "hand-own", "hand-late", "hand-early"]
+CASES += ["ddp-residual", "hand-none", "hand-own", "hand-received", "hand-late", "hand-early"]
 pytestmark = pytest.mark.ranks
 
 
@@ -64,6 +64,13 @@ def test_a_gradient_that_one_run_does_not_reduce_is_named(runs: Path) -> None:
     assert report.first.site.startswith("blocks.1.fc1/weight#0:grad")
     assert "is the same on all ranks in run A, and each rank's own in run B: it is not reduced" in report.first.text
     assert "'" not in compared(runs, "hand-none", "hand-none").conclusion
+
+
+def test_a_gradient_that_one_rank_receives_wrongly_is_told_of_that_rank(runs: Path) -> None:
+    said = compared(runs, "hand-none", "hand-received").conclusion
+    assert (
+        "the reduced gradient of blocks.1.fc1.weight is another one on rank 1 of run B, and elsewhere the same" in said
+    )
 
 
 def test_gradients_that_each_rank_clips_before_they_are_reduced_are_no_rounding(runs: Path) -> None:

@@ -2,7 +2,8 @@
 
 A case is the wrapper (``ddp``, ``fsdp``, ``tp``; ``hand``: the script reduces the gradients), a dash, and what is different:
 ``none``, ``residual`` (rank 1 leaves one out), ``weight`` (one row of a weight is larger, on the rank that holds it), ``own``
-(one gradient is not reduced), ``late`` (they are clipped), ``early`` (each rank clips its own before they are reduced).
+(one gradient is not reduced), ``received`` (rank 1 receives one wrongly), ``late`` (they are clipped), ``early`` (each rank
+clips its own before they are reduced).
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ def reduced_by_hand(net: nn.Module, case: str) -> None:
         if case != "hand-own" or name != "blocks.1.fc1.weight":
             dist.all_reduce(parameter.grad)
             parameter.grad /= dist.get_world_size()
+        if case == "hand-received" and name == "blocks.1.fc1.weight" and dist.get_rank() == 1:
+            parameter.grad[3] *= 4
 
 
 def train(case: str, out: Path, rank: int) -> None:

@@ -1,4 +1,4 @@
-"""Whether two steps were given the same batch, and what can be compared where it is laid out otherwise.
+"""Whether two steps were given the same batch, and what can be compared where it is laid out otherwise, or in another order.
 
 Three calls or one, packed, padded or token by token: the operators work on other shapes then, but the weights' gradients and
 updates are those of the same mathematics.
@@ -12,7 +12,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from bitwitness.comparison.changes import changes
 from bitwitness.comparison.frame import StepFrame
+from bitwitness.comparison.relation import is_reordered
 
 _OF_WEIGHTS = ("parameter", "gradient", "optimizer")
 
@@ -27,6 +29,28 @@ def other_batch(a: StepFrame, b: StepFrame) -> str:
     return ""
 
 
+def other_order(a: StepFrame, b: StepFrame) -> str:
+    """Say which of the model's inputs hold the same values in another order; empty if none does, or if one differs besides."""
+    first, second = _input_rows(a), _input_rows(b)
+    if first.keys() != second.keys():
+        return ""
+    found = []
+    for name, rows in first.items():
+        if len(rows) != len(second[name]):
+            return ""
+        pairs = [(i, j) for i, j in zip(rows, second[name], strict=True) if not _is_same(a, i, b, j)]
+        if any(a.shapes[i] != b.shapes[j] or not is_reordered(a, i, b, j) for i, j in pairs):
+            return ""
+        found += [name] if pairs else []
+    hold = "hold" if len(found) > 1 else "holds"
+    return f"{' and '.join(reversed(found))} {hold} the same values in another order" if found else ""
+
+
+def _is_same(a: StepFrame, row_a: int, b: StepFrame, row_b: int) -> bool:
+    rows = np.array([row_a]), np.array([row_b])
+    return not changes(a, b, *rows).any()
+
+
 def of_weights(frame: StepFrame) -> StepFrame:
     """Return a step's parameters, gradients and updates alone."""
     kinds = frame.table.column("kind").cast(pa.string())
@@ -39,7 +63,17 @@ def has_gradients(frame: StepFrame) -> bool:
 
 
 def _inputs(frame: StepFrame) -> dict[str, list[tuple[int, ...]]]:
-    """Return the shapes of each of the model's inputs, over its calls: as the model was given it, or as it was read first."""
+    """Return the shapes of each of the model's inputs, over its calls."""
+    found: dict[str, list[tuple[int, ...]]] = {}
+    whole = _input_rows(frame)
+    for name, rows in whole.items():
+        shapes = found.setdefault(name, [])
+        shapes += dict.fromkeys(frame.shapes[row] for row in rows)
+    return found
+
+
+def _input_rows(frame: StepFrame) -> dict[str, list[int]]:
+    """Return the rows of each of the model's inputs, last first: of its calls, or where it was read first."""
     text = frame.texts["name"]
     codes = [code for code, word in enumerate(text.words) if word.startswith("input ")]
     named = np.isin(text.codes, codes)
@@ -48,9 +82,9 @@ def _inputs(frame: StepFrame) -> dict[str, list[tuple[int, ...]]]:
     whole = [
         row for row in rows if math.prod(frame.shapes[row]) == frame.count[row]
     ]  # others are damaged, told elsewhere
-    found: dict[str, list[tuple[int, ...]]] = {frame.text("name", row): [] for row in reversed(whole)}
+    found: dict[str, list[int]] = {frame.text("name", row): [] for row in reversed(whole)}
     for row in whole:
-        shapes = found[frame.text("name", row)]
-        if frame.shapes[row] not in shapes and (given.any() or not shapes):
-            shapes.append(frame.shapes[row])
+        rows = found[frame.text("name", row)]
+        if given.any() or not rows:
+            rows.append(row)
     return found

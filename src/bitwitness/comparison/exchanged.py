@@ -16,6 +16,8 @@ from bitwitness.store.source import Source
 
 _SAME = 1e-6
 """Relative difference of two ranks' sketches up to which they read the same gradient."""
+_NEARLY = 1e-3
+"""The same of two runs' sketches."""
 
 
 def name_not_exchanged(suspects: Iterable[Suspect], a: Source, b: Source, places: Sequence[Place]) -> None:
@@ -24,7 +26,8 @@ def name_not_exchanged(suspects: Iterable[Suspect], a: Source, b: Source, places
     Of each step all ranks are read, once.
     """
     step_in_b = {(place.rank, place.step): place.step_b for place in places}
-    shared = {side: cache(partial(_shared, source)) for side, source in (("A", a), ("B", b))}
+    read = {side: cache(partial(_sketches, source)) for side, source in (("A", a), ("B", b))}
+    shared = {side: cache(partial(_shared, one)) for side, one in read.items()}
     for suspect in suspects:
         if suspect.pair is None or suspect.pair.a.kind not in ("gradient", "optimizer"):
             continue
@@ -39,12 +42,21 @@ def name_not_exchanged(suspects: Iterable[Suspect], a: Source, b: Source, places
             ) + and_so(_alike(shared, steps, sides, "optimizer") - 1)
         elif node.kind == "gradient" and (sides := _one_has_its_own(shared, steps, name, "gradient")):
             suspect.reason = "edited"
+            others = and_so(_alike(shared, steps, sides, "gradient") - 1)
+            if odd := _odd_ranks([read[side](steps[side], "gradient") for side in sides], name):
+                ranks = f"rank{'s' * (len(odd) > 1)} {', '.join(str(a.ranks()[one]) for one in odd)}"
+                suspect.text = (
+                    f"the reduced gradient of {name} is another one on {ranks} of run {sides[1]}, and elsewhere the same as on "
+                    f"all ranks of run {sides[0]}: it arrives wrongly there, or is edited there alone{others}"
+                )
+                continue
             suspect.text = (
                 f"each rank changes its own gradient of {name} {CHANGES_ITS_OWN} in run {sides[1]}, and not before that in "
                 f"run {sides[0]}"
-            ) + and_so(_alike(shared, steps, sides, "gradient") - 1)
+            ) + others
 
 
+Sketches = Sequence[Mapping[str, float]]
 Shared = Callable[[int, str], dict[str, bool]]
 
 
@@ -64,17 +76,29 @@ def _alike(shared: Mapping[str, Shared], steps: Mapping[str, int], sides: tuple[
     return sum(same and other.get(name) is False for name, same in one.items())
 
 
-def _shared(source: Source, step: int, kind: str) -> dict[str, bool]:
+def _odd_ranks(sides: Sequence[Sketches], name: str) -> list[int]:
+    """Return the ranks, by their place, whose gradient in the second run is not that of all in the first; none if all are."""
+    first, second = ([rank.get(name, math.nan) for rank in side] for side in sides)
+    odd = [place for place, one in enumerate(second) if not abs(one - first[0]) <= _NEARLY * abs(first[0])]
+    return odd if len(odd) < len(second) == len(first) else []
+
+
+def _shared(read: Callable[[int, str], Sketches], step: int, kind: str) -> dict[str, bool]:
     """Return of each gradient that all of several ranks have, in rows of a kind, whether it is the same one."""
-    ranks = source.ranks()
+    ranks = read(step, kind)
     if len(ranks) < 2:
         return {}
-    first, *others = (_known(gradients_in(StepFrame(source.table(rank, step)), kind)) for rank in ranks)
+    first, *others = ranks
     return {
         name: all(abs(one[name] - mine) <= _SAME * max(abs(one[name]), abs(mine)) for one in others)
         for name, mine in first.items()
         if all(name in one for one in others)
     }
+
+
+def _sketches(source: Source, step: int, kind: str) -> Sketches:
+    """Return each rank's sketches of gradients by parameter, in rows of a kind; none of what is not known."""
+    return [_known(gradients_in(StepFrame(source.table(rank, step)), kind)) for rank in source.ranks()]
 
 
 def _known(sketches: dict[str, float]) -> dict[str, float]:

@@ -10,6 +10,7 @@ from bitwitness.comparison.changes import BITS_DIFFER
 from bitwitness.comparison.describe import argument_differences, is_another_class_alone
 from bitwitness.comparison.differences import FOLLOWED, NEGLIGIBLE, Differences
 from bitwitness.comparison.reason import Reason
+from bitwitness.comparison.relation import not_finite
 from bitwitness.oracle.names import is_random
 from bitwitness.oracle.recorded import arguments
 
@@ -83,7 +84,12 @@ class OwnReasons:
             return Reason("argument", f"another module: {pair.a.op} in run A, {pair.b.op} in run B")
         slots = {self._differences.a.text("slot", row) for row, _ in pair.inputs}
         stateless = pair.a.kind == "optimizer" and slots <= {"param", "grad"}
-        return Reason("computed", _COMPUTED_UPDATE if stateless else _COMPUTED)
+        return Reason("computed", (_COMPUTED_UPDATE if stateless else _COMPUTED) + self._overflow(pair))
+
+    def _overflow(self, pair: Pair) -> str:
+        """Return what is added where a result holds NaN or infinities in one run."""
+        told = (not_finite(self._differences.a, self._differences.b, *rows) for rows in pair.outputs)
+        return next((f": {text}" for text in told if text), "")
 
     @cached_property
     def _is_one_formula(self) -> bool:

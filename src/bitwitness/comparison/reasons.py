@@ -213,8 +213,9 @@ class Reasons:
         late = self._differences.parted_before
         known = self._written.get(name, self._earlier.named.get(name))
         change = min(change, self._as_shards(known, row_a, row_b))
-        if known is None and late:
-            return None  # the runs parted before, and nobody recorded what became of this
+        read_before = name in self._told and pair.a.phase == "backward"  # by the forward
+        if read_before or (known is None and late):
+            return None  # the latter: the runs parted before, and nobody recorded what became of this
         if known is not None and (change <= FOLLOWED * known + NEGLIGIBLE or (late and self._is_gathered(name, row_a))):
             return None
         if not name and (self._earlier.parted or pair.a.kind == "module" or pair.a.phase == "backward"):

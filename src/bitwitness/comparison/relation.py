@@ -18,6 +18,9 @@ _UNITS = 16.0
 """Unit roundoffs that it may be instead, in dtypes whose unit roundoff is large."""
 
 
+_NOT_FINITE = {"nan": "NaN", "pos_inf": "inf", "neg_inf": "-inf"}
+
+
 @dataclass(frozen=True, slots=True)
 class Numbers:
     """A row's statistics; NaN where one is not known. ``rms``: the root mean square."""
@@ -51,8 +54,8 @@ def factor(a: StepFrame, row_a: int, b: StepFrame, row_b: int, least: float = 0.
     it counts as exact that is known to be noise.
     """
     x, y = numbers_of(a, row_a), numbers_of(b, row_b)
-    if x.count != y.count or not x.l2 > 0 or math.isnan(y.l2):
-        return None
+    if x.count != y.count or not x.l2 > 0 or math.isnan(y.l2) or not_finite(a, b, row_a, row_b):
+        return None  # statistics are of what is finite alone
     if y.l2 == 0:
         return 0.0
     limit = max(tolerance(a, row_a, b, row_b), least)
@@ -94,8 +97,26 @@ def lies_otherwise(a: StepFrame, row_a: int, b: StepFrame, row_b: int) -> bool:
     )
 
 
+def not_finite(a: StepFrame, b: StepFrame, row_a: int, row_b: int) -> str:
+    """Say that one of two rows holds more NaN or infinities than the other; empty where neither does, or it is not known."""
+    for kind, word in _NOT_FINITE.items():
+        counts = int(a.counts[kind][row_a]), int(b.counts[kind][row_b])
+        if min(counts) < 0 or counts[0] == counts[1]:
+            continue
+        side, count = ("A", a.count[row_a]) if counts[0] > counts[1] else ("B", b.count[row_b])
+        if min(counts):
+            return f"run A holds {counts[0]} {word} and run B {counts[1]}, of {count}"
+        held = f"{max(counts)} {word} among its {count} values" if max(counts) > 1 else f"{word}"
+        return f"run {side} holds {held}, and the other run none"
+    return ""
+
+
 def in_words(a: StepFrame, b: StepFrame, row_a: int, row_b: int) -> str:
     """Say how the values of two rows differ."""
+    return not_finite(a, b, row_a, row_b) or _finite_in_words(a, b, row_a, row_b)
+
+
+def _finite_in_words(a: StepFrame, b: StepFrame, row_a: int, row_b: int) -> str:
     if is_reordered(a, row_a, b, row_b):
         return "the same values in another order"
     if (

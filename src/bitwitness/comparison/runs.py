@@ -10,15 +10,15 @@ import numpy as np
 
 from bitwitness.comparison.align import Alignment, align, row_by_row, same_column, same_structure
 from bitwitness.comparison.allowance import group_agrees
-from bitwitness.comparison.batches import has_gradients, of_weights, other_batch
+from bitwitness.comparison.batches import has_gradients, of_weights, other_batch, other_order
 from bitwitness.comparison.changes import changes
 from bitwitness.comparison.choices import choice_first
+from bitwitness.comparison.concluded import LISTED, conclude, name_lines
 from bitwitness.comparison.conditions import conditions
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.drift import DriftBeside
 from bitwitness.comparison.exchanged import name_not_exchanged
 from bitwitness.comparison.frame import Node, StepFrame
-from bitwitness.comparison.gradients import OF_ALL_GRADIENTS
 from bitwitness.comparison.inside import with_module
 from bitwitness.comparison.lined import FAILED, Lined, Place, cut_short, line_up
 from bitwitness.comparison.noted import cause_first, in_recomputation
@@ -27,7 +27,7 @@ from bitwitness.comparison.parts import models_of, recorded_in_parts
 from bitwitness.comparison.relation import in_times
 from bitwitness.comparison.report import Report
 from bitwitness.comparison.settled import SettledModules
-from bitwitness.comparison.suspect import EarlierSteps, Suspect, grouped, regrouped_last
+from bitwitness.comparison.suspect import EarlierSteps
 from bitwitness.comparison.suspects import SuspectSearch
 from bitwitness.comparison.uncompared import uncompared
 from bitwitness.comparison.unscaled import loss_scale, without_scale
@@ -36,7 +36,6 @@ from bitwitness.comparison.values import KeptValues, Side
 from bitwitness.store.reader import absent_ranks
 from bitwitness.store.source import Source
 
-_LISTED = 200  # insertions and suspects that are kept
 RowSink = Callable[[int, int, Differences, KeptValues | None], None]
 """Takes rank, step and what is known of one step, to write its rows somewhere."""
 
@@ -103,8 +102,8 @@ def compare_sources(
     report.noise = max((known.noise for known in earlier.values()), default=0.0)
     report.problems += [*a.problems, *b.problems, *absent, *lined.unread]
     name_not_exchanged(report.suspects, a, b, lined.places)
-    _conclude(report)
-    _name_lines(report.suspects, a, b)
+    conclude(report)
+    name_lines(report.suspects, a, b)
     return report
 
 
@@ -127,15 +126,7 @@ def _compare_step(
     """Compare one step of one rank; what is found is added to the report."""
     step, step_b, rank = place
     frame_a, frame_b = StepFrame(a.table(rank, step)), StepFrame(b.table(rank, step_b))
-    if text := other_batch(frame_a, frame_b):
-        if _compared_by_weights(report, frame_a, frame_b, place, known, settings):
-            report.notes.append(
-                f"step {step}: {text}; parameters, gradients and updates were compared, and nothing else"
-            )
-        else:
-            report.unaligned.append(f"step {step}: {text}")
-            report.unaligned_from = min(step, report.unaligned_from)
-            known.skipped = True
+    if _is_given_another_batch(report, frame_a, frame_b, place, known, settings):
         return
     same = not settings.modules and same_structure(frame_a, frame_b)
     # Most steps of two equal runs: told by the columns alone, without a node being built.
@@ -190,25 +181,15 @@ def _add(report: Report, differences: Differences, search: SuspectSearch, values
     if not report.conditions:
         report.conditions = conditions(differences)
     report.precisions = report.precisions or differences.precisions
-    report.otherwise |= {} if len(report.otherwise) > _LISTED else dict.fromkeys(written_otherwise(differences))
+    report.otherwise |= {} if len(report.otherwise) > LISTED else dict.fromkeys(written_otherwise(differences))
     report.operators = differences.has_operators
-    report.exceeding += search.exceeding[: _LISTED - len(report.exceeding)]
+    report.exceeding += search.exceeding[: LISTED - len(report.exceeding)]
     report.unexplained = report.unexplained or search.unexplained
     report.cleared += search.cleared
     report.made_up_for = report.made_up_for or search.made_up_for
     report.nearest = max(filter(None, (report.nearest, search.nearest)), key=lambda one: one.ratio, default=None)
     report.problems += [] if values is None else values.problems
     _count(report, differences, search.settled)
-
-
-def _name_lines(suspects: list[Suspect], a: Source, b: Source) -> None:
-    """Give each suspect the line of the user's code that called it."""
-    stacks: dict[tuple[str, int], dict[int, str]] = {}
-    for suspect in suspects:
-        side = "b" if suspect.side == "b" else "a"
-        if (side, suspect.rank) not in stacks:
-            stacks[side, suspect.rank] = (b if side == "b" else a).stacks(suspect.rank)
-        suspect.line = stacks[side, suspect.rank].get(suspect.stack, "").partition("\n")[0]
 
 
 def _nothing_differs(a: StepFrame, b: StepFrame) -> bool:
@@ -228,10 +209,28 @@ def _values(a: Side, b: Side, alignment: Alignment) -> KeptValues | None:
     return values
 
 
+def _is_given_another_batch(
+    report: Report, a: StepFrame, b: StepFrame, place: Place, known: EarlierSteps, settings: Settings
+) -> bool:
+    """Return whether two steps are given batches whose operators cannot be held side by side; compare what can be."""
+    other = other_batch(a, b)
+    text = other or other_order(a, b)
+    if text and _compared_by_weights(report, a, b, place, known, settings):
+        report.notes.append(
+            f"step {place.step}: {text}; parameters, gradients and updates were compared, and nothing else"
+        )
+        return True
+    if other:
+        report.unaligned.append(f"step {place.step}: {text}")
+        report.unaligned_from = min(place.step, report.unaligned_from)
+        known.skipped = True
+    return bool(other)
+
+
 def _compared_by_weights(
     report: Report, a: StepFrame, b: StepFrame, place: Place, known: EarlierSteps, settings: Settings
 ) -> bool:
-    """Compare two steps whose batch has other shapes by gradients and updates; return whether these agree within rounding.
+    """Compare two steps by gradients and updates alone; return whether these agree within rounding.
 
     If they do not, the batch may have been another one, and nothing is said of them.
     """
@@ -271,29 +270,5 @@ def _count(report: Report, differences: Differences, settled: SettledModules) ->
 
 def _list(sites: list[str], nodes: list[Node]) -> None:
     for node in nodes:
-        if node.site not in sites and len(sites) < _LISTED:
+        if node.site not in sites and len(sites) < LISTED:
             sites.append(node.site)
-
-
-def _received(one: Suspect, suspects: list[Suspect]) -> bool:
-    """Return whether a rank got its difference from another, where one is named: by a collective that both take part in."""
-    if one.reason != "unknown":
-        return False
-    return any(other.rank != one.rank and other.step <= one.step and other.reason != "unknown" for other in suspects)
-
-
-def _conclude(report: Report) -> None:
-    """Choose the first; rank the rest."""
-    if not report.suspects and not report.exceeding and report.unexplained is not None:
-        report.exceeding.append(report.unexplained)  # handed on by something, of which nothing was found
-    suspects = sorted(report.suspects, key=lambda suspect: (suspect.order, suspect.rank))
-    # A rank that only received its difference may come first in the order, and would hide who sent it.
-    suspects = [one for one in suspects if not _received(one, suspects)]
-    suspects = regrouped_last(suspects)
-    report.cause = next((one for one in suspects if one.reason in OF_ALL_GRADIENTS), None)
-    suspects = grouped(suspects)
-    report.first = suspects[0] if suspects else None
-    report.parting = next((s for s in suspects if s.clean), None)
-    first = suspects[:1]
-    rest = sorted(suspects[1:], key=lambda suspect: -suspect.score)
-    report.suspects = [*first, *rest][:_LISTED]
