@@ -79,7 +79,7 @@ def _held(frame: StepFrame, row: int) -> tuple[float, ...]:
 def _other_parameters(differences: Differences) -> str:
     found = [differences.dtypes(*pair.outputs[0]) for pair in differences.alignment.pairs if pair.a.kind == "parameter"]
     other = Counter(pair for pair in found if pair[0] != pair[1]).most_common(1)
-    if differences.precisions is not None or not other or other[0][1] <= _MOST * len(found):
+    if not other or other[0][1] <= _MOST * len(found):
         return ""
     first, second = other[0][0]
     return f"the parameters are {first} in run A and {second} in run B"

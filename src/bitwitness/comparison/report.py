@@ -178,7 +178,9 @@ class Report:
         if self.unlike:
             count = f"{self.lone} operators of {self.matched + self.lone}"
             more.append(f"{count} have no counterpart, which is too many to be sure")
-        return "; ".join([*([self.conditions] if self.conditions else []), said, *more])
+        # A precision is told in what rounding explains; how the parameters are held comes of it.
+        under = [self.conditions] if self.conditions else []
+        return "; ".join([said, *more, *under] if self.precisions else [*under, said, *more])
 
     @property
     def _rounding_only(self) -> str:
@@ -187,6 +189,7 @@ class Report:
         if self.precisions is not None:
             coarse = max(self.precisions, key=roundoff)
             how = f"the runs compute in {' against '.join(self.precisions)}"
+            how += f" ({self.conditions})" if self.conditions else ""
             return f"rounding of {coarse}: {how}, and no operator differs by more than that explains{nearest}"
         said = "no operator differs by more than rounding explains"
         if self.cleared:
