@@ -82,7 +82,8 @@ def test_another_rate_of_an_own_update_loop_is_told_by_the_weights(tmp_path: Pat
     slower = partial(by_hand, rate=0.05)
     report = bw.compare(recorded(tmp_path / "a"), recorded(tmp_path / "b", slower, stepped=False))
     assert "(rank 0, step 1): its layers.0.norm.weight differs" in report.conclusion
-    assert report.conclusion.endswith("so it was changed between these two steps")
+    assert report.conclusion.endswith("so it was changed between these two steps (and so 15 other parameters)")
+    assert len(report.suspects) == 1
     assert bw.compare(tmp_path / "a", recorded(tmp_path / "c", by_hand, stepped=False)).status == "fine"
 
 
@@ -280,3 +281,30 @@ def test_samples_in_another_order_are_the_same_batch_as_far_as_gradients_say(tmp
     report = bw.compare(a, recorded(tmp_path / "times", partial(otherwise, dim=1)))
     assert report.status == "findings"
     assert "input in0 differs" in report.conclusion
+
+
+def test_a_bias_on_scores_is_told_though_a_mask_hides_it_in_their_sum(tmp_path: Path) -> None:
+    """Beside -1e9, sums agree whatever is added: that is no end of a difference."""
+
+    class Sloped(Attention):
+        slope = 0.1
+
+        def forward(self, x: Tensor) -> Tensor:
+            y, place = self.norm(x), torch.arange(x.shape[1])
+            bias = -(place[:, None] - place).clamp(min=0).float() * self.slope
+            mask = torch.full((len(place), len(place)), -1e9).triu(1)
+            scores = self.query(y) @ self.key(y).mT / 4 + bias + mask
+            return x + scores.softmax(-1) @ self.value(y)
+
+    def sloped(slope: float) -> Step:
+        def step(number: int, model: Model, optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
+            for layer in model.layers:
+                layer.__class__, layer.slope = Sloped, slope
+            usual(number, model, optimizer, tokens)
+
+        return step
+
+    report = bw.compare(recorded(tmp_path / "a", sloped(0.1)), recorded(tmp_path / "b", sloped(0.2)))
+    assert report.conclusion.startswith(
+        "the runs part at layers.0/mul#0:forward.out0 (rank 0, step 0): called with other arguments: other 0.1 against 0.2"
+    ), report.conclusion

@@ -13,9 +13,19 @@ LISTED = 200
 
 def _received(one: Suspect, suspects: list[Suspect]) -> bool:
     """Return whether a rank got its difference from another, where one is named: by a collective that both take part in."""
-    if one.reason != "unknown":
+    reduced = one.reason == "edited" and one.site.endswith(":grad.reduced")
+    if one.reason != "unknown" and not reduced:
         return False
-    return any(other.rank != one.rank and other.step <= one.step and other.reason != "unknown" for other in suspects)
+    named = (other for other in suspects if other.reason not in ("unknown", "edited"))
+    return any(other.rank != one.rank and other.step <= one.step for other in named)
+
+
+def without_received(suspects: list[Suspect]) -> list[Suspect]:
+    """Return suspects but for those of ranks that only received their difference.
+
+    They may come first in the order, and would hide who sent it.
+    """
+    return [one for one in suspects if not _received(one, suspects)]
 
 
 def conclude(report: Report) -> None:
@@ -23,8 +33,6 @@ def conclude(report: Report) -> None:
     if not report.suspects and not report.exceeding and report.unexplained is not None:
         report.exceeding.append(report.unexplained)  # handed on by something, of which nothing was found
     suspects = sorted(report.suspects, key=lambda suspect: (suspect.order, suspect.rank))
-    # A rank that only received its difference may come first in the order, and would hide who sent it.
-    suspects = [one for one in suspects if not _received(one, suspects)]
     suspects = regrouped_last(suspects)
     report.cause = next((one for one in suspects if one.reason in OF_ALL_GRADIENTS), None)
     suspects = grouped(suspects)

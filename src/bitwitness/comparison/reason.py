@@ -16,6 +16,9 @@ from typing import NamedTuple
 
 from bitwitness.comparison.frame import Node
 
+SINCE = "; the runs agreed in it at the end of the step before, so it was changed between these two steps"
+"""What is said beside of a weight that the script wrote between two steps."""
+
 
 class Reason(NamedTuple):
     """Why a node's results differ: one of the kinds above, and words.

@@ -12,7 +12,7 @@ from bitwitness.comparison.describe import by_each, in_chain, made_by_nothing
 from bitwitness.comparison.differences import FOLLOWED, NEGLIGIBLE, Differences
 from bitwitness.comparison.inplace import changed_since
 from bitwitness.comparison.operands import Operands
-from bitwitness.comparison.reason import Reason
+from bitwitness.comparison.reason import SINCE, Reason
 from bitwitness.comparison.relation import in_words
 from bitwitness.comparison.tokens import CASTS
 
@@ -20,7 +20,6 @@ _ROUNDED = 4.0
 """Unit roundoffs by which what the runs begin with may differ, kept in another dtype."""
 _IN_BACKWARD = 64.0
 """Unit roundoffs of the coarser precision by which sketches of a deep backward were seen apart: 38 in a CLIP of two layers."""
-_SINCE = "; the runs agreed in it at the end of the step before, so it was changed between these two steps"
 
 
 class Reasons:
@@ -91,7 +90,7 @@ class Reasons:
                 return None
         if change <= limit:
             return None
-        words = in_words(self.a, self.b, row_a, row_b) + (_SINCE if self._earlier.last is not None else "")
+        words = in_words(self.a, self.b, row_a, row_b) + (SINCE if self._earlier.last is not None else "")
         return Reason("source", f"{name} differs: {words}", rows=(row_a, row_b))
 
     def _of_dtype(self, *rows: int) -> float:
@@ -246,7 +245,7 @@ class Reasons:
         before = 0.0 if known is None and self._earlier.last is not None else known
         agreed = before is not None and before <= limit and not self._written.get(name)
         if agreed and self._begun.get(name, 0.0) > limit:
-            words += _SINCE
+            words += SINCE
         outside = ", made before the model is called, of which nothing is recorded" * name.startswith("input ")
         return Reason("source", f"{called} differs: {words}{outside}", rows=(row_a, row_b))
 

@@ -18,6 +18,8 @@ _UNITS = 16.0
 """Unit roundoffs that it may be instead, in dtypes whose unit roundoff is large."""
 
 
+_FILLING = 9e3
+"""Magnitude of what masks are filled with, at least (-1e4, -1e9), beside which changes of other values vanish from norms."""
 _NOT_FINITE = {"nan": "NaN", "pos_inf": "inf", "neg_inf": "-inf"}
 
 
@@ -40,6 +42,11 @@ def numbers_of(frame: StepFrame, row: int) -> Numbers:
     low, high, mean, l2, signed = (float(frame.numbers[name][row]) for name in ("min", "max", "mean", "l2", "sketch"))
     count = int(frame.count[row])
     return Numbers(count, low, high, mean, l2, signed, l2 / math.sqrt(max(count, 1)), max(abs(low), abs(high)))
+
+
+def is_filled(frame: StepFrame, row: int) -> bool:
+    """Tell whether a row holds values as large as what masks are filled with."""
+    return numbers_of(frame, row).top > _FILLING
 
 
 def tolerance(a: StepFrame, row_a: int, b: StepFrame, row_b: int) -> float:

@@ -13,7 +13,7 @@ from bitwitness.comparison.allowance import group_agrees
 from bitwitness.comparison.batches import has_gradients, of_weights, other_batch, other_order
 from bitwitness.comparison.changes import changes
 from bitwitness.comparison.choices import choice_first
-from bitwitness.comparison.concluded import LISTED, conclude, name_lines
+from bitwitness.comparison.concluded import LISTED, conclude, name_lines, without_received
 from bitwitness.comparison.conditions import conditions
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.drift import DriftBeside
@@ -101,6 +101,7 @@ def compare_sources(
         report.notes.append(f"run A {ended['A']} and run B {ended['B']} in the last step that was compared")
     report.noise = max((known.noise for known in earlier.values()), default=0.0)
     report.problems += [*a.problems, *b.problems, *absent, *lined.unread]
+    report.suspects = without_received(report.suspects)
     name_not_exchanged(report.suspects, a, b, lined.places)
     conclude(report)
     name_lines(report.suspects, a, b)

@@ -9,6 +9,7 @@ from typing import Any
 
 from bitwitness.comparison.align import Pair
 from bitwitness.comparison.frame import Node, StepFrame
+from bitwitness.comparison.reason import SINCE
 
 
 @dataclass(slots=True)
@@ -59,24 +60,40 @@ class Suspect:
 
 def grouped(suspects: list[Suspect]) -> list[Suspect]:
     """Return suspects in their order, those of many parameters and steps that have one reason as one, the first."""
-    members: dict[tuple[str, str, str], list[Suspect]] = {}
+    members: dict[tuple[str, ...], list[Suspect]] = {}
     kept = []
     for one in suspects:
-        _, _, rest = one.site.partition("/")
-        if ":optim." not in rest:
+        key = _of_many(one)
+        if key is None:
             kept.append(one)
             continue
-        group = members.setdefault((rest, one.reason, one.text), [])
+        group = members.setdefault(key, [])
         if not group:
             kept.append(one)
         group.append(one)
     for group in members.values():
-        others = len({one.site for one in group}) - 1
+        others = len({_parameter(one) for one in group}) - 1
         steps = len({one.step for one in group})
         if others or steps > 1:
-            more = [f"{others} other parameters" if others else "", f"in {steps} steps" if steps > 1 else ""]
+            more = [
+                f"{others} other parameter{'s' * (others != 1)}" if others else "",
+                f"in {steps} steps" if steps > 1 else "",
+            ]
             group[0].text += f" (and so {', '.join(filter(None, more))})"
     return kept
+
+
+def _parameter(one: Suspect) -> str:
+    """Return whose update it is, or which weight was written: a backward reads it once more."""
+    return one.text.partition(" differs: ")[0].removeprefix("its ") if one.text.endswith(SINCE) else one.site
+
+
+def _of_many(one: Suspect) -> tuple[str, ...] | None:
+    """Return what suspects of many parameters have in common: an update's settings, or that all were written at one time."""
+    _, _, rest = one.site.partition("/")
+    if ":optim." in rest:
+        return rest, one.reason, one.text
+    return (SINCE, str(one.rank), str(one.step)) if one.text.endswith(SINCE) else None
 
 
 def regrouped_last(suspects: list[Suspect]) -> list[Suspect]:

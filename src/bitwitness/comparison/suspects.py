@@ -20,15 +20,13 @@ from bitwitness.comparison.noted import of_absence, of_cause
 from bitwitness.comparison.own import OwnReasons
 from bitwitness.comparison.reason import Reason
 from bitwitness.comparison.reasons import Reasons
-from bitwitness.comparison.relation import numbers_of
+from bitwitness.comparison.relation import is_filled
 from bitwitness.comparison.settled import SettledModules
 from bitwitness.comparison.suspect import Exceeding, Suspect
 from bitwitness.comparison.updates import Updates
 
 _UNSEEN = 1e-12
 _RETURNED = ("module", "forward")
-_FILLING = 9e3
-"""Magnitude of what masks are filled with, at least (-1e4, -1e9), beside which changes of other values vanish from norms."""
 _ILL_CONDITIONED = 1000.0
 """Unit roundoffs: a result for which so much is explained says nothing about the noise of the others."""
 _LARGEST_NOISE = 0.05
@@ -119,7 +117,7 @@ class SuspectSearch:
         if pair.a.kind == "optimizer":
             read = [differences.change_of[row] for row in self._read(pair)]
             self._earlier.read[pair.a.module] = max([self._earlier.read.get(pair.a.module, 0.0), *read])
-        if any(numbers_of(differences.a, row).top > _FILLING for row, _ in pair.outputs):
+        if any(is_filled(differences.a, row) for row, _ in pair.outputs):
             self._hidden[pair.a.number] = max(self._carried(pair), default=0.0)
         if not any(results) or self._is_no_counterpart(pair):
             return None
