@@ -93,7 +93,7 @@ def _of_many(one: Suspect) -> tuple[str, ...] | None:
     _, _, rest = one.site.partition("/")
     if ":optim." in rest:
         return rest, one.reason, one.text
-    return (SINCE, str(one.rank), str(one.step)) if one.text.endswith(SINCE) else None
+    return (SINCE, str(one.rank)) if one.text.endswith(SINCE) else None
 
 
 def regrouped_last(suspects: list[Suspect]) -> list[Suspect]:
