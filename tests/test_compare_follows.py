@@ -82,9 +82,7 @@ def test_another_rate_of_an_own_update_loop_is_told_by_the_weights(tmp_path: Pat
     slower = partial(by_hand, rate=0.05)
     report = bw.compare(recorded(tmp_path / "a"), recorded(tmp_path / "b", slower, stepped=False))
     assert "(rank 0, step 1): its layers.0.norm.weight differs" in report.conclusion
-    assert report.conclusion.endswith(
-        "so it was changed between these two steps (and so 15 other parameters, in 3 steps)"
-    )
+    assert report.conclusion.endswith("so it was changed between these two steps (and so 15 other parameters)")
     assert len(report.suspects) == 1
     assert bw.compare(tmp_path / "a", recorded(tmp_path / "c", by_hand, stepped=False)).status == "fine"
 

@@ -106,20 +106,15 @@ class Effects:
 
         Of a few numbers, as a bias's gradient has, what was summed up to them tells: the values of ``maker``.
         """
-        if not all(self._agree(*rows) for rows in pair.outputs) or self._hides(pair, maker, first=first):
+        if not all(self._agree(*rows) for rows in pair.outputs):
             return False
+        if any(is_filled(self._differences.a, row) for row, _ in pair.outputs):
+            return False  # beside what masks are filled with, whatever else is there agrees
         if pair.a.kind != "op" or any(self._is_telling(row) for row, _ in pair.outputs):
             return True
         made = (self._differences.a if first else self._differences.b).producer
         read = [(i, j) for i, j in pair.inputs if int(made[i if first else j]) == maker]
         return bool(read) and all(self._is_telling(i) and self._agree(i, j) for i, j in read)
-
-    def _hides(self, pair: Pair, maker: int, *, first: bool) -> bool:
-        """Return whether values as large as a mask's are put beside those of ``maker``, which vanish in statistics then."""
-        frame = self._differences.a if first else self._differences.b
-        node = pair.a if first else pair.b
-        read = [row for row in node.inputs if int(frame.producer[row]) == maker]
-        return any(is_filled(frame, row) for row in node.outputs) and not any(is_filled(frame, row) for row in read)
 
     def _is_telling(self, row: int) -> bool:
         a = self._differences.a

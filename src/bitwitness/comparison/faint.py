@@ -13,6 +13,7 @@ import numpy as np
 from bitwitness.comparison.align import Pair
 from bitwitness.comparison.allowance import rms, roundoff
 from bitwitness.comparison.frame import StepFrame
+from bitwitness.comparison.relation import not_finite
 
 
 def faint_rows(a: StepFrame, b: StepFrame, pairs: Sequence[Pair]) -> list[int]:
@@ -22,7 +23,8 @@ def faint_rows(a: StepFrame, b: StepFrame, pairs: Sequence[Pair]) -> list[int]:
     """
     weights = [pair.outputs[0] for pair in pairs if pair.a.kind == "parameter" and pair.outputs]
     usual = float(np.median([rms(a, i) for i, _ in weights])) if weights else 0.0
-    faint = {int(a.value[i]) for i, j in weights if max(rms(a, i), rms(b, j)) < roundoff(a.text("dtype", i)) * usual}
+    small = [(i, j) for i, j in weights if max(rms(a, i), rms(b, j)) < roundoff(a.text("dtype", i)) * usual]
+    faint = {int(a.value[i]) for i, j in small if not not_finite(a, b, i, j)}
     if not faint:
         return []
     read = (row for pair in pairs if pair.a.kind != "optimizer" for row, _ in (*pair.inputs, *pair.outputs))

@@ -30,13 +30,14 @@ from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.dropped import last_alone
 from bitwitness.comparison.frame import StepFrame
 from bitwitness.comparison.late import scaled_within
-from bitwitness.comparison.losses import computed_otherwise, loss_ratio
+from bitwitness.comparison.losses import loss_ratio
+from bitwitness.comparison.notfinite import not_finite_in_one
 from bitwitness.comparison.relation import factor, in_times, tolerance
 from bitwitness.comparison.scalers import is_power_of_two, multiplied_by_scalers
-from bitwitness.comparison.settled import SettledModules
 from bitwitness.comparison.unzeroed import not_zeroed
+from bitwitness.comparison.weighed import weigh_otherwise
 
-OF_ALL_GRADIENTS = ("scaled", "clipped", "kept", "dropped", "weighed", "loss")
+OF_ALL_GRADIENTS = ("scaled", "clipped", "kept", "dropped", "weighed", "loss", "nonfinite")
 """Kinds of what happened to all gradients at once."""
 SOME_FACTOR = "a factor of the loss, of its gradient, or another number of terms in its mean"
 """What is said of a factor whose cause is not known."""
@@ -48,6 +49,8 @@ _MOST_DRIFTED = 0.05
 """How far from one factor, at most, what has moved the weights apart may bring a later step's gradients."""
 _SMALL = 1e-3
 """Times the usual size of a gradient, below which one may be rounding errors alone."""
+_APART, _NAMED = 0.02, 3
+"""Relative deviation of a gradient's own factor that is another one, and how many of such are named."""
 _COARSE = 16.0
 """Unit roundoffs of the coarser precision up to which a factor counts as exact, where runs compute in different ones."""
 
@@ -89,6 +92,8 @@ class GradientChains:
         """Return what explains how all gradients differ, if one thing does."""
         if len(self._weighty) < 2 or self._differences.parted_before:
             return None
+        if (bad := not_finite_in_one(self._a, self._b, self.chains)) is not None:
+            return None if bad.by_backward else Cause("nonfinite", STAGES[2], bad.text, self._row(2), math.nan)
         ratios = [self._common([(c.a[stage], c.b[stage]) for c in self._weighty]) for stage in range(len(STAGES))]
         if ratios[0] is not None and not self._is_one(ratios[0]):
             return self._from_backward(ratios[0])
@@ -213,14 +218,24 @@ class GradientChains:
     def _row(self, stage: int) -> int:
         return min(row for chain in self.chains if (row := row_at(chain.a, stage)) is not None)
 
-    def _every(self, ratio: float) -> str:
+    def _every(self, ratio: float, stage: int) -> str:
         if math.isnan(ratio):
             return f"gradients ({len(self.chains)} parameters) differ, by no one factor,"
         how = "has the other sign" if self._is_one(-ratio) else f"is {in_times(ratio)} as large"
-        return f"every gradient ({len(self.chains)} parameters) {how} in run B"
+        others = [chain.name for chain in self._weighty if self._is_apart(chain, ratio, stage)]
+        if not others:
+            return f"every gradient ({len(self.chains)} parameters) {how} in run B"
+        named = ", ".join(others[:_NAMED]) + ", …" * (len(others) > _NAMED)
+        return f"every gradient but {len(others)} of {len(self.chains)} ({named}) {how} in run B"
+
+    def _is_apart(self, chain: Chain, ratio: float, stage: int) -> bool:
+        """Return whether a gradient is known to have another factor than most have."""
+        i, j = row_at(chain.a, stage), row_at(chain.b, stage)
+        own = None if i is None or j is None else factor(self._a, i, self._b, j, self._noise)
+        return own is not None and abs(own - ratio) > _APART * abs(ratio)
 
     def _from_backward(self, ratio: float) -> Cause:
-        said = f"{self._every(ratio)}, from the backward on"
+        said = f"{self._every(ratio, 0)}, from the backward on"
         loss = loss_ratio(self._differences)
         micros = self._a.micros, self._b.micros
         ranks = self._a.ranks, self._b.ranks
@@ -230,7 +245,7 @@ class GradientChains:
             counts = f"{micros[0]} against {micros[1]}"
             why = f"as many times as micro-batches ({counts}): their losses are not divided by that number"
         elif by_ranks and (loss is None or kept):
-            said = f"{self._every(ratio)}, from the reduction over ranks on"
+            said = f"{self._every(ratio, 1)}, from the reduction over ranks on"
             why = f"as many times as ranks ({ranks[0]} against {ranks[1]}): their gradients are added up, and not averaged"
         elif loss is not None and abs(loss - ratio) <= self._limit() * abs(ratio):
             why = "so is the loss that the backward starts from: a loss scale, an accumulation divisor, or a sum for a mean"
@@ -243,7 +258,7 @@ class GradientChains:
         return Cause("scaled", STAGES[0], f"{said}: {why}", self._row(0), ratio)
 
     def _between(self, stage: int, ratio: float) -> Cause | None:
-        said = self._every(ratio)
+        said = self._every(ratio, stage)
         since = stage - 1 if self._is_reduced else 0
         own = [
             self._common([(c.a[since], row_at(c.a, stage)) for c in self._weighty], self._a),
@@ -279,22 +294,7 @@ class GradientChains:
         return Cause("clipped" if clips else "scaled", STAGES[stage], text, self._row(stage), ratio)
 
     def _weighed(self) -> Cause | None:
-        """Return that micro-batches or ranks weigh otherwise: results agree, and gradients differ by no one factor."""
-        a, b = self._a, self._b
-        counts = next((pair for pair in ((a.micros, b.micros), (a.ranks, b.ranks)) if pair[0] != pair[1]), None)
-        rows = [row for c in self._weighty if (row := c.a[1]) in self._differences.change_of]
-        apart = sum(self._differences.change_of[row] > max(_SMALL, self._noise) for row in rows if row is not None)
-        if counts is None or apart < _MOST * len(rows) or not SettledModules(self._differences).forward_agrees:
-            return None
-        said = (
-            f"gradients ({apart} of {len(rows)}) differ by no one factor although all that the forward returned agrees"
-        )
-        if loss := computed_otherwise(a, b):
-            why = f"{loss.text}, so that these may not be the same function"
-            return Cause("loss", STAGES[0], f"{said}: {why}", self._row(0), math.nan, loss.side, loss.stack)
-        what = "micro-batches" if a.micros != b.micros else "ranks"
-        text = (
-            f"{said}: run A's {counts[0]} and run B's {counts[1]} {what} weigh otherwise (a mean of means is not the mean "
-            "over all samples or tokens), or their losses are not the same function"
-        )
-        return Cause("weighed", STAGES[0], text, self._row(0), math.nan)
+        """Return that micro-batches or ranks weigh otherwise, or that the losses are not one function."""
+        rows = [chain.a[1] for chain in self._weighty]
+        one = weigh_otherwise(self._differences, rows, max(_SMALL, self._noise))
+        return one and Cause(one.kind, STAGES[0], one.text, self._row(0), math.nan, one.side, one.stack)

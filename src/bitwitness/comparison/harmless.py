@@ -15,6 +15,8 @@ from bitwitness.oracle.names import canonical
 
 _HARMLESS = ("missing", "computed", "unknown", "view")
 """Reasons that do not matter where nothing is left of a difference."""
+_WRITTEN = ("argument", "missing", "view")
+"""Those that are ways of writing where nothing is left of them in losses and gradients."""
 _ARITHMETIC = ("add", "div", "mul", "sub")
 _FILLED = (
     "arange",
@@ -74,6 +76,9 @@ class Harmless:
         large = suspect.reason in ("missing", "view") and suspect.change >= _LARGE
         if forward and large and self._settled.loss_is_the_same:
             return True
+        computed = pair.a.kind == "op" and suspect.reason in _WRITTEN and not self._is_kept(pair, suspect)
+        if computed and self._settled.leave_nothing_of(suspect.change):
+            return True
         if not (
             suspect.reason in _HARMLESS or exact or (suspect.reason == "argument" and self._is_written(pair, suspect))
         ):
@@ -111,11 +116,18 @@ class Harmless:
         Positions that are counted from another number, or the rows of a batch in another order, may be such; a running
         statistic is kept, whoever reads it.
         """
-        slot = self._differences.a.text("slot", pair.outputs[0][0]) if pair.outputs else ""
-        kept = suspect.site.rpartition(".")[2].startswith("running") or slot.startswith("running")
         written = suspect.reason == "argument" and canonical(pair.a.op) in _ARITHMETIC
         others = suspect.reason == "computed" and pair.a.kind == "module" and APART in suspect.text
-        return suspect.lone is None and not kept and (written or others) and suspect.change >= _LARGE
+        large = suspect.change >= _LARGE
+        return suspect.lone is None and not self._is_kept(pair, suspect) and (written or others) and large
+
+    def _is_kept(self, pair: Pair, suspect: Suspect) -> bool:
+        """Return whether a result is the model's state from now on, which this step's losses and gradients say nothing of."""
+        a = self._differences.a
+        slots = [a.text("slot", row) for row, _ in pair.outputs]
+        running = any(slot.startswith("running") for slot in (*slots, suspect.site.rpartition(".")[2]))
+        in_place = pair.a.op.endswith("_") and any(a.text("name", row) for row, _ in pair.inputs[:1])
+        return running or in_place
 
     def _is_made_up_for(self, pair: Pair) -> bool:
         """Return whether something else is written otherwise in a node's module, or in the one around it."""

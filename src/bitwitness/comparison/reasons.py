@@ -178,9 +178,8 @@ class Reasons:
             lone, count = differences.makers.beginning(lone, first=lone_a is not None)
             if count > 1:
                 path = f"goes backward here, through {count} operators that meet the other gradients in {reader}"
-                text = (
-                    f"only run {side.upper()} {path} ({words}): what the other run detaches, or makes without gradients"
-                )
+                why = "what the other run detaches, makes without gradients, or has another backward of its own for"
+                text = f"only run {side.upper()} {path} ({words}): {why}"
             elif lone.op == "add_" and pair.a.kind == "gradient":
                 text = (
                     f"only run {side.upper()} adds to a gradient that is still there, in {reader} ({words}): "

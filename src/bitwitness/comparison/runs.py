@@ -159,8 +159,9 @@ def _compare_step(
     kept = changed_past_torch(kept, differences)
     kept = choice_first([with_module(one, search.apart, differences) for one in kept], differences)
     kept = [in_recomputation(one) for one in cause_first(kept, differences)]
-    if not kept and search.apart:
-        kept, known.parted = [*search.apart.values()][:1], True
+    apart = [one for one in search.apart.values() if not search.settled.leave_nothing_of(one.change)]
+    if not kept and apart:
+        kept, known.parted = apart[:1], True
     if found and not kept and not search.exceeding:
         known.parted = differences.parted_before  # float64 told that there was nothing
     report.suspects += kept

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -13,6 +13,7 @@ from bitwitness.comparison.align import Pair
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.frame import Node, StepFrame
 from bitwitness.comparison.relation import is_reordered, lies_otherwise, numbers_of
+from bitwitness.comparison.suspect import Exceeding
 
 _AGREE = 200.0
 """Unit roundoffs by which a module's results may differ: what some dozen operators' roundings leave."""
@@ -30,6 +31,9 @@ _AS_LARGE = 1e-3
 """By which the norm of a gradient may differ that lies in another order: more says nothing of its values."""
 _AS_NOTHING = 1e-6
 """Times the largest gradient, below which one is rounding errors."""
+_LEFT, _LEFT_OF_SMALL, _ROUNDED = 1e-4, 1e-3, 8e-6
+"""Times a difference, that is nothing of it: what is computed for places that a mask takes out, or nobody reads. The second
+of one so small that gradients differ as much by rounding (the third)."""
 _OF_DRIFTED = 0.75
 """Times what a later step's values may differ by: modules' results were seen to differ by up to 0.7 of that."""
 _BY_STATISTICS, _BY_VALUES = 0.25, 0.5
@@ -94,6 +98,26 @@ class SettledModules:
             and bool(self._losses)
             and all(map(self.agrees, self._losses))
         )
+
+    def leave_nothing_of(self, change: float) -> bool:
+        """Return whether losses and all parameters' gradients differ by next to nothing of a relative ``change`` in a step."""
+        change = min(change, 1.0)
+        return self._outcome <= min(_LEFT_OF_SMALL * change, max(_LEFT * change, _ROUNDED))
+
+    def left_of(self, exceeding: Sequence[Exceeding]) -> list[Exceeding]:
+        """Return those results of which something is left."""
+        return [one for one in exceeding if not self.leave_nothing_of(one.change)]
+
+    @cached_property
+    def _outcome(self) -> float:
+        """By how much losses and gradients of parameters differ at the most; infinite where one run alone has one, or none."""
+        differences = self._differences
+        told = [pair for pair in differences.alignment.pairs if pair.a.kind == "gradient"]
+        lone = (node.kind for first in (True, False) for node in differences.alignment.lone(first=first))
+        if not told or not self._losses or "gradient" in lone:
+            return math.inf
+        told = [pair for pair in told if not differences.is_cancelled(pair)]
+        return max(differences.change_of[row] for pair in (*told, *self._losses) for row, _ in pair.outputs)
 
     @cached_property
     def _losses_agree(self) -> bool:

@@ -91,9 +91,8 @@ class SuspectSearch:
         for pair in state:
             if (reason := self._reasons.of_state(pair)) is not None and not self.settled.stored_otherwise(pair):
                 self._earlier.parted = True
-                yield self._suspect(
-                    pair, reason, self.differences.change_of[pair.outputs[0][0]], NEGLIGIBLE, clean=True
-                )
+                change = self.differences.change_of[pair.outputs[0][0]]
+                yield self._suspect(pair, reason, change, NEGLIGIBLE, clean=True)
         for one in () if self.differences.parted_before else absences(self.differences):
             self._earlier.parted = True
             yield of_absence(one, self.differences, self._rank, self._step)
@@ -101,7 +100,10 @@ class SuspectSearch:
             self._earlier.parted = True
             yield of_cause(cause, self._rank, self._step)
         self._earlier.named = self._reasons.named
-        self._earlier.parted |= bool(self.exceeding)
+        left = self.settled.left_of(self.exceeding)
+        self.cleared, self.exceeding = self.cleared + len(self.exceeding) - len(left), left
+        self.unexplained = next(iter(self.settled.left_of([self.unexplained] if self.unexplained else [])), None)
+        self._earlier.parted |= bool(left)
 
     def _is_named_inside(self, path: str) -> bool:
         """Return whether something inside a module was named already: the module's own difference is that."""
