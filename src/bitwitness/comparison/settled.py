@@ -79,9 +79,17 @@ class SettledModules:
             path = path.rpartition(".")[0] or "."
 
     def stored_otherwise(self, pair: Pair) -> bool:
-        """Return whether a weight holds the same values in another order, and its module returns the same: it is transposed."""
-        told = [self._results.get((pair.a.module, "forward", micro)) for micro in range(self._differences.a.micros)]
-        return all(told) and self._differences.a.text("name", pair.outputs[0][0]) in self._turned
+        """Return whether a weight holds the same values in another order, and its module returns the same: it is transposed.
+
+        So are others then, of modules that read something else: one run writes its products otherwise.
+        """
+        return self._differences.a.text("name", pair.outputs[0][0]) in self._turned and self._some_are_transposed
+
+    @cached_property
+    def _some_are_transposed(self) -> bool:
+        names = {name.rpartition(".")[0] or "." for name in self._turned}
+        micros = range(self._differences.a.micros)
+        return any(all(self._results.get((name, "forward", micro)) for micro in micros) for name in names)
 
     def orders_otherwise(self, pair: Pair) -> bool:
         """Return whether results hold the same values in another order, of which nothing is left: a batch's samples, sorted."""
