@@ -6,6 +6,7 @@ would be held against another.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from bitwitness.comparison.frame import Node, StepFrame
@@ -16,6 +17,8 @@ SAME = 1e-4
 """Relative difference of statistics up to which values are the same but for rounding."""
 _OTHER = 0.02
 """And from which on they are others."""
+_NEARER = 0.02
+"""Times the difference from its counterpart, up to which another one is nearer by far."""
 _MOST = 256
 """Operators of one kind in one module that are held against one another."""
 _COMMUTATIVE = ("add", "logaddexp", "maximum", "minimum", "mul")
@@ -38,10 +41,12 @@ def exchanged(
     for i, node in enumerate(ours):
         if not _is_one(node) or not (left := free.get(_kind(a, node), [])) or len(left) > _MOST:
             continue
-        if i in partners and _gap(a.frame, node, b.frame, theirs[partners[i]]) <= _OTHER:
+        partner = _gap(a.frame, node, b.frame, theirs[partners[i]]) if i in partners else 0.0
+        if i in partners and partner <= _OTHER:
             continue
-        fit = next((j for j in left if _gap(a.frame, node, b.frame, theirs[j]) <= SAME), None)
-        if fit is not None:
+        gap, fit = min((_gap(a.frame, node, b.frame, theirs[j]), j) for j in left)
+        # By a later step, rounding has moved the weights apart: what is nearer by far is the same.
+        if gap <= max(SAME, _NEARER * partner if partner < math.inf else 0.0):
             found[i] = fit
             left.remove(fit)
     return found

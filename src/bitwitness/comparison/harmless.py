@@ -15,7 +15,7 @@ from bitwitness.oracle.names import canonical
 
 _HARMLESS = ("missing", "computed", "unknown", "view")
 """Reasons that do not matter where nothing is left of a difference."""
-_WRITTEN = ("argument", "missing", "view")
+_WRITTEN = ("argument", "missing", "unknown", "view")
 """Those that are ways of writing where nothing is left of them in losses and gradients."""
 _ARITHMETIC = ("add", "div", "mul", "sub")
 _FILLED = (
