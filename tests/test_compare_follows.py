@@ -377,3 +377,98 @@ def test_what_is_computed_for_places_that_nobody_reads_is_a_way_of_writing(tmp_p
     assert report.status == "fine", report.conclusion
     report = bw.compare(a, trained(tmp_path / "c", 0.0, momentum=0.2))
     assert "called with other arguments: momentum 0.1 against 0.2" in report.conclusion, report.conclusion
+
+
+def test_padding_that_a_mask_takes_out_may_hold_anything_and_a_value_that_counts_may_not(tmp_path: Path) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 16)
+            self.head = nn.Linear(16, 4)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            y = self.inner(x).masked_fill(~mask[..., None], 0.0)
+            return self.head(y.sum(1))
+
+    def trained(out: Path, padding: float, scaled: float = 1.0) -> Path:
+        torch.manual_seed(0)
+        model = Masked()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        generator = torch.Generator().manual_seed(1)
+        with bw.Recorder(model, out=out):
+            for _ in range(3):
+                x = torch.randn(4, 6, 8, generator=generator)
+                x[:, 4:] = padding
+                x[0, 0, 0] *= scaled
+                model(x, torch.arange(6).expand(4, 6) < 4).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return out
+
+    a = trained(tmp_path / "a", 0.0)
+    report = bw.compare(a, trained(tmp_path / "b", 7.0))
+    assert report.status == "fine"
+    assert report.conclusion.endswith(
+        "of steps whose batch differs (input in0 holds other values) gradients and updates alone"
+    ), report.conclusion
+    for scaled in (1.001, 1.5):
+        report = bw.compare(a, trained(tmp_path / str(scaled), 0.0, scaled))
+        assert "input in0 differs" in report.conclusion, report.conclusion
+
+
+def test_a_weight_that_is_not_put_back_between_two_evaluations_is_named(tmp_path: Path) -> None:
+    """Sharpness-aware minimisation moves the weights, evaluates again, and puts them back."""
+
+    def sharp(_n: int, model: Model, optimizer: torch.optim.Optimizer, tokens: Tensor, *, forgotten: str) -> None:
+        lost(model, tokens).backward()
+        with torch.no_grad():
+            moves = {name: 0.05 * p.grad for name, p in model.named_parameters()}
+            for name, p in model.named_parameters():
+                p.add_(moves[name])
+        optimizer.zero_grad()
+        lost(model, tokens).backward()
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if name != forgotten:
+                    p.sub_(moves[name])
+        optimizer.step()
+        optimizer.zero_grad()
+
+    a = recorded(tmp_path / "a", partial(sharp, forgotten=""))
+    assert bw.compare(a, recorded(tmp_path / "b", partial(sharp, forgotten=""))).status == "fine"
+    said = bw.compare(a, recorded(tmp_path / "c", partial(sharp, forgotten="head.weight"))).conclusion
+    assert "head.weight is not what the step began with when run B's optimizer updates it, and is in run A" in said, (
+        said
+    )
+
+
+def test_optimizers_written_otherwise_are_no_difference(tmp_path: Path) -> None:
+    """A rate in a tensor, which is a float32; an optimizer for each parameter, in the backward, which lets go of gradients."""
+
+    def trained(out: Path, how: str) -> Path:
+        torch.manual_seed(0)
+        model = Model()
+        rate = torch.tensor(0.1) if how == "tensor" else 0.1
+        own = {p: torch.optim.SGD([p], rate, momentum=0.9) for p in model.parameters()}
+        whole = torch.optim.SGD(model.parameters(), rate, momentum=0.9)
+
+        def step(p: Tensor) -> None:
+            own[p].step()
+            own[p].zero_grad()
+
+        if how == "backward":
+            for p in model.parameters():
+                p.register_post_accumulate_grad_hook(step)
+        generator = torch.Generator().manual_seed(1)
+        with bw.Recorder(model, out=out):
+            for _ in range(3):
+                lost(model, torch.randint(0, 32, (4, 9), generator=generator)).backward()
+                if how != "backward":
+                    whole.step()
+                    whole.zero_grad()
+        return out
+
+    a = trained(tmp_path / "a", "usual")
+    for how in ("tensor", "backward"):
+        report = bw.compare(a, trained(tmp_path / how, how))
+        assert report.status == "fine", report.conclusion

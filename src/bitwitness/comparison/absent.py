@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bitwitness.comparison.align import Alignment
+from bitwitness.comparison.changes import changes
 from bitwitness.comparison.conditions import of_forwards
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.frame import Node, StepFrame
@@ -113,7 +114,7 @@ def _updates(differences: Differences) -> Iterable[Absence]:
                 yield skipped
             continue  # the other run recorded no updates
         lone = [node for node in only if node.kind == "optimizer" and node.module in known]
-        more = [node for node in lone if node.module in counts]
+        more = [node for node in lone if node.module in counts and not _comes_to_the_same(differences, node.module)]
         alone = [node for node in lone if node.module not in counts]
         if more:
             name = more[0].module
@@ -122,6 +123,21 @@ def _updates(differences: Differences) -> Iterable[Absence]:
         if alone:
             why = f"frozen, not used, or not given to the optimizer in run {other}"
             yield Absence(alone, side, f"only run {side} has an update of {_listed(alone)}: {why}")
+
+
+def _comes_to_the_same(differences: Differences, name: str) -> bool:
+    """Return whether a parameter is the same after its last update: an optimizer may hold another one, that is told of, too."""
+    names = {pair.a.module: pair.b.module for pair in differences.alignment.pairs if pair.a.kind == "optimizer"}
+    last = [_last_update(differences.a, name), _last_update(differences.b, names.get(name, name))]
+    if None in last:
+        return False
+    rows = [np.array([row]) for row in last]
+    return float(changes(differences.a, differences.b, *rows)[0]) <= differences.noise_limit()
+
+
+def _last_update(frame: StepFrame, name: str) -> int | None:
+    updates = [node for node in frame.nodes if node.kind == "optimizer" and node.module == name and node.outputs]
+    return updates[-1].outputs[0] if updates else None
 
 
 def _skipped(differences: Differences, only: Sequence[Node], side: str, other: str) -> Absence | None:
@@ -152,9 +168,16 @@ def _gradients(differences: Differences) -> Iterable[Absence]:
             )
         # What each rank changes before all are averaged is there, and told where the optimizer reads it.
         lone = [node for node in lone if node not in apart and not changed_before(theirs, _name(node))]
+        # Nor is one missing that an optimizer has read: in the backward, say, that lets go of it.
+        read = {node.module for node in theirs.nodes if node.kind == "optimizer" and _reads_gradient(theirs, node)}
+        lone = [node for node in lone if _name(node) not in read]
         if lone and have:
             text = f"only run {side} has a gradient of {_listed(lone)}: frozen, or not used, in run {other}"
             yield Absence(lone, side, text)
+
+
+def _reads_gradient(frame: StepFrame, node: Node) -> bool:
+    return any(frame.text("slot", row) == "grad" for row in node.inputs)
 
 
 def _sides(alignment: Alignment) -> tuple[tuple[list[Node], str, str], ...]:

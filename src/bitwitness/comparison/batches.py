@@ -29,32 +29,34 @@ def other_batch(a: StepFrame, b: StepFrame) -> str:
     return ""
 
 
-def other_order(a: StepFrame, b: StepFrame) -> str:
-    """Say which of the model's inputs hold the same values in another order; empty if none does, or if one differs besides."""
+def other_values(a: StepFrame, b: StepFrame) -> tuple[str, float]:
+    """Say which of the model's inputs holds other values, or the same in another order, and by how much it differs at most."""
     first, second = _input_rows(a), _input_rows(b)
     if first.keys() != second.keys():
-        return ""
-    found = []
+        return "", 0.0
+    found, largest = [], 0.0
     for name, rows in first.items():
         if len(rows) != len(second[name]):
-            return ""
-        pairs = [(i, j) for i, j in zip(rows, second[name], strict=True) if not _is_same(a, i, b, j)]
-        if any(a.shapes[i] != b.shapes[j] or not is_reordered(a, i, b, j) for i, j in pairs):
-            return ""
-        found += [name] if pairs else []
-    hold = "hold" if len(found) > 1 else "holds"
-    return f"{' and '.join(reversed(found))} {hold} the same values in another order" if found else ""
+            return "", 0.0
+        pairs = [(i, j) for i, j in zip(rows, second[name], strict=True) if _gap(a, i, b, j)]
+        if any(a.shapes[i] != b.shapes[j] for i, j in pairs):
+            return "", 0.0
+        if pairs:
+            ordered = all(is_reordered(a, i, b, j) for i, j in pairs)
+            found.append(f"{name} holds {'the same values in another order' if ordered else 'other values'}")
+            largest = max(largest, *(_gap(a, i, b, j) for i, j in pairs))
+    return " and ".join(reversed(found)), largest
 
 
-def _is_same(a: StepFrame, row_a: int, b: StepFrame, row_b: int) -> bool:
-    rows = np.array([row_a]), np.array([row_b])
-    return not changes(a, b, *rows).any()
+def _gap(a: StepFrame, row_a: int, b: StepFrame, row_b: int) -> float:
+    return float(changes(a, b, np.array([row_a]), np.array([row_b]))[0])
 
 
 def of_weights(frame: StepFrame) -> StepFrame:
-    """Return a step's parameters, gradients and updates alone."""
-    kinds = frame.table.column("kind").cast(pa.string())
-    return StepFrame(frame.table.filter(pc.is_in(kinds, pa.array(_OF_WEIGHTS))))
+    """Return a step's parameters, complete gradients and updates alone; what each rank's part leaves is its own."""
+    kinds, slots = (frame.table.column(name).cast(pa.string()) for name in ("kind", "slot"))
+    local = pc.and_(pc.equal(kinds, "gradient"), pc.fill_null(pc.equal(slots, "local"), fill_value=False))
+    return StepFrame(frame.table.filter(pc.and_(pc.is_in(kinds, pa.array(_OF_WEIGHTS)), pc.invert(local))))
 
 
 def has_gradients(frame: StepFrame) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 
 from bitwitness.comparison.frame import Node, StepFrame
@@ -20,6 +21,7 @@ _UNIMPORTANT = (
     "memory_format",
 )
 _EXTREMES = frozenset(torch.finfo(dtype).max for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16))
+_LARGEST = torch.finfo(torch.float32).max
 RECORD_OPERATORS = "record operators, too (--level mix), of the module that the script calls"
 _RECORD_ALIKE = (
     "they work on parts of the batch, which are others in each run; record both with as many ranks and micro-batches"
@@ -78,9 +80,15 @@ def argument_differences(
             continue
         if "." not in kinds[0] and (name == "group" or not (name in first and name in second) or _unlike(name, x, y)):
             continue  # of an optimizer, of which another class of that name has other settings; a GroupNorm's matters
-        if x != y and name not in _UNIMPORTANT and name not in _PLACES and not _is_tensor(x, y):
+        if not _is_same(x, y) and name not in _UNIMPORTANT and name not in _PLACES and not _is_tensor(x, y):
             found.append(f"{name} {_meant(name, x)} against {_meant(name, y)}")
     return found
+
+
+def _is_same(x: Any, y: Any) -> bool:
+    """Return whether two arguments are one, or one number of which one run keeps a float32, as a learning rate in a tensor."""
+    numbers = all(isinstance(value, float) for value in (x, y))
+    return bool(x == y or (numbers and abs(x) < _LARGEST and abs(y) < _LARGEST and np.float32(x) == np.float32(y)))
 
 
 def _unlike(name: str, x: Any, y: Any) -> bool:

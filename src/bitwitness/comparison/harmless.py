@@ -76,8 +76,9 @@ class Harmless:
         large = suspect.reason in ("missing", "view") and suspect.change >= _LARGE
         if forward and large and self._settled.loss_is_the_same:
             return True
-        computed = pair.a.kind == "op" and suspect.reason in _WRITTEN and not self._is_kept(pair, suspect)
-        if computed and self._settled.leave_nothing_of(suspect.change):
+        if suspect.reason == "dtype" and self._is_finer(pair) and suspect.change <= suspect.explained:
+            return True  # float64 for float32, which shows in nothing else
+        if pair.a.kind == "op" and suspect.reason in _WRITTEN and self._settled.leave_nothing_of(suspect.change):
             return True
         if not (
             suspect.reason in _HARMLESS or exact or (suspect.reason == "argument" and self._is_written(pair, suspect))
@@ -95,6 +96,15 @@ class Harmless:
         Of that nothing was left in what the module returns; but gradients gather more of its rounding.
         """
         return self._other_dtypes.get(pair.a.module, suspect) if pair.a.phase == "backward" else suspect
+
+    def _is_finer(self, pair: Pair) -> bool:
+        dtypes = {dtype for rows in (*pair.inputs, *pair.outputs) for dtype in self._differences.dtypes(*rows)}
+        return {dtype for dtype in dtypes if "float" in dtype} <= {
+            "float32",
+            "float64",
+            "torch.float32",
+            "torch.float64",
+        }
 
     def _is_written(self, pair: Pair, suspect: Suspect) -> bool:
         """Return whether other arguments may be a way of writing.
@@ -116,18 +126,11 @@ class Harmless:
         Positions that are counted from another number, or the rows of a batch in another order, may be such; a running
         statistic is kept, whoever reads it.
         """
+        slot = self._differences.a.text("slot", pair.outputs[0][0]) if pair.outputs else ""
+        kept = suspect.site.rpartition(".")[2].startswith("running") or slot.startswith("running")
         written = suspect.reason == "argument" and canonical(pair.a.op) in _ARITHMETIC
         others = suspect.reason == "computed" and pair.a.kind == "module" and APART in suspect.text
-        large = suspect.change >= _LARGE
-        return suspect.lone is None and not self._is_kept(pair, suspect) and (written or others) and large
-
-    def _is_kept(self, pair: Pair, suspect: Suspect) -> bool:
-        """Return whether a result is the model's state from now on, which this step's losses and gradients say nothing of."""
-        a = self._differences.a
-        slots = [a.text("slot", row) for row, _ in pair.outputs]
-        running = any(slot.startswith("running") for slot in (*slots, suspect.site.rpartition(".")[2]))
-        in_place = pair.a.op.endswith("_") and any(a.text("name", row) for row, _ in pair.inputs[:1])
-        return running or in_place
+        return suspect.lone is None and not kept and (written or others) and suspect.change >= _LARGE
 
     def _is_made_up_for(self, pair: Pair) -> bool:
         """Return whether something else is written otherwise in a node's module, or in the one around it."""

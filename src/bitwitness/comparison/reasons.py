@@ -262,6 +262,20 @@ class Reasons:
             return False
         return moved(self.a, begun[0], row_a) or moved(self.b, begun[1], row_b)
 
+    def of_moved(self, pair: Pair) -> Reason | None:
+        """Return that an update begins with another weight than its step did, in one run alone: it was not put back."""
+        for row_a, row_b in pair.inputs:
+            begun = self._begun_rows.get(self.a.text("name", row_a) or pair.a.module)
+            if self.a.text("slot", row_a) != "param" or begun is None:
+                continue
+            away = [moved(self.a, begun[0], row_a), moved(self.b, begun[1], row_b)]
+            if away in ([True, False], [False, True]) and self._differences.change_of[row_a] > NEGLIGIBLE:
+                run, other = ("A", "B") if away[0] else ("B", "A")
+                when = f"when run {run}'s optimizer updates it, and is in run {other}"
+                text = f"{pair.a.module} is not what the step began with {when}: it was written in between, and not put back"
+                return Reason("source", text, rows=(row_a, row_b))
+        return None
+
     def _is_gathered(self, name: str, row: int) -> bool:
         """Return whether a row shows the whole of a parameter of which this rank holds a part: it differs where others' do."""
         begun = self._begun_rows.get(name)

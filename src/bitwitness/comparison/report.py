@@ -59,7 +59,8 @@ class Report:
     modules
         The names that modules of A have in B.
     notes
-        How the two were lined up, one sentence each; ``left_out``: which of them tell of steps that only one run has, without
+        How the two were lined up, one sentence each; ``given``: how the first batch differs of which only gradients and updates
+        were compared; ``left_out``: which of them tell of steps that only one run has, without
         which no answer is whole.
     unaligned
         Steps that were not given the same batch, and were not compared; ``unaligned_from`` is the first.
@@ -106,6 +107,7 @@ class Report:
     conditions: str = ""
     notes: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    given: str = ""
     unaligned: list[str] = field(default_factory=list)
     unaligned_from: float = math.inf
     shifted: str = ""
@@ -158,6 +160,7 @@ class Report:
         unread = f"; NOT ALL: {len(self.problems)} things could not be read or compared" if self.problems else ""
         lone = f"; {self.lone} operators have no counterpart and were not compared" if self.lone else ""
         lone += "".join(f"; {text}" for text in self.left_out)
+        lone += f"; of steps whose batch differs ({self.given}) gradients and updates alone" if self.given else ""
         if not self.differing:
             return f"no difference: everything that was compared is equal{lone}{unread}"
         if self.exceeding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -10,7 +11,7 @@ import numpy as np
 
 from bitwitness.comparison.align import Alignment, align, row_by_row, same_column, same_structure
 from bitwitness.comparison.allowance import group_agrees
-from bitwitness.comparison.batches import has_gradients, of_weights, other_batch, other_order
+from bitwitness.comparison.batches import has_gradients, of_weights, other_batch, other_values
 from bitwitness.comparison.changes import changes
 from bitwitness.comparison.choices import choice_first
 from bitwitness.comparison.concluded import LISTED, conclude, name_lines, without_received
@@ -23,6 +24,7 @@ from bitwitness.comparison.inside import with_module
 from bitwitness.comparison.lined import FAILED, Lined, Place, cut_short, line_up
 from bitwitness.comparison.noted import cause_first, in_recomputation
 from bitwitness.comparison.otherwise import written_otherwise
+from bitwitness.comparison.outcome import leaves_nothing_of, of_gradients
 from bitwitness.comparison.parts import models_of, recorded_in_parts
 from bitwitness.comparison.relation import in_times
 from bitwitness.comparison.report import Report
@@ -216,11 +218,10 @@ def _is_given_another_batch(
 ) -> bool:
     """Return whether two steps are given batches whose operators cannot be held side by side; compare what can be."""
     other = other_batch(a, b)
-    text = other or other_order(a, b)
-    if text and _compared_by_weights(report, a, b, place, known, settings):
-        report.notes.append(
-            f"step {place.step}: {text}; parameters, gradients and updates were compared, and nothing else"
-        )
+    text, change = (other, math.inf) if other else other_values(a, b)
+    if text and _compared_by_weights(report, a, b, place, known, settings, change):
+        report.note(f"step {place.step}: {text}; parameters, gradients and updates were compared, and nothing else")
+        report.given = report.given or text
         return True
     if other:
         report.unaligned.append(f"step {place.step}: {text}")
@@ -230,9 +231,11 @@ def _is_given_another_batch(
 
 
 def _compared_by_weights(
-    report: Report, a: StepFrame, b: StepFrame, place: Place, known: EarlierSteps, settings: Settings
+    report: Report, a: StepFrame, b: StepFrame, place: Place, known: EarlierSteps, settings: Settings, change: float
 ) -> bool:
     """Compare two steps by gradients and updates alone; return whether these agree within rounding.
+
+    ``change``: by how much the batch differs, of which next to nothing may be left; infinite where it has other shapes.
 
     If they do not, the batch may have been another one, and nothing is said of them.
     """
@@ -241,6 +244,8 @@ def _compared_by_weights(
     differences = Differences(a, b, align(a, b, settings.modules), tried)
     search = SuspectSearch(differences, place.rank, place.step)
     if not has_gradients(a) or not has_gradients(b) or list(search.suspects()) or search.exceeding:
+        return False
+    if change < math.inf and not leaves_nothing_of(change, of_gradients(differences)):
         return False
     known.named, known.read, known.noise = tried.named, tried.read, tried.noise
     known.add(a, b)

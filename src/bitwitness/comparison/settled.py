@@ -12,6 +12,8 @@ import numpy.typing as npt
 from bitwitness.comparison.align import Pair
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.frame import Node, StepFrame
+from bitwitness.comparison.otherwise import computing
+from bitwitness.comparison.outcome import leaves_nothing_of, outcome_of
 from bitwitness.comparison.relation import is_reordered, lies_otherwise, numbers_of
 from bitwitness.comparison.suspect import Exceeding
 
@@ -31,9 +33,6 @@ _AS_LARGE = 1e-3
 """By which the norm of a gradient may differ that lies in another order: more says nothing of its values."""
 _AS_NOTHING = 1e-6
 """Times the largest gradient, below which one is rounding errors."""
-_LEFT, _LEFT_OF_SMALL, _ROUNDED = 1e-4, 1e-3, 8e-6
-"""Times a difference, that is nothing of it: what is computed for places that a mask takes out, or nobody reads. The second
-of one so small that gradients differ as much by rounding (the third)."""
 _OF_DRIFTED = 0.75
 """Times what a later step's values may differ by: modules' results were seen to differ by up to 0.7 of that."""
 _BY_STATISTICS, _BY_VALUES = 0.25, 0.5
@@ -108,9 +107,8 @@ class SettledModules:
         )
 
     def leave_nothing_of(self, change: float) -> bool:
-        """Return whether losses and all parameters' gradients differ by next to nothing of a relative ``change`` in a step."""
-        change = min(change, 1.0)
-        return self._outcome <= min(_LEFT_OF_SMALL * change, max(_LEFT * change, _ROUNDED))
+        """Return whether next to nothing of a relative ``change`` is left in what the step comes to."""
+        return leaves_nothing_of(change, self._outcome)
 
     def left_of(self, exceeding: Sequence[Exceeding]) -> list[Exceeding]:
         """Return those results of which something is left."""
@@ -118,14 +116,7 @@ class SettledModules:
 
     @cached_property
     def _outcome(self) -> float:
-        """By how much losses and gradients of parameters differ at the most; infinite where one run alone has one, or none."""
-        differences = self._differences
-        told = [pair for pair in differences.alignment.pairs if pair.a.kind == "gradient"]
-        lone = (node.kind for first in (True, False) for node in differences.alignment.lone(first=first))
-        if not told or not self._losses or "gradient" in lone:
-            return math.inf
-        told = [pair for pair in told if not differences.is_cancelled(pair)]
-        return max(differences.change_of[row] for pair in (*told, *self._losses) for row, _ in pair.outputs)
+        return outcome_of(self._differences)
 
     @cached_property
     def _losses_agree(self) -> bool:
@@ -146,8 +137,11 @@ class SettledModules:
         return [pair for pair in self._differences.alignment.pairs if pair.a.kind == "saved" and pair.a.op == "loss"]
 
     def lies_otherwise(self, pair: Pair) -> bool:
-        """Return whether a module reads and returns the same values in other shapes: as a product what is a convolution."""
-        if pair.a.kind != "module":
+        """Return whether a node reads and returns the same values in other shapes: as a product what is a convolution.
+
+        Of operators, those that compute: what moves values on in another shape may be given to what it is not for.
+        """
+        if pair.a.kind != "module" and not computing([pair.a]):
             return False
         rows = [*pair.inputs, *pair.outputs]
         laid = [lies_otherwise(self._differences.a, i, self._differences.b, j) for i, j in rows]

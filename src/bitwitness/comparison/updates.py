@@ -104,6 +104,8 @@ class Updates:
         if first != second:
             have, lack = ("A", "B") if first else ("B", "A")
             return Reason("missing", f"only run {have} has a gradient of it: it is frozen, or not used, in run {lack}")
+        if not self._differences.earlier.parted and (written := self._reasons.of_moved(pair)):
+            return written
         if self.cause is not None or self._differences.earlier.parted or pair.a.module in self._decayed:
             return None
         read = [rows for rows in pair.inputs if self._differences.a.text("slot", rows[0]) == "grad"]
