@@ -472,3 +472,29 @@ def test_optimizers_written_otherwise_are_no_difference(tmp_path: Path) -> None:
     for how in ("tensor", "backward"):
         report = bw.compare(a, trained(tmp_path / how, how))
         assert report.status == "fine", report.conclusion
+
+
+def test_a_resume_that_forgot_one_weight_finds_its_step_and_names_the_weight(tmp_path: Path) -> None:
+    def trained(out: Path, steps: range, state: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = Model()
+        model.load_state_dict(state or model.state_dict())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        generator = torch.Generator().manual_seed(1)
+        batches = [torch.randint(0, 32, (4, 9), generator=generator) for _ in range(4)]
+        begun: dict[str, Tensor] = {}
+        with bw.Recorder(model, out=out):
+            for number in steps:
+                if number == 2:
+                    begun = {name: value.clone() for name, value in model.state_dict().items()}
+                usual(number, model, optimizer, batches[number])
+        return begun
+
+    state = trained(tmp_path / "a", range(4))
+    trained(tmp_path / "b", range(2, 4), state)
+    assert bw.compare(tmp_path / "a", tmp_path / "b").status == "fine"
+    torch.manual_seed(0)
+    trained(tmp_path / "c", range(2, 4), state | {"head.weight": Model().head.weight.detach()})
+    report = bw.compare(tmp_path / "a", tmp_path / "c")
+    assert "(rank 0, step 2): its head.weight differs" in report.conclusion, report.conclusion
+    assert report.notes[0].startswith("step 0 of run B starts from the weights (95% of them) of step 2 of run A")

@@ -19,6 +19,8 @@ from bitwitness.store.life import life_of
 from bitwitness.store.source import Source
 
 _MOST = 4096
+_RESUMED, _AS_WELL = 0.4, 3.0
+"""Share of the weights from which on a step is the one that a run resumed from, and times what else agrees."""
 """Steps of A that are searched for the weights that B begins with."""
 FAILED = "failed"
 """What is said of a run that an error ended."""
@@ -142,26 +144,33 @@ def _shift(found: Lined, rank: int) -> int:
     if not steps_a or not steps_b:
         return 0
     common = sorted(set(steps_a) & set(steps_b))
-    if common and _agree(_weights(found.a, rank, common[0]), _weights(found.b, rank, common[0])):
+    here = _agreeing(_weights(found.a, rank, common[0]), _weights(found.b, rank, common[0])) if common else 0.0
+    if here == 1.0:
         return 0
-    for shift in _shifts(found, rank, steps_a, steps_b):
-        later, earlier, ahead = ("B", "A", shift) if shift > 0 else ("A", "B", -shift)
-        first = steps_b[0] if shift > 0 else steps_a[0]
-        found.shifted = f"step {first} of run {later} starts from the weights of step {first + ahead} of run {earlier}"
-        found.notes.append(f"{found.shifted}: these two are compared, and those after them")
-        return shift
-    return 0
+    # A resume that has forgotten some of its weights is one, too, where nothing else agrees as well.
+    share, shift = max(_shifts(found, rank, steps_a, steps_b), key=lambda one: one[0], default=(0.0, 0))
+    if share < max(_RESUMED, _AS_WELL * here):
+        return 0
+    later, earlier, ahead = ("B", "A", shift) if shift > 0 else ("A", "B", -shift)
+    first = steps_b[0] if shift > 0 else steps_a[0]
+    some = "" if share == 1.0 else f" ({share:.0%} of them)"
+    found.shifted = (
+        f"step {first} of run {later} starts from the weights{some} of step {first + ahead} of run {earlier}"
+    )
+    found.notes.append(f"{found.shifted}: these two are compared, and those after them")
+    return shift
 
 
-def _shifts(found: Lined, rank: int, steps_a: list[int], steps_b: list[int]) -> Iterator[int]:
+def _shifts(found: Lined, rank: int, steps_a: list[int], steps_b: list[int]) -> Iterator[tuple[float, int]]:
+    """Yield the share of weights that agree, and by how many steps A is ahead then, up to the first that all agree."""
     begun_b = _weights(found.b, rank, steps_b[0])
-    for step in steps_a[:_MOST]:
-        if step != steps_b[0] and _agree(_weights(found.a, rank, step), begun_b):
-            yield step - steps_b[0]
     begun_a = _weights(found.a, rank, steps_a[0])
-    for step in steps_b[:_MOST]:
-        if step != steps_a[0] and _agree(begun_a, _weights(found.b, rank, step)):
-            yield steps_a[0] - step
+    for step in (one for one in steps_a[:_MOST] if one != steps_b[0]):
+        yield (share := _agreeing(_weights(found.a, rank, step), begun_b)), step - steps_b[0]
+        if share == 1.0:
+            return
+    for step in (one for one in steps_b[:_MOST] if one != steps_a[0]):
+        yield _agreeing(begun_a, _weights(found.b, rank, step)), steps_a[0] - step
 
 
 def begins_with(source: Source) -> Fingerprint:
@@ -184,9 +193,11 @@ def _weights(source: Source, rank: int, step: int) -> Fingerprint:
     )
 
 
-def _agree(a: Fingerprint, b: Fingerprint) -> bool:
-    """Return whether two steps start from the same weights, to the last bit of their norms and means."""
-    return bool(a) and a == b
+def _agreeing(a: Fingerprint, b: Fingerprint) -> float:
+    """Return the share of the weights that two steps start from that are the same, to the last bit of their norms and means."""
+    if [one[0] for one in a] != [one[0] for one in b]:
+        return 0.0
+    return sum(x == y for x, y in zip(a, b, strict=True)) / len(a) if a else 0.0
 
 
 def _join_micros_of_ranks(found: Lined) -> None:

@@ -24,7 +24,7 @@ say little of how far single elements are apart. Seen: healthy products up to 6.
 _RANDOM = "it draws random numbers, and drew others: another seed or another number of draws before"
 _COMPUTED_UPDATE = (
     "parameter, gradient and settings agree and the update does not: the optimizer's state does (moments, step counts), "
-    "or it computed wrongly"
+    "it computed wrongly, or the weight was written past torch before it (p.data)"
 )
 _COMPUTED = "its inputs agree and its result does not"
 
