@@ -176,3 +176,44 @@ def test_a_dry_run_before_the_wrapper_leaves_one_recording_of_all_ranks(tmp_path
     run = bw.Run(out)
     assert run.steps() == list(range(dry_run.STEPS))
     assert sorted(path.name for path in out.glob("rank*")) == ["rank00000", "rank00001"]
+
+
+@pytest.mark.parametrize("way", ["per sample", "inner step"])
+def test_gradients_by_transforms_are_recorded_as_the_optimizer_reads_them(
+    way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Inside a transform of ``torch.func`` other tensors stand in the parameters' place, or such that are no leaves."""
+
+    def script() -> None:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def loss(parameters: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+            return torch.func.functional_call(net, parameters, (x,)).square().mean()
+
+        for _ in range(2):
+            x, parameters = torch.randn(3, 4), dict(net.named_parameters())
+            optimizer.zero_grad()
+            if way == "per sample":
+                found = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
+                for name, p in net.named_parameters():
+                    p.grad = found[name].detach().mean(0)
+                net(x)
+            else:
+                first = torch.autograd.grad(loss(parameters, x), list(parameters.values()), create_graph=True)
+                moved = {name: p - 0.1 * g for (name, p), g in zip(parameters.items(), first, strict=True)}
+                loss(moved, x).backward()
+            optimizer.step()
+
+    for name in "ab":
+        search = AutoRecorder(RecordConfig(), str(tmp_path / name))
+        with search:
+            script()
+        search.say()
+        said = capsys.readouterr().err
+        assert "ended" not in said, said
+    rows = bw.Run(tmp_path / "a").rows().to_pylist()
+    updated = {row["module"] for row in rows if row["kind"] == "optimizer"}
+    assert updated == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert bw.compare(tmp_path / "a", tmp_path / "b").status == "fine"

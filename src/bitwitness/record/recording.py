@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -12,11 +12,11 @@ from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer
 
 from bitwitness.config.recording import RecordConfig
-from bitwitness.finding import Note, Severity
 from bitwitness.record.log import Log, Selection
 from bitwitness.record.meter import Meter
 from bitwitness.record.modules import ModuleRecorder, mode_text
 from bitwitness.record.operators import OperatorRecorder
+from bitwitness.record.problems import Problems
 from bitwitness.record.saved import SavedGradient, as_operator, recording
 from bitwitness.record.state import StateRecorder
 from bitwitness.record.values import Keeper, Values
@@ -26,12 +26,12 @@ from bitwitness.site import Site
 from bitwitness.store import RunWriter
 from bitwitness.store.environment import hyperparameters
 from bitwitness.store.recording import RecordingWriter
+from bitwitness.tap.compat import in_transform
 from bitwitness.tap.compiled import distributed
 from bitwitness.tap.frames import Stacks
 from bitwitness.tap.modules import ModuleTracker
 from bitwitness.tap.moments import BackwardCall
 from bitwitness.tap.opwindow import OperatorWindow, run_eagerly
-from bitwitness.tap.ownwork import own_work
 from bitwitness.tap.slots import named_tensors
 
 
@@ -53,8 +53,10 @@ class ModelRecording(Instrument):
 
     def __init__(self, session: Session, config: RecordConfig, run: RunWriter, rank: int) -> None:
         self.session, self.config = session, config
-        self._run, self._rank = run, rank
-        self._writing = RecordingWriter(run.path / f"rank{rank:05d}", rank, self._ended)
+        self._run = run
+        self._problems = Problems(run, rank, lambda: session.step)
+        fail, self._safely = self._problems.fail, self._problems.safely
+        self._writing = RecordingWriter(run.path / f"rank{rank:05d}", rank, self._problems.ended)
         content, wait = config.content, not config.async_dump
         self._meter = Meter(stats=content != "structure", hashed=content == "hash", zeros=config.zeros)
         self._keeper = Keeper(self._writing, config.max_elements, waits=wait) if content == "tensors" else None
@@ -63,15 +65,13 @@ class ModelRecording(Instrument):
         self._stacks = Stacks() if config.stacks else None
         self._tracker = ModuleTracker()
         root = session.root
-        self._state = StateRecorder(root, self._log, self._fail, optimizer_state=config.optimizer_state)
+        self._state = StateRecorder(root, self._log, fail, optimizer_state=config.optimizer_state)
         what = {"enabled": config.modules, "operators": config.operators}
-        self._modules = ModuleRecorder(root, self._log, self._stacks, self._fail, reads=self._state.read_by, **what)
-        self._operators = OperatorRecorder(self._log, self._tracker, self._stacks, self._fail)
+        self._modules = ModuleRecorder(root, self._log, self._stacks, fail, reads=self._state.read_by, **what)
+        self._operators = OperatorRecorder(self._log, self._tracker, self._stacks, fail)
         self._window = OperatorWindow(self._operators.tap())
         self._eager = ExitStack()
         self._optimizers: list[Optimizer] = []
-        self.problem: str | None = None
-        """What kept something from being recorded, the first of it."""
         self.records = False
         """Whether the step that runs is recorded."""
         self._gradients_recorded = self._focused = False
@@ -157,8 +157,9 @@ class ModelRecording(Instrument):
         """Write the step before; hook the modules, before anybody looks at what the step starts from."""
         del step
         self.close_step()
-        with self._safely("steps"):
-            self._open_step()
+        if not in_transform():  # where what stands in the parameters' place has no values of its own
+            with self._safely("steps"):
+                self._open_step()
         if not self.records:
             self._state.detach()
 
@@ -240,6 +241,9 @@ class ModelRecording(Instrument):
     def gradients_ready(self, *, scaler: GradScaler | None = None, optimizer: Optimizer | None = None) -> None:
         """Record the complete gradients, and what an optimizer is about to read."""
         self._window.close()
+        if not self.records and self.session.clock.begun:  # inside a transform
+            with self._safely("steps"):
+                self._open_step()
         if not self.records or (optimizer is not None and not self.session.owns(optimizer)):
             return
         with self._safely("gradients"):
@@ -257,44 +261,26 @@ class ModelRecording(Instrument):
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """Record what an optimizer made of the parameters; the step may end here."""
-        if not self.session.owns(optimizer):
-            return
-        if self.config.steps is not None:
-            self._mind_compiled(self.session.step + 1)
-        if not self.records:
-            return
+        if self.session.owns(optimizer):
+            if self.config.steps is not None:
+                self._mind_compiled(self.session.step + 1)
+            if self.records:
+                self._note_update(optimizer)
+
+    def _note_update(self, optimizer: Optimizer) -> None:
         with self._safely("optimizer"):
             self._state.after_optimizer(optimizer)
-            if not any(optimizer is known for known in self._optimizers):
+            if all(optimizer is not known for known in self._optimizers):
                 self._optimizers.append(optimizer)
                 self._run.describe(optimizers=hyperparameters(self._optimizers))
 
     # -- failing open --------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _safely(self, part: str) -> Iterator[None]:
-        try:
-            with own_work(), torch.no_grad():
-                yield
-        except Exception as error:
-            self._fail(part, error)
-
-    def _fail(self, part: str, error: BaseException) -> None:
-        self._note(f"the recording of {part} ended at step {self.session.step}: {type(error).__name__}: {error}")
+    @property
+    def problem(self) -> str | None:
+        """What kept something from being recorded, the first of it."""
+        return self._problems.first
 
     def failed(self, moment: str, error: Exception) -> None:
         """Say what ended the recording."""
-        self._fail(moment, error)
-
-    def _ended(self, problem: str) -> None:
-        """Say that nothing can be written any more; called on the writer's thread."""
-        self._note(
-            f"the recording in {self._run.path} ended at step {self.session.step}: {problem}. The training goes on; what was "
-            "written before is readable. Free the space or give another --out"
-        )
-
-    def _note(self, text: str) -> None:
-        self.problem = self.problem or text
-        with suppress(Exception):
-            sys.stderr.write(f"bitwitness: rank {self._rank}: {text}\n")
-        self._run.event(Note(text, self.session.step, self._rank, "record", Severity.WARNING))
+        self._problems.fail(moment, error)

@@ -55,14 +55,16 @@ class StateRecorder:
         """
         self._reduced = reduced
         self._local.clear()
-        wanted = [parameter for _, parameter in self._parameters if parameter.requires_grad]
+        named = [
+            (name, p) for name, p in self._parameters if p.requires_grad and p.is_leaf
+        ]  # others: `functional_call`
+        wanted = [parameter for _, parameter in named]
         if len(wanted) == len(self._hooked) and all(map(operator.is_, wanted, self._hooked)):
             return
         self.detach()
         self._hooked = wanted
-        for name, parameter in self._parameters:
-            if parameter.requires_grad:
-                self._handles.append(parameter.register_post_accumulate_grad_hook(_LocalHook(self, name)))
+        for name, parameter in named:
+            self._handles.append(parameter.register_post_accumulate_grad_hook(_LocalHook(self, name)))
 
     def detach(self) -> None:
         """Take the hooks away."""

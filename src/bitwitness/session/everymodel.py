@@ -17,6 +17,7 @@ from bitwitness.session.search import ModelSearch
 from bitwitness.session.session import sessions
 from bitwitness.session.signals import TERMINATION
 from bitwitness.session.writing import Writing
+from bitwitness.tap.compat import outside_transforms
 from bitwitness.tap.modules import in_backward, keywords_of_call, unwrap
 
 W = TypeVar("W", bound=Writing[Any])
@@ -95,9 +96,10 @@ class EveryModel(ModelSearch[W]):
             # Before the first of them, so that it comes after theirs; and no earlier: until then the signal is the script's.
             self._stack.enter_context(TERMINATION.told(self._last_words))
             self._speaks_last = True
-        one = self._made_for(module)
         try:
-            one.start()
+            with outside_transforms():
+                one = self._made_for(module)
+                one.start()
         except BitwitnessError as error:
             self._reporter.say(f"{type(unwrap(module)).__name__} is not {self.done}: {error}")
             return

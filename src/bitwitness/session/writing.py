@@ -24,8 +24,9 @@ _DEADLINE_S = 60.0  # for the ranks to agree on a folder; they come here togethe
 class StepWriter(Protocol):
     """The instrument that writes a training's steps."""
 
-    problem: str | None
-    """What kept something from being written, the first of it."""
+    @property
+    def problem(self) -> str | None:
+        """What kept something from being written, the first of it."""
 
     def close_step(self) -> None:
         """Write what there is of the step."""
