@@ -23,8 +23,10 @@ from bitwitness.judge.proof import OperatorProof
 from bitwitness.judge.replicas import Desync, train_apart
 from bitwitness.judge.replicated import Replicas
 from bitwitness.judge.verdict import Outcome, VerdictBuilder
+from bitwitness.nonfinite.kinds import BOUNDED
 from bitwitness.nonfinite.origin import Kind, Told
 from bitwitness.sense.held import Reading
+from bitwitness.site import Site
 
 Follow = Callable[[], list[Told]]
 """Follows a non-finite step back to who made it, on all ranks; collective."""
@@ -169,6 +171,9 @@ class Judge:
         if first.kind is Kind.GIVEN:
             return Judgement(Cause.INCONCLUSIVE, reason=f"in every execution the same; {first.text}")
         whose = f"on rank {first.rank}, " if self._ranks.size > 1 else ""
+        if first.kind is Kind.OPERATOR and (op := Site.parse(first.site).op) in BOUNDED:
+            never = f"{op} gives finite numbers alone, so that this is its device's doing, or its kernel's"
+            return Judgement(Cause.INCONCLUSIVE, reason=f"{whose}in every execution, {first.text}; but {never}")
         return Judgement(Cause.SOFTWARE, reason=f"{whose}in every execution, {first.text}")
 
     def _repeated(self, judgement: Judgement) -> Judgement:

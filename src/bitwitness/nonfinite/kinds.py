@@ -17,6 +17,12 @@ CONSTANTS = frozenset({
 })  # fmt: skip
 """They put in the infinity (or the NaN) that the model's author gives them: masks, mostly."""
 
+BOUNDED = frozenset({
+    "bernoulli", "bernoulli_", "cos", "erf", "hardsigmoid", "rand", "rand_like", "randint", "randint_like", "random_",
+    "sigmoid", "sigmoid_", "sign", "sin", "tanh", "tanh_",
+})  # fmt: skip
+"""They give nothing but finite numbers, whatever finite ones they are given: no script makes them overflow."""
+
 _OVERWRITING = frozenset({
     "copy_", "fill_", "zero_", "set_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "log_normal_",
     "geometric_", "cauchy_", "arange_out", "_foreach_copy_", "_foreach_zero_",
