@@ -47,7 +47,7 @@ def test_drawn_faults_get_right_verdicts(tmp_path: Path) -> None:
 
 
 def test_clean_runs_get_no_verdict(tmp_path: Path) -> None:
-    for row in rows(call("clean.py", "--steps", chosen("40", "14"), "--out", str(tmp_path))):
+    for row in rows(call("clean.py", "--steps", chosen("40", "11"), "--out", str(tmp_path))):
         assert (row["verdicts"], row["failures"]) == ("0", "0"), row
         assert int(row["suspicions"]) <= 2, row
 
@@ -55,7 +55,7 @@ def test_clean_runs_get_no_verdict(tmp_path: Path) -> None:
 def test_light_sensors_see_most_harmful_faults_and_the_checksum_all_in_products(tmp_path: Path) -> None:
     told = call(
         "detect.py", "--only", "Llama", "--harmful", chosen("3", "2"), "--steps", chosen("80", "60"),
-        "--trials", chosen("150", "60"), "--parts", "1", "--persistent", "2",
+        "--trials", chosen("150", "40"), "--parts", "1", "--persistent", "2",
         "--data", str(tmp_path / "data"), "--out", str(tmp_path),
     )  # fmt: skip
     table = rows(told.split("## The same by training")[0].split("light steps", 1)[1])
@@ -88,7 +88,7 @@ def _struck_without_a_wrong_verdict(tmp_path: Path, *arguments: str) -> None:
 
 
 def test_every_kind_of_corruption_gets_no_wrong_verdict(tmp_path: Path) -> None:
-    count = chosen("60", "10")
+    count = chosen("60", "7")
     _struck_without_a_wrong_verdict(tmp_path, "--faults", count, "--only", "LSTM", "--parts", "alone", "checkpoint")
     again = (tmp_path / "corrupt.md").read_text()
     _struck_without_a_wrong_verdict(tmp_path, "--faults", count, "--only", "LSTM", "--parts", "alone", "checkpoint")

@@ -65,6 +65,10 @@ def test_a_report_says_how_a_batch_was_moved(name: str, tmp_path: Path) -> None:
             net(data).square().mean().backward()
             optimizer.step()
     found = bw.compare(tmp_path / "a", tmp_path / "b")
-    assert found.status == "findings"
     assert "input" in found.conclusion
-    assert words in found.conclusion
+    if name == "batch":  # of which nothing is left in the gradients
+        assert found.status == "fine"
+        assert "holds the same values in another order" in found.conclusion
+    else:
+        assert found.status == "findings"
+        assert words in found.conclusion
