@@ -55,7 +55,7 @@ def test_clean_runs_get_no_verdict(tmp_path: Path) -> None:
 def test_light_sensors_see_most_harmful_faults_and_the_checksum_all_in_products(tmp_path: Path) -> None:
     told = call(
         "detect.py", "--only", "Llama", "--harmful", chosen("3", "2"), "--steps", chosen("80", "60"),
-        "--trials", chosen("150", "40"), "--parts", "1", "--persistent", "2",
+        "--trials", chosen("150", "60"), "--parts", "1", "--persistent", "2",
         "--data", str(tmp_path / "data"), "--out", str(tmp_path),
     )  # fmt: skip
     table = rows(told.split("## The same by training")[0].split("light steps", 1)[1])
@@ -98,7 +98,7 @@ def test_every_kind_of_corruption_gets_no_wrong_verdict(tmp_path: Path) -> None:
 @pytest.mark.ranks
 def test_corruption_among_ranks_gets_no_wrong_verdict(tmp_path: Path) -> None:
     cell = ("--only", "2 ranks DDP", "--parts", "group")
-    _struck_without_a_wrong_verdict(tmp_path, "--faults", chosen("160", "40"), *cell)
+    _struck_without_a_wrong_verdict(tmp_path, "--faults", chosen("160", "24"), *cell)
 
 
 @pytest.mark.ranks
