@@ -114,7 +114,8 @@ def _updates(differences: Differences) -> Iterable[Absence]:
                 yield skipped
             continue  # the other run recorded no updates
         lone = [node for node in only if node.kind == "optimizer" and node.module in known]
-        more = [node for node in lone if node.module in counts and not _comes_to_the_same(differences, node.module)]
+        same = _come_to_the_same(differences) if lone else set()
+        more = [node for node in lone if node.module in counts and node.module not in same]
         alone = [node for node in lone if node.module not in counts]
         if more:
             name = more[0].module
@@ -125,19 +126,23 @@ def _updates(differences: Differences) -> Iterable[Absence]:
             yield Absence(alone, side, f"only run {side} has an update of {_listed(alone)}: {why}")
 
 
-def _comes_to_the_same(differences: Differences, name: str) -> bool:
-    """Return whether a parameter is the same after its last update: an optimizer may hold another one, that is told of, too."""
+def _come_to_the_same(differences: Differences) -> set[str]:
+    """Return, by their names in both runs, parameters that are the same after their last update.
+
+    An optimizer may hold another one, that is told of, too.
+    """
     names = {pair.a.module: pair.b.module for pair in differences.alignment.pairs if pair.a.kind == "optimizer"}
-    last = [_last_update(differences.a, name), _last_update(differences.b, names.get(name, name))]
-    if None in last:
-        return False
-    rows = [np.array([row]) for row in last]
-    return float(changes(differences.a, differences.b, *rows)[0]) <= differences.noise_limit()
+    first, second = _last_updates(differences.a), _last_updates(differences.b)
+    both = [(name, other) for name, other in names.items() if name in first and other in second]
+    if not both:
+        return set()
+    rows = np.array([first[name] for name, _ in both]), np.array([second[other] for _, other in both])
+    found, limit = changes(differences.a, differences.b, *rows), differences.noise_limit()
+    return {name for pair, change in zip(both, found, strict=True) if change <= limit for name in pair}
 
 
-def _last_update(frame: StepFrame, name: str) -> int | None:
-    updates = [node for node in frame.nodes if node.kind == "optimizer" and node.module == name and node.outputs]
-    return updates[-1].outputs[0] if updates else None
+def _last_updates(frame: StepFrame) -> dict[str, int]:
+    return {node.module: node.outputs[0] for node in frame.nodes if node.kind == "optimizer" and node.outputs}
 
 
 def _skipped(differences: Differences, only: Sequence[Node], side: str, other: str) -> Absence | None:

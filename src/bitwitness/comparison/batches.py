@@ -38,18 +38,15 @@ def other_values(a: StepFrame, b: StepFrame) -> tuple[str, float]:
     for name, rows in first.items():
         if len(rows) != len(second[name]):
             return "", 0.0
-        pairs = [(i, j) for i, j in zip(rows, second[name], strict=True) if _gap(a, i, b, j)]
+        gaps = changes(a, b, np.array(rows), np.array(second[name]))
+        pairs = [(i, j) for i, j, gap in zip(rows, second[name], gaps, strict=True) if gap]
         if any(a.shapes[i] != b.shapes[j] for i, j in pairs):
             return "", 0.0
         if pairs:
             ordered = all(is_reordered(a, i, b, j) for i, j in pairs)
             found.append(f"{name} holds {'the same values in another order' if ordered else 'other values'}")
-            largest = max(largest, *(_gap(a, i, b, j) for i, j in pairs))
+            largest = max(largest, float(gaps.max()))
     return " and ".join(reversed(found)), largest
-
-
-def _gap(a: StepFrame, row_a: int, b: StepFrame, row_b: int) -> float:
-    return float(changes(a, b, np.array([row_a]), np.array([row_b]))[0])
 
 
 def of_weights(frame: StepFrame) -> StepFrame:

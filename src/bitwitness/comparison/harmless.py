@@ -98,13 +98,9 @@ class Harmless:
         return self._other_dtypes.get(pair.a.module, suspect) if pair.a.phase == "backward" else suspect
 
     def _is_finer(self, pair: Pair) -> bool:
-        dtypes = {dtype for rows in (*pair.inputs, *pair.outputs) for dtype in self._differences.dtypes(*rows)}
-        return {dtype for dtype in dtypes if "float" in dtype} <= {
-            "float32",
-            "float64",
-            "torch.float32",
-            "torch.float64",
-        }
+        pairs = (self._differences.dtypes(*rows) for rows in (*pair.inputs, *pair.outputs))
+        dtypes = {dtype.removeprefix("torch.") for found in pairs for dtype in found if "float" in dtype}
+        return dtypes <= {"float32", "float64"}
 
     def _is_written(self, pair: Pair, suspect: Suspect) -> bool:
         """Return whether other arguments may be a way of writing.

@@ -19,9 +19,9 @@ from bitwitness.store.life import life_of
 from bitwitness.store.source import Source
 
 _MOST = 4096
+"""Steps of A that are searched for the weights that B begins with."""
 _RESUMED, _AS_WELL = 0.4, 3.0
 """Share of the weights from which on a step is the one that a run resumed from, and times what else agrees."""
-"""Steps of A that are searched for the weights that B begins with."""
 FAILED = "failed"
 """What is said of a run that an error ended."""
 _CUT_SHORT = {

@@ -35,19 +35,22 @@ def outcome_of(differences: Differences) -> float:
     )  # one run's is a sum, or goes back in pieces, or unreduced
     if not gradients or not (losses or other) or _has_lone_state(differences):
         return math.inf
-    told = [pair for pair in gradients if not differences.is_cancelled(pair)] + ([] if other else losses)
-    rows = [row for pair in told for row, _ in pair.outputs]
+    rows = _rows_of_gradients(differences) + [row for pair in losses if not other for row, _ in pair.outputs]
     rows += [row for pair in pairs if pair.a.kind == "op" for row, _ in pair.outputs if differences.a.text("name", row)]
     return max((differences.change_of[row] for row in rows), default=0.0)
 
 
 def of_gradients(differences: Differences) -> float:
     """Return by how much parameters' gradients differ at the most, complete; infinite where one run alone has one."""
-    told = [pair for pair in differences.alignment.pairs if pair.a.kind == "gradient"]
-    rows = [row for pair in told if not differences.is_cancelled(pair) for row, _ in pair.outputs]
-    complete = [row for row in rows if differences.a.text("slot", row) == "reduced"]
+    complete = [row for row in _rows_of_gradients(differences) if differences.a.text("slot", row) == "reduced"]
     alone = _has_lone_state(differences)
     return math.inf if alone or not complete else max(differences.change_of[row] for row in complete)
+
+
+def _rows_of_gradients(differences: Differences) -> list[int]:
+    """Return the rows, in A, of gradients that are more than rounding errors."""
+    told = (pair for pair in differences.alignment.pairs if pair.a.kind == "gradient")
+    return [row for pair in told if not differences.is_cancelled(pair) for row, _ in pair.outputs]
 
 
 def _has_lone_state(differences: Differences) -> bool:

@@ -113,7 +113,7 @@ def not_finite(a: StepFrame, b: StepFrame, row_a: int, row_b: int) -> str:
         side, count = ("A", a.count[row_a]) if counts[0] > counts[1] else ("B", b.count[row_b])
         if min(counts):
             return f"run A holds {counts[0]} {word} and run B {counts[1]}, of {count}"
-        held = f"{max(counts)} {word} among its {count} values" if max(counts) > 1 else f"{word}"
+        held = f"{max(counts)} {word} among its {count} values" if max(counts) > 1 else word
         return f"run {side} holds {held}, and the other run none"
     return ""
 
