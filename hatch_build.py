@@ -1,7 +1,7 @@
 """Compiles the reader of tensors when the package is built, also for an editable install.
 
 Where there is no C compiler the package is complete without it: torch's operators read then, three to ten times as slowly.
-``CC`` names another compiler than ``cc``, ``CFLAGS`` what it shall do besides or otherwise (``-O1`` compiles in a quarter of the time).
+``CC`` names another compiler than ``cc``; ``CFLAGS`` come after our own ``-O3`` (``-O1`` compiles in a quarter of the time).
 """
 
 from __future__ import annotations
