@@ -254,6 +254,7 @@ def test_a_case_that_dies_or_hangs_is_told_and_the_rest_goes_on(
 
 def test_an_interrupted_pre_check_ends_and_can_go_on(run: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bitwitness", "precheck", str(run), "-o", "out", "--jobs", "1"]
+    command += [part for name in ("mm", "gelu", "embedding", "native_layer_norm") for part in ("--only", name)]
     going = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     while not (tmp_path / "out" / "results.jsonl").exists() and going.poll() is None:
         time.sleep(0.1)
