@@ -24,6 +24,7 @@ from bitwitness.oracle.recorded import arguments
 # Factors before the terms of `allowed`. Wider ones name fewer operators that are innocent, and overlook smaller differences;
 # tests/test_compare.py holds them to both: sums in another order must not be named, planted differences must.
 _ROUNDED = 8.0  # of the result's own unit roundoff: extremes of many elements differ by more than one alone
+_PRODUCT = 4.0  # the same of products of equal matrices, which are added up in float32: a step of the last bit is two
 _SUM = 4.0  # of what the order of summation leaves: the worst of many sums, not the usual one
 # Of what the inputs' changes explain, where the operator's formula is known. Statistics estimate those to within a few times.
 _CARRIED = 8.0
@@ -104,7 +105,8 @@ def allowed(a: StepFrame, b: StepFrame, pair: Pair, out: int, carried: Sequence[
     if pair.a.kind == "op" and op in PRODUCTS:
         terms, scale = _contraction(a, pair)
         cancelled = max(1.0, scale / size) if size else 1.0
-        return _ROUNDED * own + cancelled * (_SUM * accumulated * math.sqrt(terms) + _CARRIED * sum(carried))
+        rounded = _ROUNDED if change else _PRODUCT
+        return rounded * own + cancelled * (_SUM * accumulated * math.sqrt(terms) + _CARRIED * sum(carried))
     if _is_sum(a, pair, row_a, op):
         factor = _sum(a, pair, row_a, op, size)
         if op not in _SUMS:

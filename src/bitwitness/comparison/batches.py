@@ -13,8 +13,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from bitwitness.comparison.changes import changes
+from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.frame import StepFrame
-from bitwitness.comparison.relation import is_reordered
+from bitwitness.comparison.relation import is_reordered, numbers_of
 
 _OF_WEIGHTS = ("parameter", "gradient", "optimizer")
 
@@ -47,6 +48,24 @@ def other_values(a: StepFrame, b: StepFrame) -> tuple[str, float]:
             found.append(f"{name} holds {'the same values in another order' if ordered else 'other values'}")
             largest = max(largest, float(gaps.max()))
     return " and ".join(reversed(found)), largest
+
+
+def ordered_otherwise(differences: Differences) -> tuple[str, float]:
+    """Say the same of inputs whose statistics are equal, and whose order the values themselves alone tell: of joined parts."""
+    first, second = _input_rows(differences.a), _input_rows(differences.b)
+    found, largest = [], 0.0
+    for name, rows in first.items():
+        pairs = [(i, j) for i, j in zip(rows, second.get(name, []), strict=False) if differences.change_of.get(i, 0.0)]
+        if pairs and all(_same_numbers(differences, i, j) for i, j in pairs):
+            found.append(f"{name} holds the same values in another order")
+            largest = max(largest, *(differences.change_of[i] for i, _ in pairs))
+    return " and ".join(reversed(found)), largest
+
+
+def _same_numbers(differences: Differences, row_a: int, row_b: int) -> bool:
+    x, y = numbers_of(differences.a, row_a), numbers_of(differences.b, row_b)
+    unknown = math.isnan(x.sketch) or math.isnan(y.sketch)
+    return unknown and (x.count, x.min, x.max) == (y.count, y.min, y.max) and math.isclose(x.l2, y.l2, rel_tol=1e-6)
 
 
 def of_weights(frame: StepFrame) -> StepFrame:

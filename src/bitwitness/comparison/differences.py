@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable
 from functools import cached_property
@@ -13,7 +12,7 @@ from bitwitness.comparison.align import Alignment, Pair
 from bitwitness.comparison.allowance import rms, roundoff
 from bitwitness.comparison.changes import changes
 from bitwitness.comparison.drift import COARSE, drift
-from bitwitness.comparison.faint import faint_rows
+from bitwitness.comparison.faint import faint_rows, nothing_of, vanish
 from bitwitness.comparison.frame import Node, StepFrame
 from bitwitness.comparison.makers import Makers
 from bitwitness.comparison.suspect import EarlierSteps
@@ -26,9 +25,6 @@ _MOST = 0.5
 """Share of the products in other dtypes, from which on two runs compute in different precisions throughout."""
 FINE = 2.0**-20
 """Unit roundoff up to which rounding leaves no gradient of float32 a thousandth off, whatever the depth; TF32's is 2**-11."""
-_CANCELLED, _CANCELLED_MOST = 512.0, 1e-3
-"""Unit roundoffs, and at most which share, of the usual gradient up to which one may be rounding errors alone. Seen in float32:
-1e-10 of a key's bias, 2e-6 of one before a batch norm; 2e-4 of a query's weight that had one, in a BERT."""
 _LATER = 4.0
 """In steps after the first, in different precisions: 1.7 and 1.4 were seen in a Llama and a ResNet at a rate of 1e-3."""
 VIEWED = 100.0
@@ -176,19 +172,23 @@ class Differences:
         return max(made, self.made_change(maker.inputs[0][0]))
 
     def is_cancelled(self, pair: Pair) -> bool:
-        """Return whether a gradient is so small that it may be rounding errors alone; of two precisions an operator's, too."""
-        is_one = pair.a.kind == "gradient" or (
-            pair.a.kind == "op" and pair.a.phase == "backward" and self.precisions is not None
-        )
-        if pair.a.kind == "optimizer" and self.precisions is not None:  # of such a gradient an update is made, too
-            read = [rows for rows in pair.inputs if self.a.text("slot", rows[0]) == "grad"]
-            return max((max(rms(self.a, i), rms(self.b, j)) for i, j in read), default=math.inf) < self._nothing
-        return is_one and rms(self.a, pair.outputs[0][0]) < self._nothing
+        """Return whether a gradient is so small that it may be rounding errors alone.
+
+        Of two precisions an operator's, too, and an update that is made of such gradients.
+        """
+        rows = [pair.outputs[0]] if pair.a.kind == "gradient" else []
+        if self.precisions is not None and pair.a.kind == "optimizer":
+            rows = [rows for rows in pair.inputs if self.a.text("slot", rows[0]) == "grad"]
+        elif self.precisions is not None and (pair.a.kind, pair.a.phase) == ("op", "backward"):
+            rows = [pair.outputs[0]]
+        sizes, usual = [(rms(self.a, i), rms(self.b, j)) for i, j in rows], (self.usual_gradient, self._rounded)
+        if self.precisions is None:
+            return any(size < nothing_of(*usual) for size, _ in sizes)
+        return bool(sizes) and all(vanish(size, *usual, self.roundoff_inside) for size in sizes)
 
     @cached_property
-    def _nothing(self) -> float:
-        coarsest = max(self.coarse, self.roundoff_inside, self.rewritten, roundoff("float32"))
-        return min(_CANCELLED * coarsest, _CANCELLED_MOST) * self.usual_gradient
+    def _rounded(self) -> float:
+        return max(self.coarse, self.roundoff_inside, self.rewritten, roundoff("float32"))
 
     def differed_before(self, lone: Node, *, first: bool) -> bool:
         """Return whether what only run A (``first``) or only run B computes is made of something that differed already."""

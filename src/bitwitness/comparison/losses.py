@@ -21,6 +21,8 @@ from bitwitness.oracle.names import canonical
 LOSS = "loss"
 """Under which a table's metadata tell of its `LossOperator`, which it does not have any more."""
 _SHOWN = 8
+_ONE_NUMBER = 1e-3
+"""Relative difference of losses' ratios up to which they are one."""
 
 
 class LossOperator(NamedTuple):
@@ -88,8 +90,10 @@ def _in_chain(found: list[LossOperator]) -> str:
 
 
 def loss_ratio(differences: Differences) -> float | None:
-    """Return how many times run B's loss is run A's; None if by no one number, or if it was not recorded."""
-    for pair in differences.alignment.pairs:
-        if pair.a.kind == "saved" and pair.a.op == "loss":
-            return factor(differences.a, pair.a.outputs[0], differences.b, pair.b.outputs[0])
-    return None
+    """Return how many times run B's losses are run A's; None if by no one number, or if they were not recorded."""
+    pairs = [pair for pair in differences.alignment.pairs if pair.a.kind == "saved" and pair.a.op == "loss"]
+    found = [factor(differences.a, pair.a.outputs[0], differences.b, pair.b.outputs[0]) for pair in pairs]
+    ratios = [one for one in found if one is not None]
+    if not ratios or len(ratios) < len(found):
+        return None
+    return ratios[0] if max(ratios) - min(ratios) <= _ONE_NUMBER * abs(ratios[0]) else None

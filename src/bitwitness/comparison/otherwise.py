@@ -46,6 +46,8 @@ def written_otherwise(differences: Differences) -> Iterator[Otherwise]:
     if coarse <= FINE:
         return
     yield from _in_other_dtypes(differences)
+    if differences.precisions is not None:
+        yield from _in_one_run(differences)
     for group in differences.alignment.groups:
         first, second = computing(group.a), computing(group.b)
         if group.a[0].phase != "forward" or not first or not second:
@@ -65,6 +67,18 @@ def _in_other_dtypes(differences: Differences) -> Iterator[Otherwise]:
         if first != second and "float" in first and "float" in second and pair.a.module not in told:
             told.add(pair.a.module)
             yield Otherwise(pair.a.module, f"{pair.a.op} in {first}", f"{pair.b.op} in {second}")
+
+
+def _in_one_run(differences: Differences) -> Iterator[Otherwise]:
+    """Yield modules, and the script, that compute something in one run only: what comes of it may be less than rounding."""
+    found: list[dict[str, list[Node]]] = [{}, {}]
+    for by, first in zip(found, (True, False), strict=True):
+        for node in computing(differences.alignment.lone(first=first)):
+            if (node.kind, node.phase) == ("op", "forward"):
+                by.setdefault(node.module, []).append(node)
+    for module in (found[0].keys() | found[1].keys()) - (found[0].keys() & found[1].keys()):
+        chains = [in_chain(by[module]) if module in by else "none of these" for by in found]
+        yield Otherwise(module, *chains)
 
 
 def in_words(found: Collection[Otherwise]) -> str:

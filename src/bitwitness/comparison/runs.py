@@ -11,7 +11,7 @@ import numpy as np
 
 from bitwitness.comparison.align import Alignment, align, row_by_row, same_column, same_structure
 from bitwitness.comparison.allowance import group_agrees
-from bitwitness.comparison.batches import has_gradients, of_weights, other_batch, other_values
+from bitwitness.comparison.batches import has_gradients, of_weights, ordered_otherwise, other_batch, other_values
 from bitwitness.comparison.changes import changes
 from bitwitness.comparison.choices import choice_first
 from bitwitness.comparison.concluded import LISTED, conclude, name_lines, without_received
@@ -155,6 +155,9 @@ def _compare_step(
     if scale is not None or values is not None:
         kept_values = () if values is None else (values.changes, values.right)
         differences = Differences(frame_a, frame_b, alignment, known, *kept_values)
+    text, change = ("", 0.0) if values is None else ordered_otherwise(differences)
+    if text and _compared_by_weights(report, frame_a, frame_b, place, known, settings, text, change):
+        return
     search = SuspectSearch(differences, rank, step)
     found = list(search.suspects())
     kept = found if values is None else [one for one in map(values.refine, found) if one is not None]
@@ -219,9 +222,7 @@ def _is_given_another_batch(
     """Return whether two steps are given batches whose operators cannot be held side by side; compare what can be."""
     other = other_batch(a, b)
     text, change = (other, math.inf) if other else other_values(a, b)
-    if text and _compared_by_weights(report, a, b, place, known, settings, change):
-        report.note(f"step {place.step}: {text}; parameters, gradients and updates were compared, and nothing else")
-        report.given = report.given or text
+    if text and _compared_by_weights(report, a, b, place, known, settings, text, change):
         return True
     if other:
         report.unaligned.append(f"step {place.step}: {text}")
@@ -231,11 +232,19 @@ def _is_given_another_batch(
 
 
 def _compared_by_weights(
-    report: Report, a: StepFrame, b: StepFrame, place: Place, known: EarlierSteps, settings: Settings, change: float
+    report: Report,
+    a: StepFrame,
+    b: StepFrame,
+    place: Place,
+    known: EarlierSteps,
+    settings: Settings,
+    text: str,
+    change: float,
 ) -> bool:
     """Compare two steps by gradients and updates alone; return whether these agree within rounding.
 
-    ``change``: by how much the batch differs, of which next to nothing may be left; infinite where it has other shapes.
+    ``text``: how the batch differs. ``change``: by how much, of which next to nothing may be left; infinite where it has other
+    shapes.
 
     If they do not, the batch may have been another one, and nothing is said of them.
     """
@@ -250,6 +259,8 @@ def _compared_by_weights(
     known.named, known.read, known.noise = tried.named, tried.read, tried.noise
     known.add(a, b)
     _count(report, differences, search.settled)
+    report.note(f"step {place.step}: {text}; parameters, gradients and updates were compared, and nothing else")
+    report.given = report.given or text
     return True
 
 

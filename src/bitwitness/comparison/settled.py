@@ -84,6 +84,10 @@ class SettledModules:
         """
         return self._differences.a.text("name", pair.outputs[0][0]) in self._turned and self._some_are_transposed
 
+    def turns(self, gradient: Pair) -> bool:
+        """Return whether a gradient holds the same values in another order, and so does its weight, which is transposed."""
+        return gradient.a.parameter in self._turned and self._as_large(gradient) and self._some_are_transposed
+
     @cached_property
     def _some_are_transposed(self) -> bool:
         names = {name.rpartition(".")[0] or "." for name in self._turned}

@@ -8,9 +8,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from bitwitness.comparison.chains import Chain
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.frame import Floats, StepFrame
 from bitwitness.comparison.gradients import GradientChains
+from bitwitness.comparison.losses import loss_ratio
 
 _NEAR = 0.01
 """Relative deviation from a power of two up to which a loss scale is one."""
@@ -19,12 +21,33 @@ _SCALED = ("min", "max", "mean", "l2", "sketch")
 
 def loss_scale(differences: Differences) -> float | None:
     """Return how many times run B's loss scale is run A's, where both optimizers read gradients without it; None if equal."""
-    scale = GradientChains(differences).scaled_back()
+    chains = GradientChains(differences)
+    scale = chains.scaled_back() or _of_losses_alone(differences, chains)
     if scale is None:
         return None
     # As scalers' are; what is found of it in rounded gradients is off by a little.
     power = 2.0 ** round(math.log2(scale))
     return power if abs(scale / power - 1.0) < _NEAR else scale
+
+
+def _of_losses_alone(differences: Differences, chains: GradientChains) -> float | None:
+    """Return how many times run B's losses are run A's where gradients agree, of which nobody tells what the backward left.
+
+    A script may divide gradients in place, by the number of micro-batches, before anybody looks at them.
+    """
+    whole = all(_is_untouched(differences, chain) and chains.left_alike(chain) for chain in chains.chains)
+    ratio = loss_ratio(differences)
+    if differences.parted_before or not chains.chains or not whole or ratio is None or ratio <= 0.0:
+        return None
+    return ratio if abs(ratio - 1.0) > _NEAR else None
+
+
+def _is_untouched(differences: Differences, chain: Chain) -> bool:
+    """Return whether nothing is known to have happened to a gradient between the backward and the optimizer."""
+    for frame, rows in ((differences.a, chain.a), (differences.b, chain.b)):
+        if len({int(frame.value[row]) for row in rows if row is not None}) > 1:
+            return False
+    return True
 
 
 def without_scale(differences: Differences, scale: float) -> StepFrame:
