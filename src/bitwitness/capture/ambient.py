@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -97,12 +98,50 @@ def _set_decimals(wanted: tuple[Any, ...]) -> None:
         setattr(context, name, value)
 
 
+_PRECISIONS = (
+    "cudnn",
+    "mkldnn",
+    "cuda.matmul",
+    "cudnn.conv",
+    "cudnn.rnn",
+    "mkldnn.matmul",
+    "mkldnn.conv",
+    "mkldnn.rnn",
+)
+"""What in ``torch.backends`` holds a precision of float32's products, those first from which others take theirs."""
+_DENORMAL = 5e-324
+
+
+def _flushes_denormals() -> bool:
+    """Return whether this thread takes numbers too small for full precision as zero; torch can set that, and not tell it.
+
+    The processor's mode holds for Python's own numbers, too.
+    """
+    return _DENORMAL * 1.0 == 0.0
+
+
+def _precision_of_products() -> str | None:
+    """Return how float32's products are computed; None where a script has chosen it for each backend, and not for all."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
+
+
+def _set_precision_of_products(value: str | None) -> None:
+    if value is not None:
+        torch.set_float32_matmul_precision(value)
+
+
 _SWITCHES: tuple[_Switch, ...] = (
     (_decimals, _set_decimals),
+    (_flushes_denormals, torch.set_flush_denormal),
+    _attribute(torch.backends, "fp32_precision"),
+    *(_attribute(attrgetter(name)(torch.backends), "fp32_precision") for name in _PRECISIONS),
+    (_precision_of_products, _set_precision_of_products),
     (sys.getrecursionlimit, sys.setrecursionlimit),
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (torch.get_num_threads, torch.set_num_threads),
     (mkldnn_enabled, enable_mkldnn),
     *(_sdp(name) for name in ("flash", "mem_efficient", "math", "cudnn")),
@@ -139,7 +178,7 @@ class Ambient:
     def restored(self) -> Iterator[None]:
         """Let it hold for a while."""
         now = Ambient.read()
-        _set(self.settings, now.settings)
+        _set(self.settings)
         taken = [pop_function_mode() for _ in function_modes()]
         for mode in self.modes:
             push_function_mode(mode)
@@ -155,7 +194,7 @@ class Ambient:
                 pop_function_mode()
             for mode in reversed(taken):
                 push_function_mode(mode)
-            _set(now.settings, tuple(read() for read, _ in _SWITCHES))  # the forward may have changed them
+            _set(now.settings)
 
 
 def hooks_of_saving() -> Any:
@@ -163,7 +202,7 @@ def hooks_of_saving() -> Any:
     return saving_hooks(True)  # noqa: FBT003 - it takes no keyword
 
 
-def _set(wanted: tuple[Any, ...], present: tuple[Any, ...]) -> None:
-    for (_, put), value, there in zip(_SWITCHES, wanted, present, strict=True):
-        if value != there:
+def _set(wanted: tuple[Any, ...]) -> None:
+    for (read, put), value in zip(_SWITCHES, wanted, strict=True):
+        if value != read():  # which one that was set before may have changed
             put(value)

@@ -125,9 +125,9 @@ def write(thing: Any, held: Any, keys: frozenset[str] | None = None) -> None:
     elif isinstance(thing, deque):
         thing.clear()
         thing.extend(held)
-    elif isinstance(thing, set):
-        thing.clear()
-        thing.update(held)
+    elif isinstance(thing, set):  # what stays keeps its place
+        thing.difference_update(set(thing) - held)
+        thing.update(held - thing)
     else:
         _set_attributes(thing, held, keys)
 

@@ -59,6 +59,11 @@ class Container:
         return [] if same_items(self.held, now) else [""]
 
     @property
+    def exact(self) -> bool:
+        """Whether it can be put back as it was: which element a set gives next depends on all that it has given before."""
+        return not is_a(self.thing, set) or self.held <= read(self.thing)
+
+    @property
     def is_namespace(self) -> bool:
         """Whether its keys are names of places of their own."""
         return len(self.place) == 1
@@ -139,10 +144,11 @@ class Snapshot:
 
     def restore(self) -> list[str]:
         """Put all back; return the names of what could not be."""
+        lost = [one.name for one in self.containers if not one.exact]
         for one in self.containers:
             if one.changed():
                 write(one.thing, one.held, one.keys)
-        return [leaf.name for leaf in self.leaves if leaf.changed() and not leaf.restore()]
+        return lost + [leaf.name for leaf in self.leaves if leaf.changed() and not leaf.restore()]
 
 
 class SnapshotWalk:

@@ -108,8 +108,8 @@ class HeldState:
 
     def disturbed(self, what: str) -> None:
         """Say that a re-execution has changed something for good: none is made any more."""
-        self.disturbance = self.disturbance or what
-        self.refused = self.refused or what
+        if self.disturbance is None:
+            self.disturbance = self.refused = what
 
     def backward_begins(self) -> None:
         """Take what there is before a backward, whose functions and hooks may be the script's, as long as that is learned."""
@@ -135,6 +135,11 @@ class HeldState:
                     self.refused = (
                         f"{leaf.name} ({type(leaf.thing).__name__}) {what} in the forward, and cannot be put back"
                     )
+        given = next((one for one in before.containers if not one.exact), None)
+        if given is not None and self.refused is None:
+            self.refused = (
+                f"{given.name} (set) gives away elements in the forward; which comes next then cannot be put back"
+            )
         self._volatile |= {place[:2]: name for place, name in changed.items() if len(place) > 1}
         return new
 

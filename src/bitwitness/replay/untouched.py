@@ -87,7 +87,9 @@ class Untouched:
         new = self._held.learn(everything)
         lost = everything.restore() or list(around.changed().values())
         if lost:
-            self._held.disturbed(f"a re-execution changed {lost[0]}, which cannot be put back")
+            self._held.disturbed(
+                f"a re-execution changed {lost[0]}, which cannot be put back: the training's own numbers may be others since"
+            )
         if new:
             self.problem = (
                 f"a re-execution changes {', '.join(sorted(new)[:3])}, which had not been seen to change before"

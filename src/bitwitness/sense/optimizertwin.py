@@ -39,7 +39,7 @@ class Piece:
 
     def now(self, key: str, optimizer: Optimizer) -> torch.Tensor | None:
         """Return what is there now; ``key`` as in the optimizer's state, empty for the parameter itself."""
-        whole = self.parameter if not key else optimizer.state[self.parameter].get(key)
+        whole = self.parameter if not key else optimizer.state.get(self.parameter, {}).get(key)
         return _part(whole, self.parameter, self.start, self.end) if isinstance(whole, torch.Tensor) else None
 
 
