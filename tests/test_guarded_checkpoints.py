@@ -100,7 +100,7 @@ def damage(path: Path, content: torch.Tensor) -> None:
 
 def test_what_was_written_is_sealed_and_reads_without_a_word(written: Path) -> None:
     names = {str(one.relative_to(written)) for one in written.rglob("*seal.json")}
-    assert names == {"model.pt.seal.json", "model.safetensors.seal.json", "dcp/bitwitness.seal.json"}
+    assert names == {".model.pt.seal.json", ".model.safetensors.seal.json", "dcp/bitwitness.seal.json"}
     for one in ("model.pt", "model.safetensors", "dcp"):
         checked = bw.checkpoint.verify(written / one)
         assert (checked.intact, checked.tensors >= 4) == (True, True), str(checked)
@@ -162,15 +162,15 @@ def test_a_file_written_again_has_a_new_seal_and_seals_follow_their_files(tmp_pa
         for factor in (1.0, 2.0):
             torch.save({"w": torch.full((5000,), factor)}, tmp_path / "model.pt")
         until = time.monotonic() + 30
-        while not (tmp_path / "model.pt.seal.json").exists() and time.monotonic() < until:
+        while not (tmp_path / ".model.pt.seal.json").exists() and time.monotonic() < until:
             time.sleep(0.01)
         (tmp_path / "model.pt").rename(tmp_path / "kept.pt")
         (tmp_path / "part").mkdir()
         torch.save({"w": torch.ones(5000)}, tmp_path / "part" / "in.pt")
         (tmp_path / "part").rename(tmp_path / "whole")
     assert sorted(str(one.relative_to(tmp_path)) for one in tmp_path.rglob("*.json")) == [
-        "kept.pt.seal.json",
-        "whole/in.pt.seal.json",
+        ".kept.pt.seal.json",
+        "whole/.in.pt.seal.json",
     ]
     assert bw.checkpoint.verify(tmp_path / "whole" / "in.pt").intact
     assert not [one for one in training.said if isinstance(one, Finding | Verdict)]
@@ -194,7 +194,7 @@ def test_a_file_that_is_renamed_while_it_is_looked_for_is_sealed_under_its_new_n
         assert looked_for.wait(30)
         os.replace(tmp_path / "part", tmp_path / "model.pt")  # noqa: PTH105 - as scripts do
         renamed.set()
-    assert (tmp_path / "model.pt.seal.json").exists()
+    assert (tmp_path / ".model.pt.seal.json").exists()
 
 
 def test_what_is_changed_between_memory_and_disk_is_told_and_not_sealed(
@@ -210,7 +210,7 @@ def test_what_is_changed_between_memory_and_disk_is_told_and_not_sealed(
     with Trained() as training:
         torch.save({"w": torch.arange(5000.0)}, tmp_path / "model.pt")
     assert "read back 'w' (1 in all) is not what it was in memory" in training.told(Finding)[0]
-    assert not (tmp_path / "model.pt.seal.json").exists()
+    assert not (tmp_path / ".model.pt.seal.json").exists()
 
 
 def test_it_can_be_turned_off(tmp_path: Path, originals: None) -> None:
@@ -218,7 +218,7 @@ def test_it_can_be_turned_off(tmp_path: Path, originals: None) -> None:
     (tmp_path / "off.toml").write_text("[seal]\ncheckpoints = false\n")
     with Trained(config=tmp_path / "off.toml") as training:
         torch.save(training.net.state_dict(), tmp_path / "model.pt")
-    assert not (tmp_path / "model.pt.seal.json").exists()
+    assert not (tmp_path / ".model.pt.seal.json").exists()
 
 
 SCRIPT = """
@@ -246,7 +246,7 @@ def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
 def test_a_script_goes_on_or_is_stopped_as_configured(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     first = run(tmp_path)
-    assert (first.returncode, (tmp_path / "model.pt.seal.json").exists()) == (0, True), first.stderr
+    assert (first.returncode, (tmp_path / ".model.pt.seal.json").exists()) == (0, True), first.stderr
     flip(tmp_path / "model.pt", 2000)
     stopped = run(tmp_path, "--act", "protect")
     assert (stopped.returncode, stopped.stdout) == (17, ""), stopped.stderr

@@ -132,7 +132,7 @@ def test_the_command_line_answers_with_its_exit_code(folder: Path, capsys: pytes
     assert said["status"] == "findings"
     assert said["damage"][0]["tensor"] == "a.weight"
     assert main(["checkpoint", "verify", str(folder / "none")]) == 2
-    Path(path + ".seal.json").unlink()
+    (folder / ".model.safetensors.seal.json").unlink()
     assert main(["checkpoint", "verify", path]) == 3
     assert "has no seal" in capsys.readouterr().err
     assert main(["checkpoint", "seal", path, "-q"]) == 0 == main(["checkpoint", "verify", path, "-q"])
@@ -156,7 +156,7 @@ BAD_FIELDS = {
 
 
 def test_a_hostile_seal_is_refused_in_one_line(folder: Path) -> None:
-    place = folder / "model.pt.seal.json"
+    place = folder / ".model.pt.seal.json"
     good = json.loads(place.read_text())
     good.pop("crc")
     texts = list(HOSTILE.values())

@@ -1,6 +1,6 @@
 """A seal: what a checkpoint's files and tensors were when they were written, as JSON beside them.
 
-    model.pt.seal.json              of a file, beside it
+    .model.pt.seal.json             of a file, beside it: hidden from a script that takes the newest of its files
     CHECKPOINT/bitwitness.seal.json of a folder, in it
     CHECKPOINT/bitwitness.seal-00003.json   what rank 3 wrote of a folder that several ranks wrote
 
@@ -92,7 +92,7 @@ class Manifest:
 
 def seal_of(path: Path) -> Path:
     """Return where the seal of a checkpoint is."""
-    return path / IN_FOLDER if path.is_dir() else path.with_name(path.name + BESIDE)
+    return path / IN_FOLDER if path.is_dir() else path.with_name(f".{path.name}{BESIDE}")
 
 
 def part_of(folder: Path, rank: int) -> Path:

@@ -22,8 +22,8 @@ class ReplicasConfig(Validated):
 class SealConfig(Validated):
     """Parameters and optimizer state between the end of a step and the next use of gradients; checkpoints on disk.
 
-    ``every``: of the former, as for replicas. ``checkpoints``: seal those that the script writes (a file ``….seal.json``
-    beside each), verify those that it reads.
+    ``every``: of the former, as for replicas. ``checkpoints``: seal those that the script writes (a hidden file
+    ``.….seal.json`` beside each), verify those that it reads.
     """
 
     enabled: bool = True

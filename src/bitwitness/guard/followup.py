@@ -60,9 +60,8 @@ class FollowUp:
                 return False  # numbers that were proven wrong teach the sensors nothing
             self.sensors.exact.dismissed(findings)
             self.sensors.operators.dismissed(findings, proven=cause is Cause.DISMISSED)
-        if hit and not blamed:
-            with self.ranks.together():
-                self.investigation.tracing.hit(record, light)
+        if hit and not blamed and not self._hit(step, light):
+            return False
         for finding in self.sensors.operators.ranges(light) if deep else ():
             self.investigation.tracing.tell(finding)
         if calibrating:
@@ -70,6 +69,14 @@ class FollowUp:
                 self.investigation.calibrate(record, self._original(step), light)
         self._learn(light, false_alarm=by_history, hit=hit)
         return not suspicious and not hit and not calibrating
+
+    def _hit(self, step: CompleteStep, light: LightStep) -> bool:
+        """Have a step traced that is not finite; return whether its numbers are what the device makes of it."""
+        with self.ranks.together():
+            findings = self.investigation.tracing.hit(step.record, light)
+            if findings is None:
+                return True
+            return self.investigation.question(step.record, self._original(step), findings, light) in NO_FAULT
 
     def _learn(self, light: LightStep, *, false_alarm: bool, hit: bool) -> None:
         if not hit:

@@ -62,6 +62,8 @@ class Tracing:
         self._since = BadSince()
         self._said: set[str] = set()
         self._hit_at: int | None = None
+        self._came_once = False
+        """Whether the step that was traced last is not finite here, and finite when it is run again."""
 
     def use(self, replayer: Replayer) -> None:
         """Run steps again by another replayer: other parameters of the same root are trained."""
@@ -84,9 +86,14 @@ class Tracing:
         if not known and not light.finite:
             self._hit_at = light.step
 
-    def hit(self, record: StepRecord, light: LightStep) -> None:
-        """Take a step that is not finite on some rank; trace it unless too many were. Collective: all ranks count alike."""
+    def hit(self, record: StepRecord, light: LightStep) -> list[Finding] | None:
+        """Take a step that is not finite on some rank; trace it unless too many were. Collective: all ranks count alike.
+
+        Return what of an overflow that a scaler would skip is to be questioned all the same, for it is finite when it is run
+        again on some rank; None if there is nothing.
+        """
         self.hits += 1
+        self._came_once = False
         told: list[Told] = []
         if self._due(light):
             # A gradient scaler finds its scale by overflows, and skips such steps.
@@ -95,6 +102,11 @@ class Tracing:
             finding = self.scaling.overflowed(light.step, light.scale, light.rank, told)
             if finding is not None:
                 self.tell(finding)
+        if not light.scaled or not told or not bool(self._ranks.max(torch.tensor([int(self._came_once)]))):
+            return None
+        text = f"not finite under a gradient scaler, and finite when it is run again: {symptom(light)}"
+        site = Site(".", "loss", 0, "forward", "out0")
+        return [finding_of(light, site, Severity.WARNING, text, {})] if self._came_once else []
 
     def _due(self, light: LightStep) -> bool:
         if not light.scaled:
@@ -221,6 +233,9 @@ class Tracing:
             self._reporter.once(f"step {light.step} is not finite, by operators that mode {mode!r} does not look at")
             return []
         if here:
+            self._came_once = trace.problem is None and not trace.targets
+            if self._came_once and light.scaled:
+                return []  # the verdict says it
             return [unexplained(trace, record, light, self._replayer, severity)]
         unknown = [one for one in told if one.kind is Kind.UNKNOWN]
         if light.reduced and unknown:
