@@ -111,7 +111,12 @@ def decide(rows: Sequence[Agreement], *, reproducible: bool) -> Judgement:
         reason = (
             "a result differed once, and by no more than another algorithm or a nondeterministic kernel may make it"
         )
-        if all(rows[device].never_repeated for device in tally.wrong):
+        if _only_a_replay(tally, rows):
+            reason = (
+                "a re-execution came out otherwise once, and another gave the training's own result: it may have read memory that "
+                "nobody had written (torch.empty), or a nondeterministic kernel, or a fault have struck it"
+            )
+        elif all(rows[device].never_repeated for device in tally.wrong):
             reason = (
                 "no step of this kind has been replayed with the training's own result yet, or not since one "
                 "was not: the script "
@@ -209,12 +214,21 @@ def _device_cause(device: int, found: list[tuple[int, int, Match]], rows: Sequen
     row = rows[device]
     if row.never_repeated and found[0][:2] == (device, 0) and len(found) == 1:
         return Cause.INCONCLUSIVE  # the training alone differs: the script may do what no replay repeats
+    if _only_a_replay(tally, rows):
+        return (
+            Cause.INCONCLUSIVE
+        )  # the training's own result stands, and one process accuses nobody by its replays alone
     near_only = all(how is Match.NEAR for _, _, how in found)
     if near_only and not row.proven_by_checksum:
         return Cause.INCONCLUSIVE  # a kernel that does not repeat its bits does that
     if len(found) == 1 and device not in tally.unresolved:
         return Cause.TRANSIENT_HARDWARE
     return Cause.PERSISTENT_HARDWARE if len(rows) > 1 else Cause.INCONCLUSIVE
+
+
+def _only_a_replay(tally: _Tally, rows: Sequence[Agreement]) -> bool:
+    """Return whether all that one process alone gave wrongly is a re-execution, and not what it trained with."""
+    return len(rows) == 1 and all(execution for found in tally.wrong.values() for _, execution, _ in found)
 
 
 def _far(tally: _Tally, convicted: Mapping[int, Cause]) -> bool:
