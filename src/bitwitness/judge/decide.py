@@ -113,8 +113,8 @@ def decide(rows: Sequence[Agreement], *, reproducible: bool) -> Judgement:
         )
         if _only_a_replay(tally, rows):
             reason = (
-                "a re-execution came out otherwise once, and another gave the training's own result: it may have read memory that "
-                "nobody had written (torch.empty), or a nondeterministic kernel, or a fault have struck it"
+                "a re-execution came out otherwise once, and another gave the training's own result: it may have read memory "
+                "that nobody had written (torch.empty), or a nondeterministic kernel, or a fault have struck it"
             )
         elif all(rows[device].never_repeated for device in tally.wrong):
             reason = (
