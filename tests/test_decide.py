@@ -55,6 +55,14 @@ def test_one_odd_training_result_is_a_transient_and_can_be_healed(size: int) -> 
     assert (found.cause, found.ranks, found.heal) == (Cause.TRANSIENT_HARDWARE, (size - 1,), True)
 
 
+@pytest.mark.parametrize("execution", [1, 2])
+def test_one_process_is_not_convicted_for_a_re_execution_of_its_own(execution: int) -> None:
+    # a script may read memory that nobody has written: what it trained with was repeated, so it stands
+    found = run(1, {(0, execution): "bad"})
+    assert (found.cause, found.weak) == (Cause.INCONCLUSIVE, True)
+    assert "another gave the training's own result" in found.reason
+
+
 @pytest.mark.parametrize("size", [3, 4, 8])
 def test_a_device_that_always_errs_is_persistent_whichever_it_is(size: int) -> None:
     for culprit in range(size):
