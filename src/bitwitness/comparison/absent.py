@@ -132,7 +132,7 @@ def _come_to_the_same(differences: Differences) -> set[str]:
     An optimizer may hold another one, that is told of, too.
     """
     names = {pair.a.module: pair.b.module for pair in differences.alignment.pairs if pair.a.kind == "optimizer"}
-    first, second = _last_updates(differences.a), _last_updates(differences.b)
+    first, second = last_updates(differences.a), last_updates(differences.b)
     both = [(name, other) for name, other in names.items() if name in first and other in second]
     if not both:
         return set()
@@ -141,7 +141,8 @@ def _come_to_the_same(differences: Differences) -> set[str]:
     return {name for pair, change in zip(both, found, strict=True) if change <= limit for name in pair}
 
 
-def _last_updates(frame: StepFrame) -> dict[str, int]:
+def last_updates(frame: StepFrame) -> dict[str, int]:
+    """Return the row of each parameter's last update, by its name."""
     return {node.module: node.outputs[0] for node in frame.nodes if node.kind == "optimizer" and node.outputs}
 
 

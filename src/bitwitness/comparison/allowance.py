@@ -24,7 +24,8 @@ from bitwitness.oracle.recorded import arguments
 # Factors before the terms of `allowed`. Wider ones name fewer operators that are innocent, and overlook smaller differences;
 # tests/test_compare.py holds them to both: sums in another order must not be named, planted differences must.
 _ROUNDED = 8.0  # of the result's own unit roundoff: extremes of many elements differ by more than one alone
-_PRODUCT = 4.0  # the same of products of equal matrices, which are added up in float32: a step of the last bit is two
+_EQUAL = 3.0  # the same of a coarse dtype, of equal inputs: computed in float32 and rounded once, a step of the last bit is two
+_COARSE = 2.0**-12  # from which unit roundoff on that counts
 _SUM = 4.0  # of what the order of summation leaves: the worst of many sums, not the usual one
 # Of what the inputs' changes explain, where the operator's formula is known. Statistics estimate those to within a few times.
 _CARRIED = 8.0
@@ -102,10 +103,10 @@ def allowed(a: StepFrame, b: StepFrame, pair: Pair, out: int, carried: Sequence[
     sums = pair.a.kind == "module" and not (pair.a.phase == "forward" and a.computed == b.computed)
     accumulated = max(min(own or wide, 2.0**-24) or 2.0**-24, inside if sums else 0.0)
     size, change, op = max(rms(a, row_a), rms(b, row_b)), max(carried, default=0.0), canonical(pair.a.op)
+    rounded = _EQUAL if pair.a.kind == "op" and not change and own > _COARSE else _ROUNDED
     if pair.a.kind == "op" and op in PRODUCTS:
         terms, scale = _contraction(a, pair)
         cancelled = max(1.0, scale / size) if size else 1.0
-        rounded = _ROUNDED if change else _PRODUCT
         return rounded * own + cancelled * (_SUM * accumulated * math.sqrt(terms) + _CARRIED * sum(carried))
     if _is_sum(a, pair, row_a, op):
         factor = _sum(a, pair, row_a, op, size)
@@ -114,7 +115,7 @@ def allowed(a: StepFrame, b: StepFrame, pair: Pair, out: int, carried: Sequence[
                 accumulated, own
             )  # torch's layer norm on a CPU adds up its weight's gradient in the dtype itself
         return _ROUNDED * own + factor * (change + accumulated)
-    return _ROUNDED * own + _generic(a, pair, op, size) * (_GENERIC * accumulated + _CARRIED_GENERIC * change)
+    return rounded * own + _generic(a, pair, op, size) * (_GENERIC * accumulated + _CARRIED_GENERIC * change)
 
 
 def _is_sum(frame: StepFrame, pair: Pair, row: int, op: str) -> bool:

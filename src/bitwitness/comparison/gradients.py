@@ -140,7 +140,7 @@ class GradientChains:
         if first is not None and second is not None:
             # Beside what happens to all gradients of a run, as a clipping does.
             x, y = first / self._usual[0], second / self._usual[1]
-            if abs(x - y) <= self._limit() * max(abs(x), abs(y)):
+            if abs(x - y) <= self._limit(within=True) * max(abs(x), abs(y)):
                 return None
         return first, second
 
@@ -195,10 +195,10 @@ class GradientChains:
         agreeing = sum(abs(one - middle) <= max(self._limit(), least) * abs(middle) for one in known)
         return middle if agreeing >= most * len(found) else None
 
-    def _limit(self) -> float:
+    def _limit(self, *, within: bool = False) -> float:  # within each run no other precision rounds
         i, j = (self._weighty or self.chains)[0].a[1], (self._weighty or self.chains)[0].b[1]
         assert i is not None and j is not None  # noqa: S101, PT018 - of a weighty one
-        return 2 * max(tolerance(self._a, i, self._b, j), self._noise)
+        return 2 * max(tolerance(self._a, i, self._b, j), 0.0 if within else self._noise)
 
     @property
     def _noise(self) -> float:

@@ -164,9 +164,10 @@ class Report:
         if not self.differing:
             return f"no difference: everything that was compared is equal{lone}{unread}"
         if self.exceeding:
+            other = f"; {in_words(self.otherwise)}" if self.precisions and self.otherwise else ""
             return (
                 f"the runs differ by more than rounding, first at {self.exceeding[0]}, and what made it was not recorded: "
-                f"{self._hint}{lone}{unread}"
+                f"{self._hint}{other}{lone}{unread}"
             )
         return f"{self._rounding_only}{lone}{unread}"
 

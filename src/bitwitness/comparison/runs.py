@@ -9,9 +9,10 @@ from functools import partial
 
 import numpy as np
 
-from bitwitness.comparison.align import Alignment, align, row_by_row, same_column, same_structure
+from bitwitness.comparison.align import align, row_by_row, same_column, same_structure
 from bitwitness.comparison.allowance import group_agrees
 from bitwitness.comparison.batches import has_gradients, of_weights, ordered_otherwise, other_batch, other_values
+from bitwitness.comparison.betweensteps import written_between
 from bitwitness.comparison.changes import changes
 from bitwitness.comparison.choices import choice_first
 from bitwitness.comparison.concluded import LISTED, conclude, name_lines, without_received
@@ -29,12 +30,13 @@ from bitwitness.comparison.parts import models_of, recorded_in_parts
 from bitwitness.comparison.relation import in_times
 from bitwitness.comparison.report import Report
 from bitwitness.comparison.settled import SettledModules
-from bitwitness.comparison.suspect import EarlierSteps
+from bitwitness.comparison.suspect import EarlierSteps, Suspect
 from bitwitness.comparison.suspects import SuspectSearch
 from bitwitness.comparison.uncompared import uncompared
 from bitwitness.comparison.unscaled import loss_scale, without_scale
 from bitwitness.comparison.unseen import changed_past_torch
-from bitwitness.comparison.values import KeptValues, Side
+from bitwitness.comparison.values import KeptValues, Side, kept_values
+from bitwitness.comparison.whole import beyond_precision
 from bitwitness.store.reader import absent_ranks
 from bitwitness.store.source import Source
 
@@ -150,23 +152,23 @@ def _compare_step(
             "compared as if it were not"
         )
     report.problems += uncompared(frame_a, frame_b, alignment, place)
-    values = _values(Side(a, frame_a, rank), Side(b, frame_b, rank), alignment)
+    values = kept_values(Side(a, frame_a, rank), Side(b, frame_b, rank), alignment)
     differences = first_look
     if scale is not None or values is not None:
-        kept_values = () if values is None else (values.changes, values.right)
-        differences = Differences(frame_a, frame_b, alignment, known, *kept_values)
+        by_values = () if values is None else (values.changes, values.right)
+        differences = Differences(frame_a, frame_b, alignment, known, *by_values)
     text, change = ("", 0.0) if values is None else ordered_otherwise(differences)
     if text and _compared_by_weights(report, frame_a, frame_b, place, known, settings, text, change):
         return
     search = SuspectSearch(differences, rank, step)
-    found = list(search.suspects())
+    between = list(written_between(differences, rank, step))
+    found = [*between, *search.suspects()]
     kept = found if values is None else [one for one in map(values.refine, found) if one is not None]
     kept = changed_past_torch(kept, differences)
     kept = choice_first([with_module(one, search.apart, differences) for one in kept], differences)
     kept = [in_recomputation(one) for one in cause_first(kept, differences)]
-    apart = [one for one in search.apart.values() if not search.settled.leave_nothing_of(one.change)]
-    if not kept and apart:
-        kept, known.parted = apart[:1], True
+    known.parted |= bool(between)
+    kept = kept or _without_operator(search, differences, place)
     if found and not kept and not search.exceeding:
         known.parted = differences.parted_before  # float64 told that there was nothing
     report.suspects += kept
@@ -174,6 +176,15 @@ def _compare_step(
     for sink in sinks:
         sink(rank, step, differences, values)
     known.add(frame_a, frame_b)
+
+
+def _without_operator(search: SuspectSearch, differences: Differences, place: Place) -> list[Suspect]:
+    """Return, of a step in which no operator is to blame, a module that returns something else; note what the whole shows."""
+    apart = [one for one in search.apart.values() if not search.settled.leave_nothing_of(one.change)]
+    if not apart and not search.exceeding:
+        search.exceeding += beyond_precision(differences, place.rank, place.step)
+    differences.earlier.parted |= bool(apart or search.exceeding)
+    return apart[:1]
 
 
 def _begins_apart(differences: Differences) -> bool:
@@ -205,15 +216,6 @@ def _nothing_differs(a: StepFrame, b: StepFrame) -> bool:
         return False
     every = np.arange(a.size)
     return not changes(a, b, every, every).any()
-
-
-def _values(a: Side, b: Side, alignment: Alignment) -> KeptValues | None:
-    """Compare the values themselves, where both runs kept them."""
-    values = KeptValues(a, b)
-    if not values.any:
-        return None
-    values.compare(rows for pair in alignment.pairs for rows in (*pair.inputs, *pair.outputs))
-    return values
 
 
 def _is_given_another_batch(

@@ -182,9 +182,9 @@ class SuspectSearch:
     def _own(self, pair: Pair, worst: float, explained: float, *, clean: bool) -> Suspect | None:
         """Return a node as a suspect whose inputs are no reason of its difference."""
         reason = self._own_reasons.of(pair, worst, explained)
-        # An update follows what happened to all gradients, unless it has another learning rate or the like.
-        if pair.a.kind == "optimizer" and self._updates.cause and (reason is None or reason.kind == "computed"):
-            return None
+        follows = pair.a.kind == "optimizer" and (self._updates.cause or self.differences.is_cancelled(pair))
+        if follows and (reason is None or reason.kind == "computed"):
+            return None  # of what happened to all gradients, unless it has another learning rate or the like
         if reason is None:
             if worst > explained and not self.differences.is_cancelled(pair) and not self.settled.holds(pair):
                 self.exceeding.append(self._exceeding(pair, worst, explained))

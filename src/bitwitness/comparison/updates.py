@@ -57,7 +57,9 @@ class Updates:
         """Return the change up to which a value that stands alone may differ: noise, and what its maker handed on."""
         differences = self._differences
         made = differences.made_change(pair.outputs[0][0])
-        return max(_GRADIENT, differences.noise_limit(), FOLLOWED * made, self._of_precision)
+        own = 0.0 if differences.has_operators else differences.roundoff(*pair.outputs[0])
+        unseen = min(_COARSE * own, _REWRITTEN) if own > FINE else 0.0  # nobody knows how modules are written
+        return max(_GRADIENT, differences.noise_limit(), FOLLOWED * made, self._of_precision, unseen)
 
     @cached_property
     def _of_precision(self) -> float:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from bitwitness.comparison.align import Pair
+from bitwitness.comparison.align import Alignment, Pair
 from bitwitness.comparison.frame import Node, StepFrame
 from bitwitness.comparison.order import order_in_words
 from bitwitness.comparison.suspect import Suspect
@@ -208,3 +208,12 @@ def _change(metrics: ErrorMetrics, frame: StepFrame, row: int) -> float:
 
 def _times(ratio: float) -> str:
     return f"{ratio:.3g} times" if math.isfinite(ratio) else "infinitely more than"
+
+
+def kept_values(a: Side, b: Side, alignment: Alignment) -> KeptValues | None:
+    """Compare the values themselves, where both runs kept them."""
+    values = KeptValues(a, b)
+    if not values.any:
+        return None
+    values.compare(rows for pair in alignment.pairs for rows in (*pair.inputs, *pair.outputs))
+    return values
