@@ -11,6 +11,7 @@ from bitwitness.comparison.inside import APART
 from bitwitness.comparison.otherwise import computing
 from bitwitness.comparison.settled import SettledModules
 from bitwitness.comparison.suspect import Suspect
+from bitwitness.comparison.unscaled import multiplies_one_number
 from bitwitness.oracle.names import canonical
 
 _HARMLESS = ("missing", "computed", "unknown", "view")
@@ -80,6 +81,8 @@ class Harmless:
             return True  # float64 for float32, which shows in nothing else
         if pair.a.kind == "gradient" and suspect.reason == "unknown" and self._settled.turns(pair):
             return True
+        if suspect.reason == "argument" and self._is_scale(pair):
+            return True
         if pair.a.kind == "op" and suspect.reason in _WRITTEN and self._settled.leave_nothing_of(suspect.change):
             return True
         if not (
@@ -103,6 +106,10 @@ class Harmless:
         pairs = (self._differences.dtypes(*rows) for rows in (*pair.inputs, *pair.outputs))
         dtypes = {dtype.removeprefix("torch.") for found in pairs for dtype in found if "float" in dtype}
         return dtypes <= {"float32", "float64"}
+
+    def _is_scale(self, pair: Pair) -> bool:
+        """Return whether a single number is multiplied by what was found to be a scale of the loss, and taken out."""
+        return self._differences.b.factors is not None and multiplies_one_number(self._differences.a, pair.a)
 
     def _is_written(self, pair: Pair, suspect: Suspect) -> bool:
         """Return whether other arguments may be a way of writing.

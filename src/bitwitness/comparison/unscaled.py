@@ -8,14 +8,17 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from bitwitness.comparison.align import Pair
 from bitwitness.comparison.chains import Chain
 from bitwitness.comparison.differences import Differences
-from bitwitness.comparison.frame import Floats, StepFrame
+from bitwitness.comparison.frame import Floats, Node, StepFrame
 from bitwitness.comparison.gradients import GradientChains
 from bitwitness.comparison.losses import loss_ratio
+from bitwitness.oracle.names import canonical
 
 _NEAR = 0.01
 """Relative deviation from a power of two up to which a loss scale is one."""
+_MULTIPLY = ("mul", "div")
 _SCALED = ("min", "max", "mean", "l2", "sketch")
 
 
@@ -39,7 +42,27 @@ def _of_losses_alone(differences: Differences, chains: GradientChains) -> float 
     ratio = loss_ratio(differences)
     if differences.parted_before or not chains.chains or not whole or ratio is None or ratio <= 0.0:
         return None
-    return ratio if abs(ratio - 1.0) > _NEAR else None
+    return ratio if abs(ratio - 1.0) > _NEAR and _may_be_multiplied(differences) else None
+
+
+def _may_be_multiplied(differences: Differences) -> bool:
+    """Return whether single numbers are multiplied otherwise in each run, as by the micro-batches, if that was recorded."""
+    alignment, frames = differences.alignment, (differences.a, differences.b)
+    nodes = [(frames[not first], node) for first in (True, False) for node in alignment.lone(first=first)]
+    nodes += [(frames[0], pair.a) for pair in alignment.pairs if has_other_arguments(differences, pair)]
+    return not differences.has_operators or any(multiplies_one_number(*one) for one in nodes)
+
+
+def multiplies_one_number(frame: StepFrame, node: Node) -> bool:
+    """Return whether a node multiplies a single number, as a loss is by a scale or a share."""
+    is_one = (node.kind, node.phase) == ("op", "forward") and canonical(node.op) in _MULTIPLY
+    return is_one and bool(node.outputs) and all(frame.count[row] == 1 for row in node.outputs)
+
+
+def has_other_arguments(differences: Differences, pair: Pair) -> bool:
+    """Return whether an operator was called with other numbers in each run."""
+    args = [frame.text("args", node.rows[0]) for frame, node in ((differences.a, pair.a), (differences.b, pair.b))]
+    return pair.a.kind == "op" and args[0] != args[1]
 
 
 def _is_untouched(differences: Differences, chain: Chain) -> bool:
