@@ -211,6 +211,19 @@ def test_what_is_exact_within_a_run_is_seen_behind_another_precision(tmp_path: P
     assert said in report.conclusion, report.conclusion
 
 
+def test_kept_values_tell_which_operator_is_wrong_behind_another_precision(tmp_path: Path) -> None:
+    a = recorded(tmp_path / "a", content="tensors")
+    fault = {"kind": "multiply", "site": "layers.1.up/addmm:forward", "pattern": "all", "factor": 1.1}
+    with FaultyDevice(from_mapping({"fault": [fault]})) as device:
+        b = recorded(tmp_path / "b", dtype=torch.bfloat16, content="tensors")
+    assert device.fired
+    report = bw.compare(a, b)
+    assert report.conclusion.startswith("the runs part at layers.1.up/addmm#0:forward.out0 (rank 0, step 0)"), (
+        report.conclusion
+    )
+    assert "run B computed it wrongly" in report.conclusion
+
+
 def test_another_precision_alone_is_rounding(tmp_path: Path) -> None:
     report = bw.compare(recorded(tmp_path / "a"), recorded(tmp_path / "b", dtype=torch.bfloat16))
     assert report.status == "fine", report.conclusion

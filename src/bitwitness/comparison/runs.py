@@ -18,6 +18,7 @@ from bitwitness.comparison.choices import choice_first
 from bitwitness.comparison.concluded import LISTED, conclude, name_lines, without_received
 from bitwitness.comparison.conditions import conditions
 from bitwitness.comparison.differences import Differences
+from bitwitness.comparison.doubted import contradicted
 from bitwitness.comparison.drift import DriftBeside
 from bitwitness.comparison.exchanged import name_not_exchanged
 from bitwitness.comparison.frame import Node, StepFrame
@@ -168,7 +169,7 @@ def _compare_step(
     kept = choice_first([with_module(one, search.apart, differences) for one in kept], differences)
     kept = [in_recomputation(one) for one in cause_first(kept, differences)]
     known.parted |= bool(between)
-    kept = kept or _without_operator(search, differences, place)
+    kept = kept or _without_operator(search, differences, values, place)
     if found and not kept and not search.exceeding:
         known.parted = differences.parted_before  # float64 told that there was nothing
     report.suspects += kept
@@ -178,9 +179,12 @@ def _compare_step(
     known.add(frame_a, frame_b)
 
 
-def _without_operator(search: SuspectSearch, differences: Differences, place: Place) -> list[Suspect]:
+def _without_operator(
+    search: SuspectSearch, differences: Differences, values: KeptValues | None, place: Place
+) -> list[Suspect]:
     """Return, of a step in which no operator is to blame, a module that returns something else; note what the whole shows."""
-    apart = [one for one in search.apart.values() if not search.settled.leave_nothing_of(one.change)]
+    wrong = contradicted(differences, values, place.rank, place.step)
+    apart = wrong or [one for one in search.apart.values() if not search.settled.leave_nothing_of(one.change)]
     if not apart and not search.exceeding:
         search.exceeding += beyond_precision(differences, place.rank, place.step)
     differences.earlier.parted |= bool(apart or search.exceeding)
