@@ -188,6 +188,14 @@ def test_an_operator_of_equal_inputs_does_not_pass_for_rounding_of_bfloat16(
     )
 
 
+def test_a_loss_is_named_where_modules_alone_were_recorded(tmp_path: Path) -> None:
+    report = bw.compare(
+        recorded(tmp_path / "a", level="modules"), recorded(tmp_path / "b", loss=tempered, level="modules")
+    )
+    assert report.conclusion.startswith("the runs part at ./loss#0:forward.value (rank 0, step 0): the loss differs")
+    assert "what the modules return agrees: it is computed otherwise, or of other targets" in report.conclusion
+
+
 def weaker(model: nn.Module, _: int) -> None:
     model.layers[0].down.weight.grad.data.mul_(0.9)
 

@@ -59,7 +59,7 @@ class SuspectSearch:
         self.settled = SettledModules(differences)
         self._harmless = Harmless(differences, self.settled)
         self._out = 0  # which of its results the node that is looked at differs in most
-        self._updates = Updates(differences, self._reasons)
+        self._updates = Updates(differences, self._reasons, self.settled)
         self.exceeding: list[Exceeding] = []
         """What differs by more than is explained, and has no reason of its own, in order."""
         self.cleared = 0

@@ -14,6 +14,7 @@ from bitwitness.comparison.ownranks import CHANGES_ITS_OWN, changed_before
 from bitwitness.comparison.reason import Reason
 from bitwitness.comparison.reasons import Reasons
 from bitwitness.comparison.relation import and_so, in_words, in_words_of_link
+from bitwitness.comparison.settled import SettledModules
 
 _GRADIENT = 1e-3
 """Relative change by which a gradient of which nothing else is known may differ.
@@ -36,7 +37,7 @@ class Updates:
 
     Parameters
     ----------
-    differences, reasons
+    differences, reasons, settled
         Of the step.
 
     Attributes
@@ -46,9 +47,10 @@ class Updates:
 
     """
 
-    def __init__(self, differences: Differences, reasons: Reasons) -> None:
+    def __init__(self, differences: Differences, reasons: Reasons, settled: SettledModules) -> None:
         self._differences = differences
         self._reasons = reasons
+        self._settled = settled
         self._chains = GradientChains(differences)
         self._chain_of = {chain.name: chain for chain in self._chains.chains}
         self.cause = self._chains.cause()
@@ -96,8 +98,21 @@ class Updates:
         if any(self._differences.makers.lone(row_a, row_b)):
             return self._reasons.of_lone(pair, row_a, row_b)
         if pair.a.kind != "gradient":
-            return None
+            return self._of_loss(pair)
         return self._edited(pair.a.parameter) or self._reasons.of_value(row_a, row_b)
+
+    def _of_loss(self, pair: Pair) -> Reason | None:
+        """Return that a loss is computed otherwise of what the modules return, where that agrees and no operators tell."""
+        differences = self._differences
+        if (
+            (pair.a.kind, pair.a.op) != ("saved", "loss")
+            or differences.has_operators
+            or not self._settled.forward_agrees
+        ):
+            return None
+        words = in_words(differences.a, differences.b, *pair.outputs[0])
+        text = f"the loss differs ({words}), and what the modules return agrees: it is computed otherwise, or of other targets"
+        return Reason("loss", text)
 
     def of_update(self, pair: Pair) -> Reason | None:
         """Return what an update is to blame on its gradient for: one run lacks it, or has edited it after the backward."""
