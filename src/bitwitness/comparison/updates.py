@@ -8,6 +8,7 @@ from statistics import median
 
 from bitwitness.comparison.align import Pair
 from bitwitness.comparison.decayed import decayed_by_hand
+from bitwitness.comparison.describe import RECORD_OPERATORS
 from bitwitness.comparison.differences import FINE, FOLLOWED, Differences
 from bitwitness.comparison.gradients import GradientChains
 from bitwitness.comparison.ownranks import CHANGES_ITS_OWN, changed_before
@@ -107,8 +108,8 @@ class Updates:
         if not is_loss or self.cause is not None or differences.has_operators or not self._settled.forward_agrees:
             return None
         words = in_words(differences.a, differences.b, *pair.outputs[0])
-        text = f"the loss differs ({words}), and what the modules return agrees: it is computed otherwise, or of other targets"
-        return Reason("loss", text)
+        why = f"it is computed otherwise, or of other targets: {RECORD_OPERATORS}"
+        return Reason("loss", f"the loss differs ({words}), and what the modules return agrees: {why}")
 
     def of_update(self, pair: Pair) -> Reason | None:
         """Return what an update is to blame on its gradient for: one run lacks it, or has edited it after the backward."""
