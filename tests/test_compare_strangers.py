@@ -63,26 +63,44 @@ def tempered(model: nn.Module, tokens: Tensor) -> Tensor:
     return F.cross_entropy((model(tokens[:, :-1]) / 1.2).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def recorded(
-    out: Path, *, loss: Loss = next_token, dtype: torch.dtype | None = None, edited: Between | None = None,
-    written: Between | None = None, level: str = "mix", content: str = "stats",
+def trained(
+    out: Path, model: nn.Module, optimizer: torch.optim.Optimizer, backward: Callable[[int], None],
+    written: Between | None = None, **settings: Any,
 ) -> Path:  # fmt: skip
-    torch.manual_seed(1)
-    model = Tokens()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    with bw.Recorder(model, out=str(out), level=level, content=content):
+    with bw.Recorder(model, out=str(out), **settings):
         for step in range(STEPS):
-            tokens = torch.randint(0, VOCABULARY, (8, 17), generator=torch.Generator().manual_seed(step))
-            with nullcontext() if dtype is None else torch.autocast("cpu", dtype):
-                value = loss(model, tokens)
             optimizer.zero_grad()
-            value.backward()
-            if edited is not None:
-                edited(model, step)
+            backward(step)
             optimizer.step()
             if written is not None:
                 written(model, step)
     return out
+
+
+def token_model() -> tuple[Tokens, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    model = Tokens()
+    return model, torch.optim.AdamW(model.parameters(), 1e-3)
+
+
+def tokens_of(step: int) -> Tensor:
+    return torch.randint(0, VOCABULARY, (8, 17), generator=torch.Generator().manual_seed(step))
+
+
+def recorded(
+    out: Path, *, loss: Loss = next_token, dtype: torch.dtype | None = None, edited: Between | None = None,
+    written: Between | None = None, level: str = "mix", content: str = "stats",
+) -> Path:  # fmt: skip
+    model, optimizer = token_model()
+
+    def backward(step: int) -> None:
+        with nullcontext() if dtype is None else torch.autocast("cpu", dtype):
+            value = loss(model, tokens_of(step))
+        value.backward()
+        if edited is not None:
+            edited(model, step)
+
+    return trained(out, model, optimizer, backward, written, level=level, content=content)
 
 
 # -- healthy -----------------------------------------------------------------------------------------------------------------
@@ -91,20 +109,15 @@ def recorded(
 def in_micro_batches(
     out: Path, *, afterwards: bool = False, order: list[int] | None = None, content: str = "stats"
 ) -> Path:
-    torch.manual_seed(1)
-    model = Tokens()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    with bw.Recorder(model, out=str(out), level="mix", content=content):
-        for step in range(STEPS):
-            tokens = torch.randint(0, VOCABULARY, (8, 17), generator=torch.Generator().manual_seed(step))
-            optimizer.zero_grad()
-            for part in tokens[order or list(range(8))].split(4):
-                (next_token(model, part) / (1 if afterwards else 2)).backward()
-            if afterwards:
-                for parameter in model.parameters():
-                    parameter.grad /= 2
-            optimizer.step()
-    return out
+    model, optimizer = token_model()
+
+    def backward(step: int) -> None:
+        for part in tokens_of(step)[order or list(range(8))].split(4):
+            (next_token(model, part) / (1 if afterwards else 2)).backward()
+        for parameter in model.parameters() if afterwards else ():
+            parameter.grad /= 2
+
+    return trained(out, model, optimizer, backward, level="mix", content=content)
 
 
 @pytest.mark.parametrize("content", ["stats", "tensors"])
@@ -129,15 +142,14 @@ def test_a_bias_before_a_batch_norm_is_rounding_in_each_precision(tmp_path: Path
         torch.manual_seed(2)
         model = Pictures()
         optimizer = torch.optim.SGD(model.parameters(), 0.05)
-        with bw.Recorder(model, out=str(out), level="mix"):
-            for _ in range(STEPS):
-                x, y = torch.randn(16, 3, 8, 8), torch.randint(0, 5, (16,))
-                with torch.autocast("cpu", dtype) if half else nullcontext():
-                    loss = F.cross_entropy(model(x), y)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-        return out
+
+        def backward(_: int) -> None:
+            x, y = torch.randn(16, 3, 8, 8), torch.randint(0, 5, (16,))
+            with torch.autocast("cpu", dtype) if half else nullcontext():
+                loss = F.cross_entropy(model(x), y)
+            loss.backward()
+
+        return trained(out, model, optimizer, backward, level="mix")
 
     report = bw.compare(pictures(tmp_path / "a", half=False), pictures(tmp_path / "b", half=True))
     assert report.status == "fine", report.conclusion
@@ -159,12 +171,11 @@ def test_a_transposed_square_weight_has_a_transposed_gradient(tmp_path: Path) ->
         if turned:
             model[2] = Linear(model[2])
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-        with bw.Recorder(model, out=str(out), level="modules"):
-            for _ in range(STEPS):
-                optimizer.zero_grad()
-                F.cross_entropy(model(torch.randn(16, 8)), torch.randint(0, 3, (16,))).backward()
-                optimizer.step()
-        return out
+
+        def backward(_: int) -> None:
+            F.cross_entropy(model(torch.randn(16, 8)), torch.randint(0, 3, (16,))).backward()
+
+        return trained(out, model, optimizer, backward, level="modules")
 
     report = bw.compare(port(tmp_path / "a", turned=False), port(tmp_path / "b", turned=True))
     assert report.status == "fine", report.conclusion

@@ -36,6 +36,11 @@ class Pair:
     inputs: list[tuple[int, int]] = field(default_factory=list)
     outputs: list[tuple[int, int]] = field(default_factory=list)
 
+    @property
+    def is_loss(self) -> bool:
+        """Whether a backward starts from it."""
+        return self.a.kind == "saved" and self.a.op == "loss"
+
 
 @dataclass(slots=True)
 class Group:
@@ -58,6 +63,11 @@ class Alignment:
     def weights(self) -> list[Pair]:
         """The parameters that both runs have."""
         return [pair for pair in self.pairs if pair.a.kind == "parameter" and pair.outputs]
+
+    @property
+    def losses(self) -> list[Pair]:
+        """The losses that both runs' backwards start from."""
+        return [pair for pair in self.pairs if pair.is_loss]
 
     def lone(self, *, first: bool) -> list[Node]:
         """Return the nodes of one run that have no counterpart of their own, those of groups included."""

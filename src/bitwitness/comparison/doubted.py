@@ -29,12 +29,12 @@ def contradicted(differences: Differences, values: KeptValues | None, rank: int,
 
 def _doubted(differences: Differences, rank: int, step: int) -> Iterator[Suspect]:
     """Yield such products in the order of execution."""
+    least = _LEAST * differences.roundoff_inside
     for pair in differences.alignment.pairs:
         if pair.a.kind != "op" or canonical(pair.a.op) not in PRODUCTS or not pair.outputs or not pair.inputs:
             continue
         out, change = max(enumerate(differences.change_of[i] for i, _ in pair.outputs), key=lambda one: one[1])
-        limit = _LEAST * differences.roundoff_inside
-        explained = max(limit, _TIMES * max(differences.change_of[i] for i, _ in pair.inputs))
+        explained = max(least, _TIMES * max(differences.change_of[i] for i, _ in pair.inputs))
         if change > explained:
             yield Suspect(
                 site=f"{pair.a.site}.{differences.a.text('slot', pair.outputs[out][0])}",

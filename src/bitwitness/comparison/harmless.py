@@ -11,7 +11,7 @@ from bitwitness.comparison.inside import APART
 from bitwitness.comparison.otherwise import computing
 from bitwitness.comparison.settled import SettledModules
 from bitwitness.comparison.suspect import Suspect
-from bitwitness.comparison.unscaled import multiplies_one_number
+from bitwitness.comparison.unscaled import has_other_arguments, multiplies_one_number
 from bitwitness.oracle.names import canonical
 
 _HARMLESS = ("missing", "computed", "unknown", "view")
@@ -140,7 +140,7 @@ class Harmless:
     def _is_made_up_for(self, pair: Pair) -> bool:
         """Return whether something else is written otherwise in a node's module, or in the one around it."""
         around = {pair.a.module, pair.a.module.rpartition(".")[0] or "."}
-        a, b, alignment = self._differences.a, self._differences.b, self._differences.alignment
+        alignment = self._differences.alignment
         lone = [node for first in (True, False) for node in alignment.lone(first=first) if node.kind == "op"]
         if any(node.phase == pair.a.phase and node.module in around for node in computing(lone)):
             return True
@@ -148,7 +148,7 @@ class Harmless:
         return any(
             one.a.phase == pair.a.phase
             and canonical(one.a.op) in _ARITHMETIC
-            and a.text("args", one.a.rows[0]) != b.text("args", one.b.rows[0])
+            and has_other_arguments(self._differences, one)
             for one in others
         )
 

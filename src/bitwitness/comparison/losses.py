@@ -91,8 +91,8 @@ def _in_chain(found: list[LossOperator]) -> str:
 
 def loss_ratio(differences: Differences) -> float | None:
     """Return how many times run B's losses are run A's; None if by no one number, or if they were not recorded."""
-    pairs = [pair for pair in differences.alignment.pairs if pair.a.kind == "saved" and pair.a.op == "loss"]
-    found = [factor(differences.a, pair.a.outputs[0], differences.b, pair.b.outputs[0]) for pair in pairs]
+    losses = differences.alignment.losses
+    found = [factor(differences.a, pair.a.outputs[0], differences.b, pair.b.outputs[0]) for pair in losses]
     ratios = [one for one in found if one is not None]
     if not ratios or len(ratios) < len(found):
         return None

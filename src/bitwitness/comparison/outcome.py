@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from bitwitness.comparison.align import Pair
 from bitwitness.comparison.differences import Differences
 
 _LEFT, _LEFT_OF_SMALL, _ROUNDED = 1e-4, 1e-3, 8e-6
@@ -28,11 +29,10 @@ def outcome_of(differences: Differences) -> float:
     """
     pairs = differences.alignment.pairs
     gradients = [pair for pair in pairs if pair.a.kind == "gradient"]
-    losses = [pair for pair in pairs if pair.a.kind == "saved" and pair.a.op == "loss"]
+    losses = differences.alignment.losses
     whole = [pair for pair in losses if all(differences.a.count[i] == differences.b.count[j] for i, j in pair.outputs)]
-    other = differences.other_losses or len(whole) < len(
-        losses
-    )  # one run's is a sum, or goes back in pieces, or unreduced
+    # One run's is a sum, or goes back in pieces, or unreduced.
+    other = differences.other_losses or len(whole) < len(losses)
     if not gradients or not (losses or other) or _has_lone_state(differences):
         return math.inf
     rows = _rows_of_gradients(differences) + [row for pair in losses if not other for row, _ in pair.outputs]
@@ -49,8 +49,13 @@ def of_gradients(differences: Differences) -> float:
 
 def _rows_of_gradients(differences: Differences) -> list[int]:
     """Return the rows, in A, of gradients that are more than rounding errors."""
+    return [row for pair in gradients_of(differences) for row, _ in pair.outputs]
+
+
+def gradients_of(differences: Differences) -> list[Pair]:
+    """Return the parameters' gradients that are more than rounding errors."""
     told = (pair for pair in differences.alignment.pairs if pair.a.kind == "gradient")
-    return [row for pair in told if not differences.is_cancelled(pair) for row, _ in pair.outputs]
+    return [pair for pair in told if not differences.is_cancelled(pair)]
 
 
 def _has_lone_state(differences: Differences) -> bool:

@@ -138,7 +138,7 @@ class SettledModules:
 
     @cached_property
     def _losses(self) -> list[Pair]:
-        return [pair for pair in self._differences.alignment.pairs if pair.a.kind == "saved" and pair.a.op == "loss"]
+        return self._differences.alignment.losses
 
     def lies_otherwise(self, pair: Pair) -> bool:
         """Return whether a node reads and returns the same values in other shapes: as a product what is a convolution.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from statistics import median
 
 from bitwitness.comparison.differences import Differences
+from bitwitness.comparison.outcome import gradients_of
 from bitwitness.comparison.suspect import Exceeding
 
 _GRADIENTS = 16.0
@@ -18,13 +19,8 @@ to 3e-2, 9e-2 of convolutions behind batch norms, whose losses differed by less 
 
 def beyond_precision(differences: Differences, rank: int, step: int) -> list[Exceeding]:
     """Return the loss that differs most, if that and half of the gradients differ by more than the coarser dtype leaves."""
-    pairs = differences.alignment.pairs
-    losses = [pair for pair in pairs if pair.a.kind == "saved" and pair.a.op == "loss"]
-    gradients = [
-        differences.change_of[pair.outputs[0][0]]
-        for pair in pairs
-        if pair.a.kind == "gradient" and pair.outputs and not differences.is_cancelled(pair)
-    ]
+    losses = differences.alignment.losses
+    gradients = [differences.change_of[pair.outputs[0][0]] for pair in gradients_of(differences)]
     apart = differences.parted_before or differences.other_losses
     if differences.precisions is None or apart or not losses or not gradients:
         return []

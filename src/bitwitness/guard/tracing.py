@@ -19,7 +19,7 @@ from bitwitness.capture.step import StepRecord
 from bitwitness.config import Config
 from bitwitness.finding import Finding, Severity
 from bitwitness.guard.badsince import BadSince
-from bitwitness.guard.unexplained import finding_of, reduction, symptom, unexplained
+from bitwitness.guard.unexplained import came_once, finding_of, reduction, symptom, unexplained
 from bitwitness.nonfinite.kinds import wanted
 from bitwitness.nonfinite.messages import as_finding, headline
 from bitwitness.nonfinite.origin import Kind, Origin, Told, Trace
@@ -104,9 +104,7 @@ class Tracing:
                 self.tell(finding)
         if not light.scaled or not told or not bool(self._ranks.max(torch.tensor([int(self._came_once)]))):
             return None
-        text = f"not finite under a gradient scaler, and finite when it is run again: {symptom(light)}"
-        site = Site(".", "loss", 0, "forward", "out0")
-        return [finding_of(light, site, Severity.WARNING, text, {})] if self._came_once else []
+        return [came_once(light)] if self._came_once else []
 
     def _due(self, light: LightStep) -> bool:
         if not light.scaled:

@@ -17,6 +17,7 @@ from bitwitness.nonfinite.terms import Term, terms_of
 from bitwitness.replay.run import Replayer
 from bitwitness.site import Site
 
+_LOSS = Site(".", "loss", 0, "forward", "out0")
 _NOT_REPEATED = (
     "a re-execution of what was recorded of the step is finite: what made it is not part of that (a hook on a gradient, a "
     "generator, counter or other state of the model's own), or it was made once (a race, hardware). To do: look at what the "
@@ -32,6 +33,12 @@ def finding_of(light: LightStep, site: Site, severity: Severity, message: str, e
     """Return a finding about a step as a whole."""
     site = site.at(rank=light.rank, step=light.step)
     return Finding(SENSOR, site, severity, message, evidence, light.step, light.rank)
+
+
+def came_once(light: LightStep) -> Finding:
+    """Suspect an overflow that a gradient scaler would skip, and that does not come again when the step is run again."""
+    text = f"not finite under a gradient scaler, and finite when it is run again: {symptom(light)}"
+    return finding_of(light, _LOSS, Severity.WARNING, text, {})
 
 
 def reduction(light: LightStep, severity: Severity) -> Finding:
@@ -83,7 +90,7 @@ def unexplained(trace: Trace, record: StepRecord, light: LightStep, replayer: Re
         "terms": [f"{term.describe()}; read by {term.read_by()}" for term in suspects],
         "replay_s": round(trace.seconds, 4),
     }
-    return finding_of(light, Site(".", "loss", 0, "forward", "out0"), severity, f"not finite: {what}; {why}", evidence)
+    return finding_of(light, _LOSS, severity, f"not finite: {what}; {why}", evidence)
 
 
 def _began_bad(record: StepRecord) -> bool:

@@ -215,9 +215,7 @@ def _device_cause(device: int, found: list[tuple[int, int, Match]], rows: Sequen
     if row.never_repeated and found[0][:2] == (device, 0) and len(found) == 1:
         return Cause.INCONCLUSIVE  # the training alone differs: the script may do what no replay repeats
     if _only_a_replay(tally, rows):
-        return (
-            Cause.INCONCLUSIVE
-        )  # the training's own result stands, and one process accuses nobody by its replays alone
+        return Cause.INCONCLUSIVE  # what was trained with stands, and one process accuses nobody by its replays
     near_only = all(how is Match.NEAR for _, _, how in found)
     if near_only and not row.proven_by_checksum:
         return Cause.INCONCLUSIVE  # a kernel that does not repeat its bits does that
