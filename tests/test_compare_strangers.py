@@ -107,17 +107,20 @@ def recorded(
 
 
 def in_micro_batches(
-    out: Path, *, afterwards: bool = False, order: list[int] | None = None, content: str = "stats"
-) -> Path:
+    out: Path, *, afterwards: bool = False, order: list[int] | None = None, content: str = "stats", level: str = "mix",
+    dtype: torch.dtype | None = None,
+) -> Path:  # fmt: skip
     model, optimizer = token_model()
 
     def backward(step: int) -> None:
         for part in tokens_of(step)[order or list(range(8))].split(4):
-            (next_token(model, part) / (1 if afterwards else 2)).backward()
+            with nullcontext() if dtype is None else torch.autocast("cpu", dtype):
+                loss = next_token(model, part)
+            (loss / (1 if afterwards else 2)).backward()
         for parameter in model.parameters() if afterwards else ():
             parameter.grad /= 2
 
-    return trained(out, model, optimizer, backward, level="mix", content=content)
+    return trained(out, model, optimizer, backward, level=level, content=content)
 
 
 @pytest.mark.parametrize("content", ["stats", "tensors"])
@@ -134,6 +137,14 @@ def test_a_batch_may_be_dealt_to_micro_batches_in_another_order(tmp_path: Path) 
     report = bw.compare(whole, dealt)
     assert report.status == "fine", report.conclusion
     assert "the same values in another order" in report.conclusion
+
+
+@pytest.mark.parametrize("level", ["mix", "modules"])
+def test_micro_batches_may_be_dealt_otherwise_in_bfloat16(tmp_path: Path, level: str) -> None:
+    a = in_micro_batches(tmp_path / "a", dtype=torch.bfloat16, level=level)
+    b = in_micro_batches(tmp_path / "b", order=[5, 0, 7, 2, 1, 6, 3, 4], dtype=torch.bfloat16, level=level)
+    report = bw.compare(a, b)
+    assert report.status == "fine", report.conclusion
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -230,20 +241,162 @@ def test_what_is_exact_within_a_run_is_seen_behind_another_precision(tmp_path: P
     assert said in report.conclusion, report.conclusion
 
 
-def test_kept_values_tell_which_operator_is_wrong_behind_another_precision(tmp_path: Path) -> None:
-    a = recorded(tmp_path / "a", content="tensors")
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("stats", "its inputs agree within rounding, and its result is 1.1 times as large in run B"),
+        ("tensors", "run B computed it wrongly"),
+    ],
+)
+def test_an_operator_is_told_to_be_wrong_behind_another_precision(tmp_path: Path, content: str, said: str) -> None:
+    a = recorded(tmp_path / "a", content=content)
     fault = {"kind": "multiply", "site": "layers.1.up/addmm:forward", "pattern": "all", "factor": 1.1}
     with FaultyDevice(from_mapping({"fault": [fault]})) as device:
-        b = recorded(tmp_path / "b", dtype=torch.bfloat16, content="tensors")
+        b = recorded(tmp_path / "b", dtype=torch.bfloat16, content=content)
     assert device.fired
     report = bw.compare(a, b)
     assert report.conclusion.startswith("the runs part at layers.1.up/addmm#0:forward.out0 (rank 0, step 0)"), (
         report.conclusion
     )
-    assert "run B computed it wrongly" in report.conclusion
+    assert said in report.conclusion
 
 
 def test_another_precision_alone_is_rounding(tmp_path: Path) -> None:
     report = bw.compare(recorded(tmp_path / "a"), recorded(tmp_path / "b", dtype=torch.bfloat16))
     assert report.status == "fine", report.conclusion
     assert "by none of these" not in report.conclusion
+
+
+def test_a_hook_is_named_behind_another_precision_and_nothing_beside_it(tmp_path: Path) -> None:
+    def hooked(model: nn.Module, tokens: Tensor) -> Tensor:
+        if not model.layers[1].up.weight._backward_hooks:
+            model.layers[1].up.weight.register_hook(lambda gradient: gradient * 1.5)
+        return next_token(model, tokens)
+
+    report = bw.compare(recorded(tmp_path / "a"), recorded(tmp_path / "b", loss=hooked, dtype=torch.bfloat16))
+    said = "(rank 0, step 0): only run B has it, and its result matters to layers.1.up/weight#0:grad."
+    assert said in report.conclusion, report.conclusion
+
+
+def test_a_factor_behind_a_wrong_backward_is_not_guessed_at(tmp_path: Path) -> None:
+    a = recorded(tmp_path / "a")
+    fault = {"kind": "multiply", "site": "head/mm:backward", "pattern": "all", "factor": 1.01}
+    with FaultyDevice(from_mapping({"fault": [fault]})) as device:
+        b = recorded(tmp_path / "b")
+    assert device.fired
+    report = bw.compare(a, b)
+    assert report.conclusion.startswith("the runs part at head/mm#0:backward.out0 (rank 0, step 0)"), report.conclusion
+    assert "its inputs agree and its result does not" in report.conclusion
+    assert "a factor of the loss" not in report.conclusion
+    assert "every gradient but 1 of 15 (head.bias) is 1.01 times as large in run B" in report.conclusion
+
+
+def test_another_part_of_a_recurrent_result_is_not_called_an_edit(tmp_path: Path) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self, place: int) -> None:
+            super().__init__()
+            self.rnn, self.head, self.place = nn.LSTM(WIDTH, WIDTH, batch_first=True), nn.Linear(WIDTH, 3), place
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.rnn(x)[0][:, self.place])
+
+    def run(out: Path, place: int) -> Path:
+        torch.manual_seed(4)
+        model = Recurrent(place)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def backward(_: int) -> None:
+            F.cross_entropy(model(torch.randn(8, 6, WIDTH)), torch.randint(0, 3, (8,))).backward()
+
+        return trained(out, model, optimizer, backward, level="mix")
+
+    report = bw.compare(run(tmp_path / "a", -1), run(tmp_path / "b", 0))
+    assert report.conclusion.startswith("the runs part at head/addmm#0:forward.out0"), report.conclusion
+    assert "another view (a transpose, a slice)" in report.conclusion
+
+
+def test_a_norm_that_is_not_called_is_named_where_the_next_module_computes_otherwise(tmp_path: Path) -> None:
+    class Mixed(nn.Module):
+        """Reads a transposed sum without its norm: `nn.Linear` computes that by other operators."""
+
+        def __init__(self, *, normed: bool) -> None:
+            super().__init__()
+            self.mix, self.norm, self.head = nn.Linear(6, 6), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3)
+            self.normed = normed
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.mix(x.transpose(1, 2)).transpose(1, 2)
+            return self.head(self.norm(x) if self.normed else x).mean(1)
+
+    def run(out: Path, *, normed: bool) -> Path:
+        torch.manual_seed(5)
+        model = Mixed(normed=normed)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def backward(_: int) -> None:
+            x = torch.randn(8, WIDTH, 6).transpose(1, 2)
+            F.cross_entropy(model(x), torch.randint(0, 3, (8,))).backward()
+
+        return trained(out, model, optimizer, backward, level="mix")
+
+    report = bw.compare(run(tmp_path / "a", normed=True), run(tmp_path / "b", normed=False))
+    assert report.conclusion.startswith("the runs part at norm/native_layer_norm#0:forward.out0"), report.conclusion
+    assert "only run A has it, and its result matters to head/Linear#0:forward.in0" in report.conclusion
+
+
+def test_a_mask_that_one_run_alone_gives_a_module_is_named(tmp_path: Path) -> None:
+    class Masked(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            return x if mask is None else x * mask
+
+    class Model(nn.Module):
+        def __init__(self, *, masks: bool) -> None:
+            super().__init__()
+            self.up, self.masked, self.head, self.masks = nn.Linear(8, WIDTH), Masked(), nn.Linear(WIDTH, 3), masks
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(
+                self.masked(
+                    self.up(x), mask=(torch.ones(WIDTH).index_fill(0, torch.arange(9), 0.0) if self.masks else None)
+                )
+            )
+
+    def run(out: Path, *, masks: bool) -> Path:
+        torch.manual_seed(6)
+        model = Model(masks=masks)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def backward(_: int) -> None:
+            F.cross_entropy(model(torch.randn(8, 8)), torch.randint(0, 3, (8,))).backward()
+
+        return trained(out, model, optimizer, backward, level="modules")
+
+    report = bw.compare(run(tmp_path / "a", masks=True), run(tmp_path / "b", masks=False))
+    assert report.conclusion.startswith("the runs part at masked/Masked#0:forward.out0"), report.conclusion
+    assert "called with other arguments: mask in run A alone" in report.conclusion
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_gradients_that_float16_cannot_hold_are_named_where_no_scaler_scales_the_loss(
+    tmp_path: Path, scaled: bool
+) -> None:
+    def run(out: Path, *, half: bool) -> Path:
+        model, optimizer = token_model()
+        scaler = torch.amp.GradScaler("cpu", enabled=half and scaled)
+        with bw.Recorder(model, out=str(out), level="mix"):
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                with torch.autocast("cpu", torch.float16) if half else nullcontext():
+                    loss = 1e-4 * next_token(model, tokens_of(step))
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        return out
+
+    report = bw.compare(run(tmp_path / "a", half=False), run(tmp_path / "b", half=True))
+    if scaled:
+        assert report.status == "fine", report.conclusion
+    else:
+        said = "the runs part at ./gradients#0:grad.local (rank 0, step 0): the gradients (15 parameters) of run B are smaller"
+        assert report.conclusion.startswith(said), report.conclusion
+        assert "its loss is not scaled for the backward (GradScaler)" in report.conclusion

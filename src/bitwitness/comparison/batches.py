@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from bitwitness.comparison.allowance import roundoff
 from bitwitness.comparison.changes import changes
 from bitwitness.comparison.differences import FINE, Differences
-from bitwitness.comparison.frame import StepFrame
+from bitwitness.comparison.frame import COMPUTED, StepFrame
 from bitwitness.comparison.relation import is_reordered, numbers_of
 
 _OF_WEIGHTS = ("parameter", "gradient", "optimizer")
@@ -87,7 +87,9 @@ def of_weights(frame: StepFrame) -> StepFrame:
     """Return a step's parameters, complete gradients and updates alone; what each rank's part leaves is its own."""
     kinds, slots = (frame.table.column(name).cast(pa.string()) for name in ("kind", "slot"))
     local = pc.and_(pc.equal(kinds, "gradient"), pc.fill_null(pc.equal(slots, "local"), fill_value=False))
-    return StepFrame(frame.table.filter(pc.and_(pc.is_in(kinds, pa.array(_OF_WEIGHTS)), pc.invert(local))))
+    table = frame.table.filter(pc.and_(pc.is_in(kinds, pa.array(_OF_WEIGHTS)), pc.invert(local)))
+    told = {**(frame.table.schema.metadata or {}), COMPUTED: frame.computed}  # by operators that are left out
+    return StepFrame(table.replace_schema_metadata(told))
 
 
 def has_gradients(frame: StepFrame) -> bool:

@@ -124,8 +124,18 @@ def factors_since(frame: StepFrame, chains: Sequence[Rows], since: int) -> list[
     return sorted(found) if len(found) <= _FEW else []
 
 
-def in_words_of_change(by: float | None, factors: Sequence[float], norms: tuple[float, float]) -> str:
-    """Say by what all gradients of a run are multiplied: ``by`` one number, or each group by another of the ``factors``."""
+def in_words_of_change(
+    top: float | None, by: float | None, frame: StepFrame, chains: Sequence[Rows], since: int
+) -> str:
+    """Say what happens to all gradients of a run after a stage.
+
+    Each value is clipped at ``top``, or all are multiplied ``by`` one number, or each group of them by another.
+    """
+    if top is not None:
+        return f"clips each value at {top:.4g}"
+    if by == 1.0:
+        return "leaves them as they are"
+    norms, factors = norms_since(frame, chains, since), factors_since(frame, chains, since)
     if by is not None:
         times = f"multiplies them by {by:.4g}"
     elif len(factors) > 1:

@@ -240,17 +240,17 @@ class Differences:
     def roundoff_inside(self) -> float:
         """The unit roundoff that values may differ by which are recorded in a finer dtype.
 
-        That of the coarser of the `precisions` or, where ranks or micro-batches with parts of other sizes were rounded each,
-        of what the products are computed in (of operators alone, which are not put together, in both runs); 0 where the runs
-        do the same.
+        That of the coarser of the `precisions` or, where ranks or micro-batches with parts of other sizes or another order were
+        rounded each, of what the products are computed in (of operators alone, which are not put together, in both runs); 0
+        where the runs do the same.
         """
         if self.precisions is not None:
             return max(map(roundoff, self.precisions))
+        products = [pair.outputs[0] for pair in self.alignment.pairs if pair.outputs and self._multiplies(pair)]
+        if not products and (self.a.is_part or self.b.is_part):
+            return self.coarse
         if (self.a.ranks, self.a.micros) == (self.b.ranks, self.b.micros):
             return 0.0
-        products = [pair.outputs[0] for pair in self.alignment.pairs if pair.outputs and self._multiplies(pair)]
-        if not products and self.a.computed and self.a.computed == self.b.computed:
-            return roundoff(self.a.computed)
         return max((self.roundoff(*rows) for rows in products), default=0.0)
 
     @cached_property

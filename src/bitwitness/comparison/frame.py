@@ -163,16 +163,28 @@ class StepFrame:
             codes[first], codes[second] = slots.words.index("in1"), slots.words.index("in0")
         return Text(codes, slots.words)
 
+    @property
+    def is_part(self) -> bool:
+        """Whether operators were left out of it, in which what it shows was computed."""
+        return COMPUTED.encode() in (self.table.schema.metadata or {})
+
     @cached_property
     def computed(self) -> str:
-        """The dtype in which most of the recorded operators that sum products have their results; empty without any."""
-        if told := (self.table.schema.metadata or {}).get(COMPUTED.encode()):
-            return str(told.decode())
+        """The dtype in which most of the recorded operators that sum products have their results; empty without any.
+
+        Where modules alone were recorded: of modules that have a weight.
+        """
+        if self.is_part:
+            return str(self.table.schema.metadata[COMPUTED.encode()].decode())
         ops, slots, dtypes = (self.texts[name] for name in ("op", "slot", "dtype"))
         products = [code for code, word in enumerate(ops.words) if canonical(word) in PRODUCTS]
         results = [code for code, word in enumerate(slots.words) if word.startswith("out")]
-        rows = self.texts["kind"].equals("op") & np.isin(ops.codes, products) & np.isin(slots.codes, results)
-        found = dtypes.codes[rows & (dtypes.codes >= 0)]
+        kinds = self.texts["kind"]
+        rows = kinds.equals("op") & np.isin(ops.codes, products)
+        if not kinds.equals("op").any():
+            weighted = self.node[kinds.equals("module") & slots.equals("weight")]
+            rows = kinds.equals("module") & np.isin(self.node, weighted)
+        found = dtypes.codes[rows & np.isin(slots.codes, results) & (dtypes.codes >= 0)]
         return dtypes.words[int(np.bincount(found).argmax())] if found.size else ""
 
     def text(self, name: str, row: int) -> str:

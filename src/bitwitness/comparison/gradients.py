@@ -20,7 +20,6 @@ from bitwitness.comparison.chains import (
     Rows,
     chains_of,
     clipped_at,
-    factors_since,
     in_words_of_change,
     is_read_alike,
     norms_since,
@@ -34,10 +33,11 @@ from bitwitness.comparison.losses import loss_ratio
 from bitwitness.comparison.notfinite import not_finite_in_one
 from bitwitness.comparison.relation import factor, in_times, tolerance
 from bitwitness.comparison.scalers import is_power_of_two, multiplied_by_scalers
+from bitwitness.comparison.underflow import too_small
 from bitwitness.comparison.unzeroed import not_zeroed
 from bitwitness.comparison.weighed import weigh_otherwise
 
-OF_ALL_GRADIENTS = ("scaled", "clipped", "kept", "dropped", "weighed", "loss", "nonfinite")
+OF_ALL_GRADIENTS = ("scaled", "clipped", "kept", "dropped", "weighed", "loss", "nonfinite", "underflow")
 """Kinds of what happened to all gradients at once."""
 SOME_FACTOR = "a factor of the loss, of its gradient, or another number of terms in its mean"
 """What is said of a factor whose cause is not known."""
@@ -97,7 +97,7 @@ class GradientChains:
         ratios = [self._common([(c.a[stage], c.b[stage]) for c in self._weighty]) for stage in range(len(STAGES))]
         if ratios[0] is not None and not self._is_one(ratios[0]):
             return self._from_backward(ratios[0])
-        for kind, told in (("dropped", last_alone), ("kept", not_zeroed)):
+        for kind, told in (("underflow", too_small), ("dropped", last_alone), ("kept", not_zeroed)):
             if text := told(self._differences, self._weighty):
                 return Cause(kind, STAGES[0], text, self._row(0), math.nan)
         # Without a reduction it is the script's affair when it clips: what the optimizers read tells.
@@ -173,9 +173,7 @@ class GradientChains:
 
     def _link(self, frame: StepFrame, rows: Rows) -> float | None:
         last = row_at(rows, 2)
-        if rows[0] is None or last is None:
-            return None
-        return 1.0 if frame.value[rows[0]] == frame.value[last] else factor(frame, rows[0], frame, last)
+        return None if rows[0] is None or last is None else factor(frame, rows[0], frame, last)
 
     def _common(
         self,
@@ -232,7 +230,7 @@ class GradientChains:
         """Return whether a gradient is known to have another factor than most have."""
         i, j = row_at(chain.a, stage), row_at(chain.b, stage)
         own = None if i is None or j is None else factor(self._a, i, self._b, j, self._noise)
-        return own is not None and abs(own - ratio) > _APART * abs(ratio)
+        return own is not None and (abs(own - ratio) > _APART * abs(ratio) or self._is_one(own))
 
     def _from_backward(self, ratio: float) -> Cause:
         said = f"{self._every(ratio, 0)}, from the backward on"
@@ -258,7 +256,6 @@ class GradientChains:
         return Cause("scaled", STAGES[0], f"{said}: {why}", self._row(0), ratio)
 
     def _between(self, stage: int, ratio: float) -> Cause | None:
-        said = self._every(ratio, stage)
         since = stage - 1 if self._is_reduced else 0
         own = [
             self._common([(c.a[since], row_at(c.a, stage)) for c in self._weighty], self._a),
@@ -268,30 +265,32 @@ class GradientChains:
             known = [f"by {one:.4g} in run {side}" for one, side in zip(own, "AB", strict=True) if one is not None]
             how = f", which multiplies them {' and '.join(known)}" if known else ""
             why = f"from the reduction over ranks on{how}: a sum for a mean, another number of ranks, or a mean taken twice"
-            return Cause("scaled", STAGES[stage], f"{said}, {why}", self._row(stage), ratio)
+            return Cause("scaled", STAGES[stage], f"{self._every(ratio, stage)}, {why}", self._row(stage), ratio)
         sides = [(self._a, [c.a for c in self.chains]), (self._b, [c.b for c in self.chains])]
         norms = [norms_since(frame, chains, since) for frame, chains in sides]
         if all(one is not None and 0 < one < 1 for one in own) and self._is_one(norms[1][1] / norms[0][1]):
             return None  # one clipping, of gradients that differ before it
         tops = [clipped_at(frame, chains) for frame, chains in sides]
         how = "; ".join(
-            f"run {side} "
-            + (
-                f"clips each value at {top:.4g}"
-                if top is not None
-                else "leaves them as they are"
-                if one is not None and self._is_one(one)
-                else in_words_of_change(one, factors_since(*of, since), norm)
-            )
-            for one, side, norm, top, of in zip(own, "AB", norms, tops, sides, strict=True)
+            f"run {side} {in_words_of_change(top, 1.0 if one and self._is_one(one) else one, *of, since)}"
+            for one, side, top, of in zip(own, "AB", tops, sides, strict=True)
         )
         clips = any(top is not None for top in tops) or any(
             one is not None and 0 < one < 1 - self._limit() for one in own
         )
         what = "clipping, or a scale" if clips else "a scale"
-        it = "them" if math.isnan(ratio) else "it"
-        text = f"{said} when the optimizer reads {it}, and not when the backward leaves {it}: {what} in between ({how})"
+        text = f"{self._as_read(ratio)}: {what} in between ({how})"
         return Cause("clipped" if clips else "scaled", STAGES[stage], text, self._row(stage), ratio)
+
+    def _as_read(self, ratio: float) -> str:
+        """Say how gradients differ when the optimizer reads them; ``ratio``: by what, unless they differ before, anyway."""
+        left, read = (self._common([(c.a[s], c.b[s]) for c in self._weighty]) for s in (0, 2))
+        if read is None and not math.isnan(ratio):
+            return f"gradients ({len(self.chains)} parameters) are multiplied by another number before the optimizer reads them"
+        it = "them" if math.isnan(ratio) else "it"
+        return f"{self._every(ratio, 2)} when the optimizer reads {it}" + (
+            f", and not when the backward leaves {it}" if left is not None else ""
+        )
 
     def _weighed(self) -> Cause | None:
         """Return that micro-batches or ranks weigh otherwise, or that the losses are not one function."""

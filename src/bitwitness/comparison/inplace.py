@@ -30,11 +30,14 @@ def changed_since(a: StepFrame, b: StepFrame, pair: Pair, row_a: int, row_b: int
 
 def _since(frame: StepFrame, row: int) -> float | None:
     """Return by what a value was multiplied since its maker returned it: 1 where it is that, or a view of it; None: edited."""
-    made = np.flatnonzero((frame.node == frame.producer[row]) & (frame.count == frame.count[row])).tolist()
+    made = np.flatnonzero((frame.node == frame.producer[row]) & (frame.count >= frame.count[row])).tolist()
     results = [one for one in made if frame.text("slot", one).startswith("out")]
-    if not results or any(_is_still(frame, one, row) for one in results):
+    whole = [one for one in results if frame.count[one] == frame.count[row]]
+    if not whole or any(_is_still(frame, one, row) for one in whole):
         return 1.0
-    return factor(frame, results[0], frame, row)
+    link = factor(frame, whole[0], frame, row)
+    is_part = len(whole) < len(results)  # perhaps: an LSTM's first state beside its last one
+    return 1.0 if link is None and is_part else link
 
 
 def _is_still(frame: StepFrame, made: int, row: int) -> bool:

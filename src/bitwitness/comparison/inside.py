@@ -10,6 +10,7 @@ from bitwitness.comparison.align import Pair
 from bitwitness.comparison.describe import by_each
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.frame import Node
+from bitwitness.comparison.otherwise import computing
 from bitwitness.comparison.relation import in_words
 from bitwitness.comparison.suspect import Suspect
 
@@ -77,7 +78,7 @@ def with_module(suspect: Suspect, apart: Mapping[str, Suspect], differences: Dif
 
 
 def _given_another(suspect: Suspect, differences: Differences) -> Suspect | None:
-    """Return what the module that a suspect is in reads, if that differs and operators made it that only one run has, each."""
+    """Return what the module that a suspect is in reads, if that differs and an operator made it that only one run has."""
     if suspect.reason != "missing" or suspect.lone is None:
         return None
     path = suspect.lone.module
@@ -86,11 +87,18 @@ def _given_another(suspect: Suspect, differences: Differences) -> Suspect | None
             continue
         for row_a, row_b in pair.inputs:
             first, second = differences.makers.lone(row_a, row_b)
-            if first is not None and second is not None and differences.is_real(pair.a, row_a):
-                site = f"{pair.a.site}.{differences.a.text('slot', row_a)}"
+            if not differences.is_real(pair.a, row_a):
+                continue
+            site = f"{pair.a.site}.{differences.a.text('slot', row_a)}"
+            words = in_words(differences.a, differences.b, row_a, row_b)
+            if first is not None and second is not None:
                 makers = by_each(_named(first), _named(second))
-                words = in_words(differences.a, differences.b, row_a, row_b)
                 return replace(suspect, site=site, text=f"it is computed {makers}, with other results ({words})")
+            side, lone = ("A", first) if second is None else ("B", second)
+            if lone is not None and lone.module != path and computing([lone]):
+                text = f"only run {side} has it, and its result matters to {site} ({words})"
+                stack = int((differences.b if side == "B" else differences.a).stack[lone.rows[0]])
+                return replace(suspect, site=f"{lone.site}.out0", text=text, side=side.lower(), stack=stack, lone=lone)
     return None
 
 

@@ -56,6 +56,12 @@ class Makers:
         """Return the nodes that stand against each other in both runs, a node that only one has among them."""
         return self._groups[0 if first else 1].get(lone.number)
 
+    def common_group(self, row_a: int, row_b: int) -> Group | None:
+        """Return the nodes that stand against each other in both runs, among which are the makers of these two rows."""
+        a, b = self._frames
+        first, second = self._groups[0].get(int(a.producer[row_a])), self._groups[1].get(int(b.producer[row_b]))
+        return first if first is second else None
+
     def beginning(self, lone: Node, *, first: bool) -> tuple[Node, int]:
         """Return where a path of the backward begins that one run alone has, and how many nodes it has.
 

@@ -12,6 +12,7 @@ from bitwitness.comparison.differences import NEGLIGIBLE, Differences
 from bitwitness.comparison.dropped import adds_up
 from bitwitness.comparison.gradients import OF_ALL_GRADIENTS, Cause
 from bitwitness.comparison.suspect import Suspect
+from bitwitness.comparison.underflow import is_in_backward
 
 _SLOTS = {"backward": "local", "reduced": "reduced", "read": "read"}
 
@@ -68,6 +69,8 @@ def cause_first(suspects: list[Suspect], differences: Differences) -> list[Suspe
         return suspects
     if any(one.reason == "dropped" for one in suspects):
         suspects = [one for one in suspects if not adds_up(one)]
+    if any(one.reason == "underflow" for one in suspects):
+        suspects = [one for one in suspects if not is_in_backward(one)]
     lone = [node for first in (True, False) for node in differences.alignment.lone(first=first)]
     written = {node.module for node in lone if (node.kind, node.phase) == ("op", "forward")}
     return [one for one in suspects if not (one.reason == "view" and _is_backward_in(one, written))]

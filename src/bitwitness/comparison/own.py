@@ -80,11 +80,32 @@ class OwnReasons:
             return None
         if worst == BITS_DIFFER:
             return None  # by how much is not known
-        if pair.a.kind == "module" and pair.a.op != pair.b.op:
-            return Reason("argument", f"another module: {pair.a.op} in run A, {pair.b.op} in run B")
+        if pair.a.kind == "module" and (other := self._other_module(pair)):
+            return Reason("argument", other)
         slots = {self._differences.a.text("slot", row) for row, _ in pair.inputs}
         stateless = pair.a.kind == "optimizer" and slots <= {"param", "grad"}
         return Reason("computed", (_COMPUTED_UPDATE if stateless else _COMPUTED) + self._overflow(pair))
+
+    def _other_module(self, pair: Pair) -> str:
+        """Say that a module is another one, or is given a tensor in one run alone; empty for one that is neither.
+
+        What each run gives in a slot of its own may be one thing, by position in one and by name in the other.
+        """
+        if pair.a.op != pair.b.op:
+            return f"another module: {pair.a.op} in run A, {pair.b.op} in run B"
+        first, second = (
+            {
+                frame.text("slot", row).removeprefix("in."): row
+                for row in node.inputs
+                if frame.text("slot", row)[:2] == "in"
+            }
+            for frame, node in ((self._differences.a, pair.a), (self._differences.b, pair.b))
+        )
+        alone = first.keys() - second.keys(), second.keys() - first.keys()
+        told = [
+            f"{', '.join(sorted(names))} in run {side} alone" for names, side in zip(alone, "AB", strict=True) if names
+        ]
+        return f"called with other arguments: {told[0]}" if len(told) == 1 else ""
 
     def _overflow(self, pair: Pair) -> str:
         """Return what is added where a result holds NaN or infinities in one run."""

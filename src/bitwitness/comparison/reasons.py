@@ -169,7 +169,7 @@ class Reasons:
         side = "a" if lone_a is not None else "b"
         reader = f"{pair.a.site}.{self.a.text('slot', row_a)}"
         words = in_words(self.a, self.b, row_a, row_b)
-        group = differences.makers.group(lone, first=lone_a is not None)
+        group = differences.makers.common_group(row_a, row_b)
         text = f"only run {side.upper()} has it, and its result matters to {reader} ({words})"
         if group is not None:
             ways = by_each(in_chain(group.a), in_chain(group.b))

@@ -60,6 +60,8 @@ def factor(a: StepFrame, row_a: int, b: StepFrame, row_b: int, least: float = 0.
     0 where B is zero throughout; None as well where A is, or where a statistic is not known. ``least``: a deviation up to which
     it counts as exact that is known to be noise.
     """
+    if a is b and a.value[row_a] == a.value[row_b]:
+        return 1.0  # one value, of which nothing else need be known
     x, y = numbers_of(a, row_a), numbers_of(b, row_b)
     if x.count != y.count or not x.l2 > 0 or math.isnan(y.l2) or not_finite(a, b, row_a, row_b):
         return None  # statistics are of what is finite alone
