@@ -178,7 +178,7 @@ def test_a_dry_run_before_the_wrapper_leaves_one_recording_of_all_ranks(tmp_path
     assert sorted(path.name for path in out.glob("rank*")) == ["rank00000", "rank00001"]
 
 
-@pytest.mark.parametrize("way", ["per sample", "inner step"])
+@pytest.mark.parametrize("way", ["per sample", "per sample alone", "inner step"])
 def test_gradients_by_transforms_are_recorded_as_the_optimizer_reads_them(
     way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -195,11 +195,12 @@ def test_gradients_by_transforms_are_recorded_as_the_optimizer_reads_them(
         for _ in range(2):
             x, parameters = torch.randn(3, 4), dict(net.named_parameters())
             optimizer.zero_grad()
-            if way == "per sample":
+            if way.startswith("per sample"):
                 found = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
                 for name, p in net.named_parameters():
                     p.grad = found[name].detach().mean(0)
-                net(x)
+                if way == "per sample":
+                    net(x)
             else:
                 first = torch.autograd.grad(loss(parameters, x), list(parameters.values()), create_graph=True)
                 moved = {name: p - 0.1 * g for (name, p), g in zip(parameters.items(), first, strict=True)}
@@ -216,4 +217,6 @@ def test_gradients_by_transforms_are_recorded_as_the_optimizer_reads_them(
     rows = bw.Run(tmp_path / "a").rows().to_pylist()
     updated = {row["module"] for row in rows if row["kind"] == "optimizer"}
     assert updated == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    if way != "inner step":  # whose inner gradients count as a step's
+        assert bw.Run(tmp_path / "a").steps() == [0, 1]
     assert bw.compare(tmp_path / "a", tmp_path / "b").status == "fine"

@@ -48,6 +48,9 @@ class StepCount:
         self.evaluated = False
         """Whether, since the last step ended, the only forwards with gradients were taken for evaluations."""
         self._backpropagated_evaluation = False
+        self._transformed = (
+            False  # the forwards since the last step: a script sets gradients of ``torch.func.grad`` by itself
+        )
         self._retained = False  # a graph of the forwards that were told, for more backwards
         self._between = False  # two steps, when the backward began that runs
         self._scalers: list[GradScaler] = []
@@ -76,6 +79,7 @@ class StepCount:
     def kind_of_forward(self) -> Kind:
         """Tell what the forward that begins now is for."""
         if in_transform():
+            self._transformed = True
             return Kind.TRANSFORMED
         if self._training.inferring and not torch.is_grad_enabled() and not self._asked:
             self._asked = True
@@ -110,6 +114,7 @@ class StepCount:
         """Say that the training computes; return whether a step begins with that."""
         first = self.clock.begin_forward()
         if first:
+            self._transformed = False
             self._backpropagated = self._accumulated = self._looked_at = self._followed = False
             self._by_hand.step_begins()
         return first
@@ -142,12 +147,15 @@ class StepCount:
     def gradients_ready(self, scaler: GradScaler | None, optimizer: Optimizer | None) -> bool:
         """Note that the model's gradients are about to be used; return whether a step begins with it.
 
-        It does where an optimizer steps by what seemed to be an evaluation.
+        It does where an optimizer steps by what seemed to be an evaluation, or by gradients that `torch.func` made of forwards
+        of its own.
         """
         ours = optimizer is None or self.owns(optimizer)
         self._by_hand.optimized |= optimizer is not None and ours
         begins = optimizer is not None and ours and self._backpropagated_evaluation
-        if begins:
+        if optimizer is not None and ours and self._transformed and not self.clock.begun:
+            begins = self.begin_step()
+        elif begins:
             self._training.trained_in_evaluation()
             begins = self.begin_step()
         self._looked_at |= ours
