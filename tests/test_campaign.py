@@ -88,7 +88,7 @@ def _struck_without_a_wrong_verdict(tmp_path: Path, *arguments: str) -> None:
 
 
 def test_every_kind_of_corruption_gets_no_wrong_verdict(tmp_path: Path) -> None:
-    count = chosen("60", "7")
+    count = chosen("60", "5")
     _struck_without_a_wrong_verdict(tmp_path, "--faults", count, "--only", "LSTM", "--parts", "alone", "checkpoint")
     again = (tmp_path / "corrupt.md").read_text()
     _struck_without_a_wrong_verdict(tmp_path, "--faults", count, "--only", "LSTM", "--parts", "alone", "checkpoint")
@@ -104,7 +104,15 @@ def test_corruption_among_ranks_gets_no_wrong_verdict(tmp_path: Path) -> None:
 @pytest.mark.ranks
 def test_a_process_that_is_killed_in_a_recovery_loses_nothing(tmp_path: Path) -> None:
     told = call(
-        "recovery_kills.py", "--trials", chosen("3", "1"), "--ranks", "2", "--window", "15", "--out", str(tmp_path)
+        "recovery_kills.py",
+        "--trials",
+        chosen("3", "1"),
+        "--ranks",
+        "2",
+        "--window",
+        chosen("15", "9"),
+        "--out",
+        str(tmp_path),
     )
     right = re.search(r"(\d+) kills .* (\d+) right", told)
     assert right is not None

@@ -400,3 +400,15 @@ def test_gradients_that_float16_cannot_hold_are_named_where_no_scaler_scales_the
         said = "the runs part at ./gradients#0:grad.local (rank 0, step 0): the gradients (15 parameters) of run B are smaller"
         assert report.conclusion.startswith(said), report.conclusion
         assert "its loss is not scaled for the backward (GradScaler)" in report.conclusion
+
+
+def test_a_loss_that_hardly_differs_is_named_where_its_gradient_does(tmp_path: Path) -> None:
+    def smoothed(model: nn.Module, tokens: Tensor) -> Tensor:
+        return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), label_smoothing=0.01)
+
+    report = bw.compare(
+        recorded(tmp_path / "a", level="modules"), recorded(tmp_path / "b", loss=smoothed, level="modules")
+    )
+    assert report.conclusion.startswith("the runs part at ./loss#0:forward.value (rank 0, step 0): the loss differs"), (
+        report.conclusion
+    )

@@ -153,7 +153,7 @@ def _finite_in_words(a: StepFrame, b: StepFrame, row_a: int, row_b: int) -> str:
         return (
             "other bits" if x.sketch == y.sketch or math.isnan(x.sketch + y.sketch) else "other values of the same norm"
         )
-    return f"L2 norm {x.l2:.9g} against {y.l2:.9g}"
+    return f"{x.mean:.9g} against {y.mean:.9g}" if x.count == 1 else f"L2 norm {x.l2:.9g} against {y.l2:.9g}"
 
 
 def in_times(factor_: float) -> str:

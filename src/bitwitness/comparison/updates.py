@@ -22,6 +22,7 @@ _GRADIENT = 1e-3
 
 Far above rounding in float32, for nothing is known of how many operators' roundings it has gathered.
 """
+_ROOTS_BACKWARD = ("module", "backward", ".")
 _UNTRACED = 0.01
 """The same of one whose way to the optimizer is not known: a reduction in a coarse dtype leaves less, too."""
 _COARSE = 32.0
@@ -59,10 +60,16 @@ class Updates:
     def limit(self, pair: Pair) -> float:
         """Return the change up to which a value that stands alone may differ: noise, and what its maker handed on."""
         differences = self._differences
+        if pair.is_loss and self._begins_otherwise:
+            return differences.noise_limit()
         made = differences.made_change(pair.outputs[0][0])
-        own = 0.0 if differences.has_operators else differences.roundoff(*pair.outputs[0])
-        unseen = min(_COARSE * own, _REWRITTEN) if own > FINE else 0.0  # nobody knows how modules are written
-        return max(_GRADIENT, differences.noise_limit(), FOLLOWED * made, self._of_precision, unseen)
+        return max(self._unseen(*pair.outputs[0]), FOLLOWED * made, self._of_precision)
+
+    def _unseen(self, row_a: int, row_b: int) -> float:
+        """Return the change up to which a gradient may differ of which nothing else is known."""
+        own = 0.0 if self._differences.has_operators else self._differences.roundoff(row_a, row_b)
+        modules = min(_COARSE * own, _REWRITTEN) if own > FINE else 0.0  # nobody knows how they are written
+        return max(_GRADIENT, self._differences.noise_limit(), modules)
 
     @cached_property
     def _of_precision(self) -> float:
@@ -80,6 +87,16 @@ class Updates:
         coarse = differences.roundoff_inside > FINE
         like_others = min(_LIKE_OTHERS * median(changes), _LIKE_OTHERS_MOST) if changes and coarse else 0.0
         return max(_COARSE * differences.roundoff_inside, like_others)
+
+    @cached_property
+    def _begins_otherwise(self) -> bool:
+        """Whether modules alone were recorded, whose results agree, and the gradient that comes back to the model does not."""
+        differences = self._differences
+        if differences.has_operators or differences.precisions or not self._settled.forward_agrees:
+            return False
+        told = [(pair.a.kind, pair.a.phase, pair.a.module) for pair in differences.alignment.pairs]
+        roots = [pair for pair, one in zip(differences.alignment.pairs, told, strict=True) if one == _ROOTS_BACKWARD]
+        return any(differences.change_of[rows[0]] > self._unseen(*rows) for pair in roots for rows in pair.inputs)
 
     def edited_elsewhere(self, pair: Pair) -> bool:
         """Return whether a gradient was only edited at another place (by hand, by a clipping function) to the same end."""
