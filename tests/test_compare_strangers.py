@@ -147,6 +147,34 @@ def test_micro_batches_may_be_dealt_otherwise_in_bfloat16(tmp_path: Path, level:
     assert report.status == "fine", report.conclusion
 
 
+def test_samples_of_other_lengths_are_compared_with_their_padded_batch(tmp_path: Path) -> None:
+    lengths = [16, 11, 7, 4]
+
+    def run(out: Path, *, padded: bool) -> Path:
+        model, optimizer = token_model()
+
+        def loss(tokens: Tensor, targets: Tensor) -> Tensor:
+            summed = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="sum")
+            return summed / sum(lengths)
+
+        def backward(step: int) -> None:
+            tokens = tokens_of(step)[:4]
+            targets = tokens[:, 1:].clone()
+            for row, length in enumerate(lengths):
+                targets[row, length:] = -100
+            if padded:
+                loss(tokens[:, :-1], targets).backward()
+                return
+            for row, length in enumerate(lengths):
+                loss(tokens[row : row + 1, :length], targets[row : row + 1, :length]).backward()
+
+        return trained(out, model, optimizer, backward, level="mix", content="tensors")
+
+    report = bw.compare(run(tmp_path / "a", padded=True), run(tmp_path / "b", padded=False))
+    assert report.status == "fine", report.conclusion
+    assert not report.problems
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_bias_before_a_batch_norm_is_rounding_in_each_precision(tmp_path: Path, dtype: torch.dtype) -> None:
     def pictures(out: Path, *, half: bool) -> Path:

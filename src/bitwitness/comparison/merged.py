@@ -136,9 +136,10 @@ class MergedSource:
     def _keep(self, row: Cells, dim: int | None, parts: list[tuple[int, Cells]]) -> None:
         """Have the parts put together when the value is asked for."""
         of_batch = not _PLACEMENT.match(parts[0][1]["placement"] or "")
+        fitting = len({tuple(cells["shape"][1:]) for _, cells in parts}) == 1  # samples of other lengths do not
         if (
             dim is None
-            or (of_batch and not self._ordered)
+            or (of_batch and not (self._ordered and fitting))
             or any(cells["tensor"] is None or "|every=" in cells["tensor"] for _, cells in parts)
         ):
             row["tensor"] = None
