@@ -17,7 +17,7 @@ from torch import nn
 
 import bitwitness as bw
 from bitwitness import UsageError
-from bitwitness.comparison.renamed import Mapping, proposed, read_map
+from bitwitness.comparison.matching.renamed import Mapping, proposed, read_map
 from bitwitness.comparison.report import Report
 from bitwitness.store.opening import open_source
 from bitwitness.tap.modules import ModuleTracker

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import bitwitness as bw
-from bitwitness.comparison.order import order_in_words
+from bitwitness.comparison.measuring.order import order_in_words
 
 X = torch.randn(6, 3, 5, 5, generator=torch.Generator().manual_seed(0))
 MOVED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {

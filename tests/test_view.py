@@ -19,7 +19,7 @@ from torch import nn
 
 import bitwitness as bw
 from bitwitness.cli import main, view
-from bitwitness.comparison.frame import StepFrame
+from bitwitness.comparison.matching.frame import StepFrame
 from bitwitness.finding import Severity
 from bitwitness.store.answer import answer_of
 from bitwitness.store.monitored import SCHEMA as SERIES

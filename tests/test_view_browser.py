@@ -14,7 +14,7 @@ from extent import EVERYTHING
 from test_view import EVIL, hostile_frame, record, series
 
 import bitwitness as bw
-from bitwitness.comparison.frame import StepFrame
+from bitwitness.comparison.matching.frame import StepFrame
 from bitwitness.finding import Severity
 from bitwitness.store.answer import answer_of
 from bitwitness.store.rows import Measured, Row, to_table

@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from bitwitness.capture.randomness import RandomState
-from bitwitness.comparison.tensors import same_bits
+from bitwitness.comparison.measuring.tensors import same_bits
 from bitwitness.errors import TrainingStopped, UsageError
 from bitwitness.finding import Verdict
 from bitwitness.guard.guard import Guard

@@ -59,7 +59,7 @@ def main(args: argparse.Namespace) -> int:
     if are_monitored(args.a, args.b):
         return run_monitored(args)
     from bitwitness.comparison.beside import compare_processes
-    from bitwitness.comparison.renamed import proposed, read_map
+    from bitwitness.comparison.matching.renamed import proposed, read_map
     from bitwitness.comparison.table import rows_of
     from bitwitness.store.opening import open_source
 

@@ -97,7 +97,7 @@ def scene_of(args: argparse.Namespace, runs: list[Path]) -> Callable[[], Scene |
 
 
 def _opened(args: argparse.Namespace, runs: list[Path]) -> Scene:
-    from bitwitness.comparison.renamed import read_map
+    from bitwitness.comparison.matching.renamed import read_map
     from bitwitness.view.scene import one_run, two_runs
 
     if len(runs) == 1:

@@ -8,15 +8,15 @@ from functools import cached_property
 
 import numpy as np
 
-from bitwitness.comparison.align import Alignment, Pair
-from bitwitness.comparison.allowance import rms, roundoff
-from bitwitness.comparison.changes import changes
-from bitwitness.comparison.drift import COARSE, drift
-from bitwitness.comparison.faint import faint_rows, nothing_of, vanish
-from bitwitness.comparison.frame import Node, StepFrame
-from bitwitness.comparison.makers import Makers
+from bitwitness.comparison.matching.align import Alignment, Pair
+from bitwitness.comparison.matching.frame import Node, StepFrame
+from bitwitness.comparison.matching.makers import Makers
+from bitwitness.comparison.matching.tokens import CASTS
+from bitwitness.comparison.measuring.allowance import rms, roundoff
+from bitwitness.comparison.measuring.changes import changes
+from bitwitness.comparison.measuring.drift import COARSE, drift
+from bitwitness.comparison.measuring.faint import faint_rows, nothing_of, vanish
 from bitwitness.comparison.suspect import EarlierSteps
-from bitwitness.comparison.tokens import CASTS
 from bitwitness.oracle.names import CONSTANT, PRODUCTS, canonical
 
 NEGLIGIBLE = 1e-6

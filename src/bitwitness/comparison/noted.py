@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from bitwitness.comparison.absent import Absence
 from bitwitness.comparison.differences import NEGLIGIBLE, Differences
-from bitwitness.comparison.dropped import adds_up
-from bitwitness.comparison.gradients import OF_ALL_GRADIENTS, Cause
+from bitwitness.comparison.gradients.absent import Absence
+from bitwitness.comparison.gradients.causes import OF_ALL_GRADIENTS, Cause
+from bitwitness.comparison.gradients.dropped import adds_up
+from bitwitness.comparison.gradients.underflow import is_in_backward
 from bitwitness.comparison.suspect import Suspect
-from bitwitness.comparison.underflow import is_in_backward
 
 _SLOTS = {"backward": "local", "reduced": "reduced", "read": "read"}
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitwitness.comparison.tensors import same_bits, tensor_metrics
+from bitwitness.comparison.measuring.tensors import same_bits, tensor_metrics
 from bitwitness.errors import UsageError
 from bitwitness.numerics import ErrorMetrics
 from bitwitness.store.checkpoints import Checkpoint

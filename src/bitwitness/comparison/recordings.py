@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from bitwitness.comparison.renamed import Mapping as Renamed
-from bitwitness.comparison.renamed import proposed
+from bitwitness.comparison.matching.renamed import Mapping as Renamed
+from bitwitness.comparison.matching.renamed import proposed
 from bitwitness.comparison.report import Report
 from bitwitness.comparison.runs import RowSink, Settings, compare_sources
 from bitwitness.config.recording import ranges

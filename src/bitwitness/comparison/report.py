@@ -6,10 +6,10 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from bitwitness.comparison.allowance import roundoff
-from bitwitness.comparison.describe import RECORD_OPERATORS
-from bitwitness.comparison.gradients import SOME_FACTOR
-from bitwitness.comparison.otherwise import Otherwise, in_words
+from bitwitness.comparison.gradients.causes import SOME_FACTOR
+from bitwitness.comparison.measuring.allowance import roundoff
+from bitwitness.comparison.measuring.describe import RECORD_OPERATORS
+from bitwitness.comparison.precisions.otherwise import Otherwise, in_words
 from bitwitness.comparison.suspect import Exceeding, Suspect
 from bitwitness.finding import to_jsonable
 

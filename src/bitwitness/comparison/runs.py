@@ -9,35 +9,40 @@ from functools import partial
 
 import numpy as np
 
-from bitwitness.comparison.align import align, row_by_row, same_column, same_structure
-from bitwitness.comparison.allowance import group_agrees
-from bitwitness.comparison.batches import has_gradients, of_weights, ordered_otherwise, other_batch, other_values
-from bitwitness.comparison.betweensteps import written_between
-from bitwitness.comparison.changes import changes
-from bitwitness.comparison.choices import choice_first
 from bitwitness.comparison.concluded import LISTED, conclude, name_lines, without_received
-from bitwitness.comparison.conditions import conditions
+from bitwitness.comparison.counted import count_compared
 from bitwitness.comparison.differences import Differences
-from bitwitness.comparison.doubted import contradicted
-from bitwitness.comparison.drift import DriftBeside
-from bitwitness.comparison.exchanged import name_not_exchanged
-from bitwitness.comparison.frame import Node, StepFrame
-from bitwitness.comparison.inside import with_module
-from bitwitness.comparison.lined import FAILED, Lined, Place, cut_short, line_up
+from bitwitness.comparison.gradients.exchanged import name_not_exchanged
+from bitwitness.comparison.gradients.unscaled import loss_scale, without_scale
+from bitwitness.comparison.matching.align import align, row_by_row, same_column, same_structure
+from bitwitness.comparison.matching.batches import (
+    has_gradients,
+    of_weights,
+    ordered_otherwise,
+    other_batch,
+    other_values,
+)
+from bitwitness.comparison.matching.frame import StepFrame
+from bitwitness.comparison.matching.lined import FAILED, Lined, Place, cut_short, line_up
+from bitwitness.comparison.matching.parts import models_of, recorded_in_parts
+from bitwitness.comparison.matching.uncompared import uncompared
+from bitwitness.comparison.measuring.changes import changes
+from bitwitness.comparison.measuring.drift import DriftBeside
+from bitwitness.comparison.measuring.relation import in_times
+from bitwitness.comparison.measuring.values import KeptValues, Side, kept_values
 from bitwitness.comparison.noted import cause_first, in_recomputation
-from bitwitness.comparison.otherwise import written_otherwise
-from bitwitness.comparison.outcome import leaves_nothing_of, of_gradients
-from bitwitness.comparison.parts import models_of, recorded_in_parts
-from bitwitness.comparison.relation import in_times
+from bitwitness.comparison.precisions.betweensteps import written_between
+from bitwitness.comparison.precisions.doubted import contradicted
+from bitwitness.comparison.precisions.otherwise import written_otherwise
+from bitwitness.comparison.precisions.whole import beyond_precision
+from bitwitness.comparison.reasons.choices import choice_first
+from bitwitness.comparison.reasons.conditions import conditions
+from bitwitness.comparison.reasons.unseen import changed_past_torch
 from bitwitness.comparison.report import Report
-from bitwitness.comparison.settled import SettledModules
+from bitwitness.comparison.rewriting.inside import with_module
+from bitwitness.comparison.rewriting.outcome import leaves_nothing_of, of_gradients
 from bitwitness.comparison.suspect import EarlierSteps, Suspect
 from bitwitness.comparison.suspects import SuspectSearch
-from bitwitness.comparison.uncompared import uncompared
-from bitwitness.comparison.unscaled import loss_scale, without_scale
-from bitwitness.comparison.unseen import changed_past_torch
-from bitwitness.comparison.values import KeptValues, Side, kept_values
-from bitwitness.comparison.whole import beyond_precision
 from bitwitness.store.reader import absent_ranks
 from bitwitness.store.source import Source
 
@@ -211,7 +216,7 @@ def _add(report: Report, differences: Differences, search: SuspectSearch, values
     report.made_up_for = report.made_up_for or search.made_up_for
     report.nearest = max(filter(None, (report.nearest, search.nearest)), key=lambda one: one.ratio, default=None)
     report.problems += [] if values is None else values.problems
-    _count(report, differences, search.settled)
+    count_compared(report, differences, search.settled)
 
 
 def _nothing_differs(a: StepFrame, b: StepFrame) -> bool:
@@ -264,35 +269,7 @@ def _compared_by_weights(
         return False
     known.named, known.read, known.noise = tried.named, tried.read, tried.noise
     known.add(a, b)
-    _count(report, differences, search.settled)
+    count_compared(report, differences, search.settled)
     report.note(f"step {place.step}: {text}; parameters, gradients and updates were compared, and nothing else")
     report.given = report.given or text
     return True
-
-
-def _count(report: Report, differences: Differences, settled: SettledModules) -> None:
-    alignment = differences.alignment
-    report.rows += len(differences.change_of)
-    report.differing += sum(change > 0 for change in differences.change_of.values())
-    lone_a, lone_b = list(alignment.only_a), list(alignment.only_b)
-    report.matched += len(alignment.pairs)
-    for group in alignment.groups:
-        if group_agrees(differences.a, differences.b, group):
-            report.matched += max(len(group.a), len(group.b))
-            report.groups.append(([node.site for node in group.a], [node.site for node in group.b]))
-        else:
-            lone_a += group.a
-            lone_b += group.b
-    names = {pair.b.module: pair.a.module for pair in alignment.pairs if pair.a.module != pair.b.module}
-    # What is inside a module whose results agree is matched by these, however it is written there.
-    cleared = sum(map(settled.clears, lone_a)) + sum(settled.clears(node, names) for node in lone_b)
-    report.lone += len(lone_a) + len(lone_b) - cleared
-    report.matched += cleared
-    _list(report.only_a, lone_a)
-    _list(report.only_b, lone_b)
-
-
-def _list(sites: list[str], nodes: list[Node]) -> None:
-    for node in nodes:
-        if node.site not in sites and len(sites) < LISTED:
-            sites.append(node.site)

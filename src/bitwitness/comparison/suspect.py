@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from bitwitness.comparison.align import Pair
-from bitwitness.comparison.frame import Node, StepFrame
-from bitwitness.comparison.reason import SINCE
+from bitwitness.comparison.matching.align import Pair
+from bitwitness.comparison.matching.frame import Node, StepFrame
+from bitwitness.comparison.reasons.reason import SINCE
 
 
 @dataclass(slots=True)

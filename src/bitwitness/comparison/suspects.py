@@ -9,21 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from bitwitness.comparison.absent import absences
-from bitwitness.comparison.align import Pair
-from bitwitness.comparison.allowance import allowed
 from bitwitness.comparison.differences import NEGLIGIBLE, Differences
-from bitwitness.comparison.handed import hands_on
-from bitwitness.comparison.harmless import Harmless
-from bitwitness.comparison.inside import APART, Inside, computes_another
+from bitwitness.comparison.gradients.absent import absences
+from bitwitness.comparison.gradients.updates import Updates
+from bitwitness.comparison.matching.align import Pair
+from bitwitness.comparison.measuring.allowance import allowed
+from bitwitness.comparison.measuring.relation import is_filled
 from bitwitness.comparison.noted import of_absence, of_cause
-from bitwitness.comparison.own import OwnReasons
-from bitwitness.comparison.reason import Reason
-from bitwitness.comparison.reasons import Reasons
-from bitwitness.comparison.relation import is_filled
-from bitwitness.comparison.settled import SettledModules
+from bitwitness.comparison.reasons.handed import hands_on
+from bitwitness.comparison.reasons.inputs import Reasons
+from bitwitness.comparison.reasons.own import OwnReasons
+from bitwitness.comparison.reasons.reason import Reason
+from bitwitness.comparison.rewriting.harmless import Harmless
+from bitwitness.comparison.rewriting.inside import APART, Inside, computes_another
+from bitwitness.comparison.rewriting.settled import SettledModules
 from bitwitness.comparison.suspect import Exceeding, Suspect
-from bitwitness.comparison.updates import Updates
 
 _UNSEEN = 1e-12
 _RETURNED = ("module", "forward")

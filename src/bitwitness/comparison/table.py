@@ -11,9 +11,9 @@ from importlib.util import find_spec
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO, Any
 
-from bitwitness.comparison.align import Pair
 from bitwitness.comparison.differences import Differences
-from bitwitness.comparison.values import KeptValues
+from bitwitness.comparison.matching.align import Pair
+from bitwitness.comparison.measuring.values import KeptValues
 from bitwitness.errors import UsageError
 from bitwitness.files.shown import harmless
 from bitwitness.finding import to_jsonable

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from bitwitness.comparison.differences import Differences
-from bitwitness.comparison.frame import Node
+from bitwitness.comparison.matching.frame import Node
 from bitwitness.comparison.suspect import Suspect
 from bitwitness.report.clean import name
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bitwitness.comparison.differences import Differences
+from bitwitness.comparison.measuring.values import KeptValues
 from bitwitness.comparison.recordings import compare
 from bitwitness.comparison.report import Report
 from bitwitness.comparison.table import rows_of
-from bitwitness.comparison.values import KeptValues
 from bitwitness.report.clean import name, number
 from bitwitness.report.graph import Graph, graph_around
 from bitwitness.report.heatmap import HeatMap, map_of_changes

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from bitwitness.comparison.align import Pair
 from bitwitness.comparison.differences import Differences
-from bitwitness.comparison.frame import UNKNOWN
+from bitwitness.comparison.matching.align import Pair
+from bitwitness.comparison.matching.frame import UNKNOWN
 from bitwitness.view.colours import State
 from bitwitness.view.graph import Graph, GraphNode
 

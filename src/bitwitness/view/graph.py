@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import Any
 
-from bitwitness.comparison.frame import Node, StepFrame
+from bitwitness.comparison.matching.frame import Node, StepFrame
 from bitwitness.files.shown import shown
 
 _LONGEST = 2_000

@@ -11,10 +11,10 @@ from typing import Any
 import pyarrow as pa
 
 from bitwitness.comparison.differences import Differences
-from bitwitness.comparison.frame import Floats, StepFrame
+from bitwitness.comparison.matching.frame import Floats, StepFrame
+from bitwitness.comparison.measuring.values import KeptValues
 from bitwitness.comparison.recordings import compare
 from bitwitness.comparison.report import Report
-from bitwitness.comparison.values import KeptValues
 from bitwitness.errors import UsageError
 from bitwitness.files.shown import shown
 from bitwitness.finding import Finding

@@ -1,0 +1,299 @@
+"""What happened to all gradients at once: a factor, a clipping, a step whose gradients were not zeroed.
+
+A parameter's gradient is recorded up to three times: as the backward left it (``local``), complete and reduced
+(``reduced``), and as the optimizer read it. Where run B's are all one number times run A's, the cause is one and no
+operator's, and it lies before the first of the three that shows it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import median
+
+from bitwitness.comparison.differences import Differences
+from bitwitness.comparison.gradients.chains import (
+    STAGES,
+    Chain,
+    Rows,
+    chains_of,
+    clipped_at,
+    in_words_of_change,
+    is_read_alike,
+    norms_since,
+    row_at,
+)
+from bitwitness.comparison.gradients.dropped import last_alone
+from bitwitness.comparison.gradients.late import scaled_within
+from bitwitness.comparison.gradients.losses import loss_ratio
+from bitwitness.comparison.gradients.notfinite import not_finite_in_one
+from bitwitness.comparison.gradients.scalers import is_power_of_two, multiplied_by_scalers
+from bitwitness.comparison.gradients.underflow import too_small
+from bitwitness.comparison.gradients.unzeroed import not_zeroed
+from bitwitness.comparison.gradients.weighed import weigh_otherwise
+from bitwitness.comparison.matching.frame import StepFrame
+from bitwitness.comparison.measuring.allowance import rms
+from bitwitness.comparison.measuring.relation import factor, in_times, tolerance
+
+OF_ALL_GRADIENTS = ("scaled", "clipped", "kept", "dropped", "weighed", "loss", "nonfinite", "underflow")
+"""Kinds of what happened to all gradients at once."""
+SOME_FACTOR = "a factor of the loss, of its gradient, or another number of terms in its mean"
+"""What is said of a factor whose cause is not known."""
+_MOST = 0.9
+"""Share of the parameters that one factor has to hold for: a few have gradients that are rounding errors."""
+_MOST_SCALED = 0.75
+"""The same of a loss scale: without one, the small gradients of some are not float16's any more."""
+_MOST_DRIFTED = 0.05
+"""How far from one factor, at most, what has moved the weights apart may bring a later step's gradients."""
+_SMALL = 1e-3
+"""Times the usual size of a gradient, below which one may be rounding errors alone."""
+_APART, _NAMED = 0.02, 3
+"""Relative deviation of a gradient's own factor that is another one, and how many of such are named."""
+_COARSE = 16.0
+"""Unit roundoffs of the coarser precision up to which a factor counts as exact, where runs compute in different ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """What happened to all gradients: ``stage`` is the first of `STAGES` that shows it, ``row`` the first row of A there.
+
+    ``side`` and ``stack``: the run and the call that it comes from, where that is known.
+    """
+
+    kind: str
+    stage: str
+    text: str
+    row: int
+    times: float
+    side: str = ""
+    stack: int = -1
+
+
+class GradientChains:
+    """Follows the gradients of one step of one rank.
+
+    Parameters
+    ----------
+    differences
+        The step.
+
+    """
+
+    def __init__(self, differences: Differences) -> None:
+        self._differences = differences
+        self._a, self._b = differences.a, differences.b
+        self.chains = chains_of(differences)
+        usual = differences.usual_gradient
+        self._weighty = [c for c in self.chains if c.a[1] is not None and rms(self._a, c.a[1]) >= _SMALL * usual]
+
+    def cause(self) -> Cause | None:
+        """Return what explains how all gradients differ, if one thing does."""
+        if len(self._weighty) < 2 or self._differences.parted_before:
+            return None
+        if (bad := not_finite_in_one(self._a, self._b, self.chains)) is not None:
+            return None if bad.by_backward else Cause("nonfinite", STAGES[2], bad.text, self._row(2), math.nan)
+        ratios = [self._common([(c.a[stage], c.b[stage]) for c in self._weighty]) for stage in range(len(STAGES))]
+        if ratios[0] is not None and not self._is_one(ratios[0]):
+            return self._from_backward(ratios[0])
+        for kind, told in (("underflow", too_small), ("dropped", last_alone), ("kept", not_zeroed)):
+            if text := told(self._differences, self._weighty):
+                return Cause(kind, STAGES[0], text, self._row(0), math.nan)
+        # Without a reduction it is the script's affair when it clips: what the optimizers read tells.
+        for stage in (1, 2) if self._is_reduced else ():
+            ratio, before = ratios[stage], ratios[stage - 1]
+            if ratio is not None and before is not None and not self._is_one(ratio / before if before else ratio):
+                return self._between(stage, ratio)
+        x, y = self._usual
+        if self._is_one(y / x):
+            return self._weighed()
+        return self._between(2, math.nan if ratios[2] is None and None in self._multiplied else y / x)
+
+    def scaled_back(self) -> float | None:
+        """Return how many times run B's loss scale is A's, which optimizers do not see; None where it is the same."""
+        if len(self._weighty) < 2 or self._differences.parted_before:
+            return None
+        # Numbers that float16 holds with fewer digits, being small, are rounded otherwise under another scale.
+        rounded = max(self._differences.coarse, self._differences.roundoff_inside)
+        noise = max(_COARSE * rounded, min(self._differences.drifted, _MOST_DRIFTED))
+        ends = ([(c.a[s], c.b[s]) for c in self._weighty] for s in (0, 2))
+        first, last = (self._common(rows, least=noise, most=_MOST_SCALED) for rows in ends)
+        if first is None or last is None or first <= 0 or self._is_one(first, noise) or not self._is_one(last, noise):
+            return None
+        # Of gradients that are clipped in both runs the size says nothing of what was done to the loss. Scales are powers of 2,
+        # and leave all bits alike when taken out; a clipping's factor (of the norm plus an epsilon) is another for each scale.
+        x, y = self._usual
+        unscales = self._is_one(x) or is_power_of_two(x) or self._takes_out(first)
+        return first if unscales and self._is_one(y * first / x, noise) else None
+
+    def _takes_out(self, scale: float) -> bool:
+        alike = is_power_of_two(scale) and all(is_read_alike(self._a, self._b, chain) for chain in self.chains)
+        return alike or multiplied_by_scalers(self._differences, scale, self._is_one)
+
+    def edited(self, chain: Chain) -> tuple[float | None, float | None] | None:
+        """Return by what a gradient was multiplied between backward and optimizer in each run, where that differs."""
+        links = [self._link(frame, rows) for frame, rows in ((self._a, chain.a), (self._b, chain.b))]
+        if links[0] is None and links[1] is None:
+            return None
+        first, second = links
+        if first is not None and second is not None:
+            # Beside what happens to all gradients of a run, as a clipping does.
+            x, y = first / self._usual[0], second / self._usual[1]
+            if abs(x - y) <= self._limit(within=True) * max(abs(x), abs(y)):
+                return None
+        return first, second
+
+    def edited_elsewhere(self, chain: Chain) -> bool:
+        """Return whether a gradient agrees as the backward leaves it and as the optimizer reads it, and not in between."""
+        if self._is_reduced or (chain.a[0] == chain.a[1]) == (chain.b[0] == chain.b[1]):
+            return False
+        return self.left_alike(chain) and self._alike(row_at(chain.a, 2), row_at(chain.b, 2))
+
+    def left_alike(self, chain: Chain) -> bool:
+        """Return whether a gradient agrees as the backward leaves it."""
+        return self._alike(chain.a[0], chain.b[0])
+
+    def _alike(self, i: int | None, j: int | None) -> bool:
+        return i is not None and j is not None and self._is_one(factor(self._a, i, self._b, j, self._noise) or 0.0)
+
+    # -- factors -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _multiplied(self) -> tuple[float | None, float | None]:
+        """By what all gradients of A and of B are multiplied between backward and step; None where by no one number."""
+        last = [(c.a[0], row_at(c.a, 2)) for c in self._weighty]
+        last_b = [(c.b[0], row_at(c.b, 2)) for c in self._weighty]
+        return self._common(last, self._a), self._common(last_b, self._b)
+
+    @property
+    def _usual(self) -> tuple[float, float]:
+        """The same; 1 where by no one number."""
+        return self._multiplied[0] or 1.0, self._multiplied[1] or 1.0
+
+    def _link(self, frame: StepFrame, rows: Rows) -> float | None:
+        last = row_at(rows, 2)
+        return None if rows[0] is None or last is None else factor(frame, rows[0], frame, last)
+
+    def _common(
+        self,
+        rows: Sequence[tuple[int | None, int | None]],
+        within: StepFrame | None = None,
+        least: float = 0.0,
+        most: float = _MOST,
+    ) -> float | None:
+        """Return the one factor between pairs of rows, of A and B or both of one run, if there is one; ``least``: noise."""
+        a, b = within or self._a, within or self._b
+        least = 0.0 if within else max(self._noise, least)
+        found = [None if i is None or j is None else factor(a, i, b, j, least) for i, j in rows]
+        known = [one for one in found if one is not None]
+        if not known or len(known) < most * len(found):
+            return None
+        middle = median(known)
+        agreeing = sum(abs(one - middle) <= max(self._limit(), least) * abs(middle) for one in known)
+        return middle if agreeing >= most * len(found) else None
+
+    def _limit(self, *, within: bool = False) -> float:  # within each run no other precision rounds
+        i, j = (self._weighty or self.chains)[0].a[1], (self._weighty or self.chains)[0].b[1]
+        assert i is not None and j is not None  # noqa: S101, PT018 - of a weighty one
+        return 2 * max(tolerance(self._a, i, self._b, j), 0.0 if within else self._noise)
+
+    @property
+    def _noise(self) -> float:
+        """How far gradients may be from an exact factor where the runs compute in different precisions."""
+        return _COARSE * self._differences.roundoff_inside
+
+    def _is_one(self, ratio: float, least: float = 0.0) -> bool:
+        return abs(ratio - 1.0) <= max(self._limit(), least)
+
+    # -- causes --------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_reduced(self) -> bool:
+        """Whether gradients pass between ranks: both runs then have those from before."""
+        return all(chain.a[0] != chain.a[1] and chain.b[0] != chain.b[1] for chain in self._weighty)
+
+    def _row(self, stage: int) -> int:
+        return min(row for chain in self.chains if (row := row_at(chain.a, stage)) is not None)
+
+    def _every(self, ratio: float, stage: int) -> str:
+        if math.isnan(ratio):
+            return f"gradients ({len(self.chains)} parameters) differ, by no one factor,"
+        how = "has the other sign" if self._is_one(-ratio) else f"is {in_times(ratio)} as large"
+        others = [chain.name for chain in self._weighty if self._is_apart(chain, ratio, stage)]
+        if not others:
+            return f"every gradient ({len(self.chains)} parameters) {how} in run B"
+        named = ", ".join(others[:_NAMED]) + ", …" * (len(others) > _NAMED)
+        return f"every gradient but {len(others)} of {len(self.chains)} ({named}) {how} in run B"
+
+    def _is_apart(self, chain: Chain, ratio: float, stage: int) -> bool:
+        """Return whether a gradient is known to have another factor than most have."""
+        i, j = row_at(chain.a, stage), row_at(chain.b, stage)
+        own = None if i is None or j is None else factor(self._a, i, self._b, j, self._noise)
+        return own is not None and (abs(own - ratio) > _APART * abs(ratio) or self._is_one(own))
+
+    def _from_backward(self, ratio: float) -> Cause:
+        said = f"{self._every(ratio, 0)}, from the backward on"
+        loss = loss_ratio(self._differences)
+        micros = self._a.micros, self._b.micros
+        ranks = self._a.ranks, self._b.ranks
+        kept = loss is not None and self._is_one(loss)  # losses are divided, then, where micro-batches' are added up
+        by_ranks = ranks[0] != ranks[1] and self._is_one(ratio * ranks[0] / ranks[1])
+        if micros[0] != micros[1] and self._is_one(ratio * micros[0] / micros[1]) and not (by_ranks and kept):
+            counts = f"{micros[0]} against {micros[1]}"
+            why = f"as many times as micro-batches ({counts}): their losses are not divided by that number"
+        elif by_ranks and (loss is None or kept):
+            said = f"{self._every(ratio, 1)}, from the reduction over ranks on"
+            why = f"as many times as ranks ({ranks[0]} against {ranks[1]}): their gradients are added up, and not averaged"
+        elif loss is not None and abs(loss - ratio) <= self._limit() * abs(ratio):
+            why = "so is the loss that the backward starts from: a loss scale, an accumulation divisor, or a sum for a mean"
+        elif self._is_one(-ratio):
+            why = "the loss is to be lowered in one run, and raised in the other"
+        elif kept and (within := scaled_within(self._differences, [chain.name for chain in self._weighty])):
+            why = f"the loss agrees, and so does what comes back to {within}: a factor in there, of what is zero as yet"
+        else:
+            why = SOME_FACTOR
+        return Cause("scaled", STAGES[0], f"{said}: {why}", self._row(0), ratio)
+
+    def _between(self, stage: int, ratio: float) -> Cause | None:
+        since = stage - 1 if self._is_reduced else 0
+        own = [
+            self._common([(c.a[since], row_at(c.a, stage)) for c in self._weighty], self._a),
+            self._common([(c.b[since], row_at(c.b, stage)) for c in self._weighty], self._b),
+        ]
+        if STAGES[stage] == "reduced" and self._is_reduced:
+            known = [f"by {one:.4g} in run {side}" for one, side in zip(own, "AB", strict=True) if one is not None]
+            how = f", which multiplies them {' and '.join(known)}" if known else ""
+            why = f"from the reduction over ranks on{how}: a sum for a mean, another number of ranks, or a mean taken twice"
+            return Cause("scaled", STAGES[stage], f"{self._every(ratio, stage)}, {why}", self._row(stage), ratio)
+        sides = [(self._a, [c.a for c in self.chains]), (self._b, [c.b for c in self.chains])]
+        norms = [norms_since(frame, chains, since) for frame, chains in sides]
+        if all(one is not None and 0 < one < 1 for one in own) and self._is_one(norms[1][1] / norms[0][1]):
+            return None  # one clipping, of gradients that differ before it
+        tops = [clipped_at(frame, chains) for frame, chains in sides]
+        how = "; ".join(
+            f"run {side} {in_words_of_change(top, 1.0 if one and self._is_one(one) else one, *of, since)}"
+            for one, side, top, of in zip(own, "AB", tops, sides, strict=True)
+        )
+        clips = any(top is not None for top in tops) or any(
+            one is not None and 0 < one < 1 - self._limit() for one in own
+        )
+        what = "clipping, or a scale" if clips else "a scale"
+        text = f"{self._as_read(ratio)}: {what} in between ({how})"
+        return Cause("clipped" if clips else "scaled", STAGES[stage], text, self._row(stage), ratio)
+
+    def _as_read(self, ratio: float) -> str:
+        """Say how gradients differ when the optimizer reads them; ``ratio``: by what, unless they differ before, anyway."""
+        left, read = (self._common([(c.a[s], c.b[s]) for c in self._weighty]) for s in (0, 2))
+        if read is None and not math.isnan(ratio):
+            return f"gradients ({len(self.chains)} parameters) are multiplied by another number before the optimizer reads them"
+        it = "them" if math.isnan(ratio) else "it"
+        return f"{self._every(ratio, 2)} when the optimizer reads {it}" + (
+            f", and not when the backward leaves {it}" if left is not None else ""
+        )
+
+    def _weighed(self) -> Cause | None:
+        """Return that micro-batches or ranks weigh otherwise, or that the losses are not one function."""
+        rows = [chain.a[1] for chain in self._weighty]
+        one = weigh_otherwise(self._differences, rows, max(_SMALL, self._noise))
+        return one and Cause(one.kind, STAGES[0], one.text, self._row(0), math.nan, one.side, one.stack)

@@ -1,0 +1,41 @@
+"""Whether a loss is scaled as gradient scalers do it: by a power of two that stands in one tensor of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from bitwitness.comparison.differences import Differences
+from bitwitness.comparison.matching.frame import Node, StepFrame
+from bitwitness.comparison.measuring.relation import numbers_of
+
+_EXACT = 1e-6
+"""How far the logarithm of a power of two may be from a whole number: factors are taken from norms of equal numbers."""
+
+
+def is_power_of_two(number: float) -> bool:
+    """Tell whether a factor is a power of two."""
+    exponent = math.log2(number) if number > 0 else 0.5
+    return abs(exponent - round(exponent)) < _EXACT
+
+
+def multiplied_by_scalers(differences: Differences, ratio: float, is_one: Callable[[float], bool]) -> bool:
+    """Return whether losses are multiplied by powers of two, run B's ``ratio`` times run A's; 1 where a run has no scaler."""
+    a, b, alignment = differences.a, differences.b, differences.alignment
+    for frame, lone, wanted in ((a, alignment.lone(first=True), 1 / ratio), (b, alignment.lone(first=False), ratio)):
+        if any(is_one(scale / wanted) for node in lone for scale in _scales(frame, node, node.inputs)):
+            return True
+    for pair in alignment.pairs:
+        if scales := _scales(a, pair.a, [row for row, _ in pair.inputs]):
+            others = _scales(b, pair.b, [row for _, row in pair.inputs])
+            if any(is_one(second / (ratio * first)) for first in scales for second in others):
+                return True
+    return False
+
+
+def _scales(frame: StepFrame, node: Node, rows: list[int]) -> list[float]:
+    """Return the powers of two that a product of single numbers reads."""
+    if node.op != "mul" or any(frame.count[row] != 1 for row in node.rows):
+        return []
+    tops = [numbers_of(frame, row).max for row in rows]
+    return [top for top in tops if top > 1 and is_power_of_two(top)]

@@ -1,0 +1,177 @@
+"""Why gradients and updates differ: what happened to all of them, an edit of one, or no gradient in one run."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from statistics import median
+
+from bitwitness.comparison.differences import FINE, FOLLOWED, Differences
+from bitwitness.comparison.gradients.causes import GradientChains
+from bitwitness.comparison.gradients.decayed import decayed_by_hand
+from bitwitness.comparison.gradients.ownranks import CHANGES_ITS_OWN, changed_before
+from bitwitness.comparison.matching.align import Pair
+from bitwitness.comparison.measuring.describe import RECORD_OPERATORS
+from bitwitness.comparison.measuring.relation import and_so, in_words, in_words_of_link
+from bitwitness.comparison.reasons.inputs import Reasons
+from bitwitness.comparison.reasons.reason import Reason
+from bitwitness.comparison.rewriting.settled import SettledModules
+
+_GRADIENT = 1e-3
+"""Relative change by which a gradient of which nothing else is known may differ.
+
+Far above rounding in float32, for nothing is known of how many operators' roundings it has gathered.
+"""
+_ROOTS_BACKWARD = ("module", "backward", ".")
+_UNTRACED = 0.01
+"""The same of one whose way to the optimizer is not known: a reduction in a coarse dtype leaves less, too."""
+_COARSE = 32.0
+"""The same as unit roundoffs of the coarser precision, where two runs compute in different ones."""
+_LIKE_OTHERS, _LIKE_OTHERS_MOST = 8.0, 0.7
+"""There, too: times what half of the step's gradients stay within, and up to where; how rounding grows along a depth that was
+not recorded is seen in all gradients alike."""
+_REWRITTEN = 0.05
+"""The most that the same mathematics, written otherwise and computed in a coarse dtype, may change a gradient by."""
+
+
+class Updates:
+    """Finds the reasons of values that nothing recorded was computed from, and of what optimizers read.
+
+    Parameters
+    ----------
+    differences, reasons, settled
+        Of the step.
+
+    Attributes
+    ----------
+    cause
+        What happened to all gradients at once; None if no one thing did.
+
+    """
+
+    def __init__(self, differences: Differences, reasons: Reasons, settled: SettledModules) -> None:
+        self._differences = differences
+        self._reasons = reasons
+        self._settled = settled
+        self._chains = GradientChains(differences)
+        self._chain_of = {chain.name: chain for chain in self._chains.chains}
+        self.cause = self._chains.cause()
+
+    def limit(self, pair: Pair) -> float:
+        """Return the change up to which a value that stands alone may differ: noise, and what its maker handed on."""
+        differences = self._differences
+        if pair.is_loss and self._begins_otherwise:
+            return differences.noise_limit()
+        made = differences.made_change(pair.outputs[0][0])
+        return max(self._unseen(*pair.outputs[0]), FOLLOWED * made, self._of_precision)
+
+    def _unseen(self, row_a: int, row_b: int) -> float:
+        """Return the change up to which a gradient may differ of which nothing else is known."""
+        own = 0.0 if self._differences.has_operators else self._differences.roundoff(row_a, row_b)
+        modules = min(_COARSE * own, _REWRITTEN) if own > FINE else 0.0  # nobody knows how they are written
+        return max(_GRADIENT, self._differences.noise_limit(), modules)
+
+    @cached_property
+    def _of_precision(self) -> float:
+        """What gradients may differ by where the runs compute in different precisions; 0 where in the same."""
+        differences = self._differences
+        if not differences.roundoff_inside:
+            return min(_COARSE * differences.rewritten, _REWRITTEN)
+        if differences.precisions and not differences.has_operators and differences.earlier.last is not None:
+            return math.inf  # by how much weights that rounding moved apart turn gradients, modules alone do not show
+        changes = [
+            differences.change_of[pair.outputs[0][0]]
+            for pair in differences.alignment.pairs
+            if pair.a.kind == "gradient" and pair.outputs
+        ]
+        coarse = differences.roundoff_inside > FINE
+        like_others = min(_LIKE_OTHERS * median(changes), _LIKE_OTHERS_MOST) if changes and coarse else 0.0
+        return max(_COARSE * differences.roundoff_inside, like_others)
+
+    @cached_property
+    def _begins_otherwise(self) -> bool:
+        """Whether modules alone were recorded, whose results agree, and the gradient that comes back to the model does not."""
+        differences = self._differences
+        if differences.has_operators or differences.precisions or not self._settled.forward_agrees:
+            return False
+        told = [(pair.a.kind, pair.a.phase, pair.a.module) for pair in differences.alignment.pairs]
+        roots = [pair for pair, one in zip(differences.alignment.pairs, told, strict=True) if one == _ROOTS_BACKWARD]
+        return any(differences.change_of[rows[0]] > self._unseen(*rows) for pair in roots for rows in pair.inputs)
+
+    def edited_elsewhere(self, pair: Pair) -> bool:
+        """Return whether a gradient was only edited at another place (by hand, by a clipping function) to the same end."""
+        name = pair.a.parameter if pair.a.kind == "gradient" else ""
+        chain = self._chain_of.get(name)
+        return chain is not None and (
+            self._chains.edited_elsewhere(chain) or (name in self._decayed and self._chains.left_alike(chain))
+        )
+
+    @cached_property
+    def _decayed(self) -> set[str]:
+        return decayed_by_hand(self._differences)
+
+    def of_value(self, pair: Pair) -> Reason | None:
+        """Return why a gradient differs by more than its `limit`; None for other values, and where all gradients do."""
+        row_a, row_b = pair.outputs[0]
+        if any(self._differences.makers.lone(row_a, row_b)):
+            return self._reasons.of_lone(pair, row_a, row_b)
+        if pair.a.kind != "gradient":
+            return self._of_loss(pair)
+        return self._edited(pair.a.parameter) or self._reasons.of_value(row_a, row_b)
+
+    def _of_loss(self, pair: Pair) -> Reason | None:
+        """Return that a loss is computed otherwise of what the modules return, where that agrees and no operators tell."""
+        differences = self._differences
+        if not pair.is_loss or self.cause is not None or differences.has_operators or not self._settled.forward_agrees:
+            return None
+        words = in_words(differences.a, differences.b, *pair.outputs[0])
+        why = f"it is computed otherwise, or of other targets: {RECORD_OPERATORS}"
+        return Reason("loss", f"the loss differs ({words}), and what the modules return agrees: {why}")
+
+    def of_update(self, pair: Pair) -> Reason | None:
+        """Return what an update is to blame on its gradient for: one run lacks it, or has edited it after the backward."""
+        frames = ((self._differences.a, pair.a), (self._differences.b, pair.b))
+        first, second = ("grad" in {frame.text("slot", row) for row in node.inputs} for frame, node in frames)
+        if first != second:
+            have, lack = ("A", "B") if first else ("B", "A")
+            return Reason("missing", f"only run {have} has a gradient of it: it is frozen, or not used, in run {lack}")
+        if not self._differences.earlier.parted and (written := self._reasons.of_moved(pair)):
+            return written
+        if self.cause is not None or self._differences.earlier.parted or pair.a.module in self._decayed:
+            return None
+        read = [rows for rows in pair.inputs if self._differences.a.text("slot", rows[0]) == "grad"]
+        differs = max((self._differences.change_of[row] for row, _ in read), default=0.0)
+        if pair.a.module not in self._chain_of and differs > max(
+            _UNTRACED, self._differences.drifted, self._of_precision
+        ):
+            return self._untraced(pair, read[0])
+        return self._edited(pair.a.module) if differs > _GRADIENT else None
+
+    def _untraced(self, pair: Pair, rows: tuple[int, int]) -> Reason | None:
+        """Return that a gradient differs of which no more is known than that the optimizer reads it."""
+        if self._differences.is_cancelled(pair):
+            return None
+        frames = self._differences.a, self._differences.b
+        names = pair.a.module, pair.b.module
+        sides = [side for side, frame, name in zip("AB", frames, names, strict=True) if changed_before(frame, name)]
+        why = (
+            f", and in run {' and in run '.join(sides)} each rank changes its own {CHANGES_ITS_OWN}"
+            if sides
+            else ", and what it was before is not recorded in both runs"
+        )
+        return Reason("edited", f"the gradient that it reads differs ({in_words(*frames, *rows)}){why}")
+
+    def _edited(self, name: str) -> Reason | None:
+        """Return that a gradient was edited between backward and step, if it was, and otherwise in each run."""
+        chain = self._chain_of.get(name)
+        links = None if chain is None else self._chains.edited(chain)
+        if links is None:
+            return None
+        how = _in_words(links)
+        text = f"the gradient of {name} was changed between the backward and the step: {how}"
+        others = [one for other in self._chains.chains if other is not chain and (one := self._chains.edited(other))]
+        return Reason("edited", text + and_so([_in_words(one) for one in others].count(how)))
+
+
+def _in_words(links: tuple[float | None, float | None]) -> str:
+    return "; ".join(f"run {side} {in_words_of_link(link)}" for side, link in zip("AB", links, strict=True))

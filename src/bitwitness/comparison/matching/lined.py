@@ -1,0 +1,272 @@
+"""What is compared with what: ranks, micro-batches and steps of two runs, lined up before any operator is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from bitwitness.comparison.matching.evaluations import FirstMicros
+from bitwitness.comparison.matching.frame import StepFrame
+from bitwitness.comparison.matching.idle import WithoutIdle
+from bitwitness.comparison.matching.merged import MergedMicros, MergedSource, spread_differently
+from bitwitness.comparison.matching.shares import shared_out_otherwise
+from bitwitness.comparison.measuring.changes import moved
+from bitwitness.errors import UsageError
+from bitwitness.store.life import life_of
+from bitwitness.store.source import Source
+
+_MOST = 4096
+"""Steps of A that are searched for the weights that B begins with."""
+_RESUMED, _AS_WELL = 0.4, 3.0
+"""Share of the weights from which on a step is the one that a run resumed from, and times what else agrees."""
+FAILED = "failed"
+"""What is said of a run that an error ended."""
+_CUT_SHORT = {
+    "failed": FAILED,
+    "interrupted": "was interrupted",
+    "killed": "was killed",
+    "lost": "was lost",
+    "running": "still runs",
+    "stopped": "was stopped",
+    "terminated": "was terminated",
+}
+
+
+Fingerprint = tuple[tuple[str, float, float], ...]
+
+
+class Place(NamedTuple):
+    """One step of one rank: its number in A and in B."""
+
+    step: int
+    step_b: int
+    rank: int
+
+
+@dataclass(slots=True)
+class Lined:
+    """Two runs, lined up.
+
+    Attributes
+    ----------
+    a, b
+        The two, with ranks or micro-batches put together where these are spread differently.
+    places
+        What to compare, in order.
+    merged
+        Ranks were put together.
+    notes
+        What was done to line them up, one sentence each; ``shifted``: which step has the weights of which.
+    left_out
+        Which steps only one run has.
+    unread
+        What could not be compared.
+
+    """
+
+    a: Source
+    b: Source
+    places: list[Place] = field(default_factory=list)
+    merged: bool = False
+    notes: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
+    shifted: str = ""
+
+
+def line_up(a: Source, b: Source, ranks: Sequence[int] | None, steps: Sequence[int] | None) -> Lined:
+    """Find out what of two runs is the same part of the same training.
+
+    Parameters
+    ----------
+    ranks, steps
+        Only these, by A's numbers; None for all.
+
+    Raises
+    ------
+    UsageError
+        If the two have no rank or no step in common.
+
+    """
+    found = Lined(a, b)
+    otherwise = not spread_differently(a, b) and shared_out_otherwise(a, b, a.ranks())
+    if otherwise or spread_differently(a, b):
+        found.merged = True
+        _join_micros_of_ranks(found)
+        found.a, found.b = MergedSource(found.a, ordered=not otherwise), MergedSource(found.b, ordered=not otherwise)
+    if otherwise:
+        found.notes.append("the ranks share the batch out otherwise, and read the same samples together")
+    chosen = [r for r in found.a.ranks() if r in found.b.ranks() and (ranks is None or r in ranks)]
+    if not chosen:
+        raise UsageError(f"{a.path} has ranks {a.ranks()}, {b.path} has ranks {b.ranks()}; expected one in common")
+    shift = _shift(found, chosen[0])
+    for rank in chosen:
+        theirs = set(found.b.steps(rank))
+        common = [s for s in found.a.steps(rank) if s - shift in theirs and (steps is None or s in steps)]
+        found.places += [Place(step, step - shift, rank) for step in common]
+    found.places.sort()
+    if not found.places:
+        raise UsageError(
+            f"{a.path} has steps {_shortened(a.steps(a.ranks()[0]))}, {b.path} has steps "
+            f"{_shortened(b.steps(b.ranks()[0]))}; expected one in common (and among those asked for)"
+        )
+    if steps is None and not found.shifted:
+        _note_left_out(found, chosen[0])
+    _join_micros(found)
+    return found
+
+
+def cut_short(source: Source) -> str:
+    """Say in a few words how a run ended before its time; empty for one that did not, or of which that is not known."""
+    return _CUT_SHORT.get(life_of(source.info).state, "") if source.info.get("state") else ""
+
+
+def _note_left_out(found: Lined, rank: int) -> None:
+    """Say which steps only one run has: that one may have ended early, or recorded others."""
+    here, there = found.a.steps(rank), found.b.steps(rank)
+    for run, source, mine, theirs in (("A", found.a, here, there), ("B", found.b, there, here)):
+        if not (alone := sorted(set(mine) - set(theirs))):
+            continue
+        other = found.b if source is found.a else found.a
+        ended = f"; run {'AB'[run == 'A']} {how}" if (how := cut_short(other)) else ""
+        found.left_out.append(
+            f"step{'s' * (len(alone) > 1)} {_shortened(alone)} {'are' if len(alone) > 1 else 'is'} in run {run} only, and not "
+            f"compared{ended}"
+        )
+
+
+def _shift(found: Lined, rank: int) -> int:
+    """Return by how many steps A is ahead of B: a resumed run counts from zero again, and is known by its weights."""
+    steps_a, steps_b = sorted(found.a.steps(rank)), sorted(found.b.steps(rank))
+    if not steps_a or not steps_b:
+        return 0
+    common = sorted(set(steps_a) & set(steps_b))
+    here = _agreeing(_weights(found.a, rank, common[0]), _weights(found.b, rank, common[0])) if common else 0.0
+    if here == 1.0:
+        return 0
+    # A resume that has forgotten some of its weights is one, too, where nothing else agrees as well.
+    share, shift = max(_shifts(found, rank, steps_a, steps_b), key=lambda one: one[0], default=(0.0, 0))
+    if share < max(_RESUMED, _AS_WELL * here):
+        return 0
+    later, earlier, ahead = ("B", "A", shift) if shift > 0 else ("A", "B", -shift)
+    first = steps_b[0] if shift > 0 else steps_a[0]
+    some = "" if share == 1.0 else f" ({share:.0%} of them)"
+    found.shifted = (
+        f"step {first} of run {later} starts from the weights{some} of step {first + ahead} of run {earlier}"
+    )
+    found.notes.append(f"{found.shifted}: these two are compared, and those after them")
+    return shift
+
+
+def _shifts(found: Lined, rank: int, steps_a: list[int], steps_b: list[int]) -> Iterator[tuple[float, int]]:
+    """Yield the share of weights that agree, and by how many steps A is ahead then, up to the first that all agree."""
+    begun_b = _weights(found.b, rank, steps_b[0])
+    begun_a = _weights(found.a, rank, steps_a[0])
+    for step in (one for one in steps_a[:_MOST] if one != steps_b[0]):
+        yield (share := _agreeing(_weights(found.a, rank, step), begun_b)), step - steps_b[0]
+        if share == 1.0:
+            return
+    for step in (one for one in steps_b[:_MOST] if one != steps_a[0]):
+        yield _agreeing(begun_a, _weights(found.b, rank, step)), steps_a[0] - step
+
+
+def begins_with(source: Source) -> Fingerprint:
+    """Return what the parameters are known by that a recording's first step begins with; nothing where none were recorded."""
+    for rank in source.ranks()[:1]:
+        for step in source.steps(rank)[:1]:
+            return _weights(source, rank, step)
+    return ()
+
+
+def _weights(source: Source, rank: int, step: int) -> Fingerprint:
+    """Return what a step's parameters are known by, as the step finds them."""
+    frame = StepFrame(source.table(rank, step))
+    rows = np.flatnonzero(frame.texts["kind"].equals("parameter")).tolist()
+    return tuple(
+        sorted(
+            (frame.text("name", row), float(frame.numbers["l2"][row]), float(frame.numbers["mean"][row]))
+            for row in rows
+        )
+    )
+
+
+def _agreeing(a: Fingerprint, b: Fingerprint) -> float:
+    """Return the share of the weights that two steps start from that are the same, to the last bit of their norms and means."""
+    if [one[0] for one in a] != [one[0] for one in b]:
+        return 0.0
+    return sum(x == y for x, y in zip(a, b, strict=True)) / len(a) if a else 0.0
+
+
+def _join_micros_of_ranks(found: Lined) -> None:
+    """Put each rank's micro-batches together, too, where ranks are going to be and either run has several."""
+    frames = [
+        StepFrame(source.table(rank, step))
+        for source in (found.a, found.b)
+        for rank in source.ranks()[:1]
+        for step in source.steps(rank)[:1]
+    ]
+    if len(frames) < 2 or all(frame.micros == 1 for frame in frames) or any(map(_weights_move, frames)):
+        return
+    found.a, found.b = MergedMicros(found.a), MergedMicros(found.b)
+    found.notes.append(
+        f"run A has {frames[0].micros} and run B {frames[1].micros} micro-batches a step on each rank: put together, too"
+    )
+
+
+def _join_micros(found: Lined) -> None:
+    """Put micro-batches together where one run has more of them than the other."""
+    if found.merged:  # and each rank's micro-batches with them
+        return
+    place = found.places[0]
+    first, second = StepFrame(found.a.table(place.rank, place.step)), StepFrame(found.b.table(place.rank, place.step_b))
+    if first.micros == second.micros:
+        return
+    idle = WithoutIdle(found.a), WithoutIdle(found.b)
+    frames = [
+        StepFrame(one.table(place.rank, step)) for one, step in zip(idle, (place.step, place.step_b), strict=True)
+    ]
+    if frames[0].micros == frames[1].micros and frames[0].micros:
+        found.a, found.b = idle
+        found.notes.append("calls of the model from which no gradient comes back were left out: only one run has them")
+        return
+    if _weights_move(first) or _weights_move(second):
+        least = min(first.micros, second.micros)
+        found.a, found.b = FirstMicros(found.a, least), FirstMicros(found.b, least)
+        for run, frame in (("A", first), ("B", second)):
+            if frame.micros > 1 and not frame.texts["kind"].equals("optimizer").any():
+                found.unread.append(
+                    f"run {run} changes its weights itself between {frame.micros} batches that were recorded as one step, for "
+                    f"its optimizer takes none: batches after the first {least} were not compared"
+                )
+        if found.unread:
+            return
+        found.notes.append(
+            f"the optimizer evaluates the model several times a step (a closure), {first.micros} times in run A and "
+            f"{second.micros} times in run B: the first {least} are compared"
+        )
+        return
+    found.a, found.b = MergedMicros(found.a), MergedMicros(found.b)
+    found.notes.append(
+        f"run A has {first.micros} and run B {second.micros} micro-batches a step: they were put together, and modules and "
+        "gradients compared; operators work on parts of the batch"
+    )
+
+
+def _weights_move(frame: StepFrame) -> bool:
+    """Return whether a step's forwards read other weights than it began with: its optimizer moves them between these."""
+    kinds = frame.texts["kind"]
+    begun = {frame.text("name", row): row for row in np.flatnonzero(kinds.equals("parameter")).tolist()}
+    readers = (kinds.equals("op") | kinds.equals("module")) & frame.texts["phase"].equals("forward")
+    for row in np.flatnonzero(readers & (frame.texts["name"].codes >= 0)).tolist():
+        first = begun.get(frame.text("name", row))
+        if first is not None and frame.count[first] == frame.count[row] and moved(frame, first, row):
+            return True
+    return False
+
+
+def _shortened(numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:5]))
+    return f"{shown}, … {numbers[-1]}" if len(numbers) > 5 else shown or "(none)"

@@ -1,0 +1,52 @@
+"""Gradients and weights that are nothing beside the others: what rounding errors alone have made of zero.
+
+A key's bias moves all scores of a query alike, which a softmax does not see: its gradient is what rounding leaves of zero.
+Where a script updates its weights itself, no optimizer is recorded that would say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from bitwitness.comparison.matching.align import Pair
+from bitwitness.comparison.matching.frame import StepFrame
+from bitwitness.comparison.measuring.allowance import rms, roundoff
+from bitwitness.comparison.measuring.relation import not_finite
+
+_CANCELLED, _CANCELLED_MOST = 512.0, 1e-3
+"""Unit roundoffs, and at most which share, of the usual gradient up to which one may be rounding errors alone. Seen in float32:
+1e-10 of a key's bias, 2e-6 of one before a batch norm; 2e-4 of a query's weight that had one, in a BERT."""
+
+
+def nothing_of(usual: float, rounded: float) -> float:
+    """Return the size up to which a gradient may be rounding errors alone; ``rounded``: a unit roundoff."""
+    return min(_CANCELLED * rounded, _CANCELLED_MOST) * usual
+
+
+def vanish(sizes: tuple[float, float], usual: float, rounded: float, coarse: float) -> bool:
+    """Return whether a gradient may be rounding errors alone in both runs.
+
+    Where one run's, in float32, is nothing at all, the other's may be as large as what its dtype rounds the usual gradient by
+    (``coarse``, 0 where both compute in one dtype): 3e-3 was seen in bfloat16, of a convolution's bias before a batch norm.
+    """
+    small, large = sorted(sizes)
+    return large < nothing_of(usual, rounded) or (
+        large < coarse * usual and small < nothing_of(usual, roundoff("float32"))
+    )
+
+
+def faint_rows(a: StepFrame, b: StepFrame, pairs: Sequence[Pair]) -> list[int]:
+    """Return the rows, in A, of weights that are smaller in both runs than what the usual weight is rounded by.
+
+    What an optimizer reads and writes is not among them: it is held against its own inputs.
+    """
+    weights = [pair.outputs[0] for pair in pairs if pair.a.kind == "parameter" and pair.outputs]
+    usual = float(np.median([rms(a, i) for i, _ in weights])) if weights else 0.0
+    small = [(i, j) for i, j in weights if max(rms(a, i), rms(b, j)) < roundoff(a.text("dtype", i)) * usual]
+    faint = {int(a.value[i]) for i, j in small if not not_finite(a, b, i, j)}
+    if not faint:
+        return []
+    read = (row for pair in pairs if pair.a.kind != "optimizer" for row, _ in (*pair.inputs, *pair.outputs))
+    return [row for row in read if int(a.value[row]) in faint]

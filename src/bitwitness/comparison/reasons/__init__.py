@@ -1,0 +1,1 @@
+"""Why a node's results differ."""

@@ -1,0 +1,27 @@
+"""In which other dtype one run computes an operator: where that begins, and not where it is handed on."""
+
+from __future__ import annotations
+
+from bitwitness.comparison.differences import Differences
+from bitwitness.comparison.matching.align import Pair
+from bitwitness.comparison.matching.tokens import CASTS
+
+
+def other_dtype(differences: Differences, pair: Pair) -> str:
+    """Say in which other dtype the result is, or an input that was cast for it; empty if in none, or if all of a run are."""
+    if differences.precisions is not None:
+        return ""
+    for row_a, row_b in (*pair.outputs[:1], *pair.inputs):
+        first, second = differences.dtypes(row_a, row_b)
+        if first != second and _is_cast_here(differences, pair, row_a, row_b):
+            return f"computed in {first} against {second}"
+    return ""
+
+
+def _is_cast_here(differences: Differences, pair: Pair, row_a: int, row_b: int) -> bool:
+    """Return whether another dtype begins here: it was not handed on by a matched operator."""
+    if (row_a, row_b) in pair.outputs:
+        dtypes = [(differences.dtypes(*rows), rows) for rows in pair.inputs]
+        return all(first == second or _is_cast_here(differences, pair, *rows) for (first, second), rows in dtypes)
+    makers = differences.makers.lone(row_a, row_b)
+    return any(maker is not None and maker.op in CASTS for maker in makers)

@@ -1,0 +1,86 @@
+"""Choices that go by the order of values (topk, argmax): where a small difference tips one, all behind it differs by much.
+
+A mixture's router that chooses another expert for one token gives its experts other tokens. What reads them has other sizes
+then, and is no counterpart of the other run's; the choice is where the runs part, and what its values were made by is why.
+"""
+
+from __future__ import annotations
+
+import math
+
+from bitwitness.comparison.differences import Differences
+from bitwitness.comparison.matching.align import Pair
+from bitwitness.comparison.measuring.describe import by_each, in_chain
+from bitwitness.comparison.measuring.relation import in_words
+from bitwitness.comparison.suspect import Suspect, is_regrouped
+from bitwitness.oracle.names import canonical
+
+_CHOOSING = ("argmax", "argmin", "argsort", "kthvalue", "max", "min", "msort", "sort", "topk")
+
+
+def choice_first(suspects: list[Suspect], differences: Differences) -> list[Suspect]:
+    """Return a step's suspects; where the first only follows from a choice, the choice before them.
+
+    It does if what is handed on has other sizes, or goes back in the module that has chosen.
+    """
+    first = min(suspects, key=lambda one: one.order, default=None)
+    if first is None or first.reason != "missing":
+        return suspects
+    module, _, call = first.site.partition("/")
+    for pair in differences.alignment.pairs:
+        if pair.a.rows[-1] >= first.order[1]:
+            break
+        back = ":backward" in call and f"{module}.".startswith(f"{pair.a.module}.")
+        if not back and not is_regrouped(first):
+            continue
+        if (found := _tipped(pair, differences)) is not None:
+            return [_suspect(first, pair, *found, differences), *suspects]
+    return suspects
+
+
+def _tipped(pair: Pair, differences: Differences) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    """Return the values that a choice went by and what was chosen, rows of A and B, if rounding tipped it."""
+    a, b = differences.a, differences.b
+    if (pair.a.kind, pair.a.phase) != ("op", "forward") or canonical(pair.a.op) not in _CHOOSING:
+        return None
+    chosen = [rows for rows in pair.outputs if a.text("dtype", rows[0]) == "int64"]
+    differing = [rows for rows in chosen if differences.change_of[rows[0]] > 0]
+    if not differing or not pair.inputs or not differences.change_of[pair.inputs[0][0]] > 0:
+        return None
+    return None if a.count[differing[0][0]] != b.count[differing[0][1]] else (pair.inputs[0], differing[0])
+
+
+def _suspect(
+    like: Suspect, pair: Pair, values: tuple[int, int], chosen: tuple[int, int], differences: Differences
+) -> Suspect:
+    """Return the choice as a suspect: of the operators that made its values, where those are each run's own."""
+    a, b = differences.a, differences.b
+    lone = differences.makers.lone(*values)
+    dtypes = differences.dtypes(*values)
+    in_dtype = [f" in {dtype}" if dtypes[0] != dtypes[1] else "" for dtype in dtypes]
+    group = None
+    for node, first in ((lone[0], True), (lone[1], False)):
+        group = group or (differences.makers.group(node, first=first) if node is not None else None)
+    made = "" if dtypes[0] == dtypes[1] else f" and are {dtypes[0]} in run A and {dtypes[1]} in run B"
+    if group is not None:
+        ways = [in_chain(nodes) + where for nodes, where in zip((group.a, group.b), in_dtype, strict=True)]
+        made = f" and are computed {by_each(*ways)}"
+    text = (
+        f"it chooses otherwise ({in_words(a, b, *chosen)}), by values that differ little "
+        f"({differences.change_of[values[0]]:.2g}){made}; what follows works on other elements"
+    )
+    return Suspect(
+        site=f"{pair.a.site}.{a.text('slot', chosen[0])}",
+        rank=like.rank,
+        step=like.step,
+        reason="dtype" if dtypes[0] != dtypes[1] else "choice",
+        text=text,
+        score=math.inf,
+        change=differences.change_of[values[0]],
+        explained=like.explained,
+        order=(like.step, pair.a.rows[-1]),
+        clean=False,
+        stack=int(a.stack[pair.a.rows[0]]),
+        micro=pair.a.micro,
+        pair=pair,
+    )

@@ -1,0 +1,48 @@
+"""Values that were changed in memory since an operator made them, by what no recorded operator shows."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from bitwitness.comparison.matching.align import Pair
+from bitwitness.comparison.matching.frame import StepFrame
+from bitwitness.comparison.measuring.changes import moved
+from bitwitness.comparison.measuring.relation import factor, in_words_of_link, numbers_of
+
+_SAME = 1e-6
+"""Relative difference of two sketches of one tensor, in one shape and layout, from which on it holds other values."""
+
+
+def changed_since(a: StepFrame, b: StepFrame, pair: Pair, row_a: int, row_b: int) -> str:
+    """Say that what a node reads is, in one run or both, not what was made there any more; empty where it is, or a view of it.
+
+    A view of all of it has the same norm, whatever its order.
+    """
+    links = [_since(frame, row) for frame, row in ((a, row_a), (b, row_b))]
+    if all(link == 1.0 for link in links):
+        return ""
+    how = " and ".join(f"run {side} {in_words_of_link(link)}" for side, link in zip("AB", links, strict=True))
+    if pair.a.phase == "backward" and pair.a.op.startswith("add"):
+        what = "the gradient that this adds to was changed since a backward left it there"
+        return f"{what} (clipped, scaled, averaged over the ranks between two micro-batches): {how}"
+    return f"{a.text('slot', row_a)} was changed in place since it was made: {how}"
+
+
+def _since(frame: StepFrame, row: int) -> float | None:
+    """Return by what a value was multiplied since its maker returned it: 1 where it is that, or a view of it; None: edited."""
+    made = np.flatnonzero((frame.node == frame.producer[row]) & (frame.count >= frame.count[row])).tolist()
+    results = [one for one in made if frame.text("slot", one).startswith("out")]
+    whole = [one for one in results if frame.count[one] == frame.count[row]]
+    if not whole or any(_is_still(frame, one, row) for one in whole):
+        return 1.0
+    link = factor(frame, whole[0], frame, row)
+    is_part = len(whole) < len(results)  # perhaps: an LSTM's first state beside its last one
+    return 1.0 if link is None and is_part else link
+
+
+def _is_still(frame: StepFrame, made: int, row: int) -> bool:
+    if moved(frame, made, row):
+        return False
+    alike = frame.shapes[made] == frame.shapes[row] and frame.text("layout", made) == frame.text("layout", row)
+    before, now = numbers_of(frame, made), numbers_of(frame, row)
+    return not alike or not abs(before.sketch - now.sketch) > _SAME * now.l2

@@ -1,0 +1,1 @@
+"""Ways of writing one mathematics: differences of which nothing is left."""
