@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import islice
 
 import torch
@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer
 
 from bitwitness.config.monitoring import MonitorConfig
-from bitwitness.finding import Finding, Note, Severity
+from bitwitness.finding import Finding, Severity
 from bitwitness.monitor.activations import Activations
 from bitwitness.monitor.communication import Communication
 from bitwitness.monitor.exchange import Exchange
@@ -23,13 +23,13 @@ from bitwitness.monitor.sheet import Sheet
 from bitwitness.monitor.state import State
 from bitwitness.ranks import Ranks
 from bitwitness.session.instrument import Forward, Instrument, Kind
+from bitwitness.session.problems import Problems
 from bitwitness.session.session import Session
 from bitwitness.stats import bit_hash, norms_of
 from bitwitness.store import RunWriter
 from bitwitness.tap.compiled import is_compiled
 from bitwitness.tap.modules import ROOT
 from bitwitness.tap.moments import BackwardCall
-from bitwitness.tap.ownwork import own_work
 from bitwitness.tap.slots import arguments_of
 
 _NAMED = 4  # modules, where none is as it was asked for
@@ -58,36 +58,37 @@ class ModelMonitoring(Instrument):
         self, session: Session, config: MonitorConfig, run: RunWriter, ranks: Ranks, sinks: Sequence[Sink] = ()
     ) -> None:
         self.session, self.config = session, config
-        self._run, self._rank = run, run.rank
+        self._problems = Problems(
+            run, run.rank, lambda: session.step, source="monitor", failing="the monitor of {} failed", repeats=False
+        )
+        fail, self._safely = self._problems.fail, self._problems.safely
         root = session.root
         parameters = {name: p for name, p in root.named_parameters() if config.wants_parameter(name)}
         self._parameters = parameters
         self._whole = len(parameters) == sum(1 for _ in root.parameters())
-        self._activations = Activations(root, config, metrics_of(config), self._fail)
-        self._local = LocalGradients(session.model, parameters, zeros=config.zeros, fail=self._fail)
+        self._activations = Activations(root, config, metrics_of(config), fail)
+        self._local = LocalGradients(session.model, parameters, zeros=config.zeros, fail=fail)
         self._state = State(parameters, config)
-        self._communication = Communication(wanted=config.looks_at("comm"), fail=self._fail)
+        self._communication = Communication(wanted=config.looks_at("comm"), fail=fail)
         names = list(parameters) if config.looks_at("grad", "param") else []
         asked = not {"rank_apart", "replicas"}.isdisjoint(config.rules)
         compares = config.watch and config.exchange and asked and config.ranks is None
-        self._exchange = Exchange(ranks, names, self._fail) if compares and ranks.size > 1 else None
-        self._outlet = Outlet(run, config, sinks, self._note, self._exchange)
+        self._exchange = Exchange(ranks, names, fail) if compares and ranks.size > 1 else None
+        self._outlet = Outlet(run, config, sinks, self._problems.note, self._exchange)
         self._sheet: Sheet | None = None
         self._losses: list[torch.Tensor] = []
         self._looked = 0
         self._ready = self._just_read = self._evaluated = False
-        self.problem: str | None = None
-        """What kept something from being looked at, the first of it."""
         if config.targets and not (
             parameters or any(config.wants_module(name or ROOT) for name, _ in root.named_modules())
         ):
             known = ", ".join(name for name, _ in islice(root.named_modules(), 1, 1 + _NAMED)) or "none"
-            self._note(
+            self._problems.note(
                 f"targets {', '.join(map(repr, config.targets))} match no module and no parameter of "
                 f"{type(root).__name__} (its modules: {known}, …; bw.Monitor(print_struct=True) shows all)"
             )
         if any(is_compiled(module) for module in (session.model, *root.modules())) and config.looks_at("activation"):
-            self._note(
+            self._problems.note(
                 "modules inside compiled code are not looked at: hooks there would be traced", severity=Severity.INFO
             )
 
@@ -275,26 +276,11 @@ class ModelMonitoring(Instrument):
 
     # -- failing open --------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _safely(self, part: str) -> Iterator[None]:
-        try:
-            with own_work(), torch.no_grad():
-                yield
-        except Exception as error:
-            self._fail(part, error)
-
-    def _fail(self, part: str, error: BaseException) -> None:
-        self._note(f"the monitor of {part} failed at step {self.session.step}: {type(error).__name__}: {error}")
+    @property
+    def problem(self) -> str | None:
+        """What kept something from being looked at, the first of it."""
+        return self._problems.first
 
     def failed(self, moment: str, error: Exception) -> None:
         """Say what ended the monitor."""
-        self._fail(moment, error)
-
-    def _note(self, text: str, *, severity: Severity = Severity.WARNING) -> None:
-        first = self.problem is None
-        if severity is not Severity.INFO:
-            self.problem = self.problem or text
-        if first:  # the same fails at each step
-            with suppress(Exception):
-                sys.stderr.write(f"bitwitness: rank {self._rank}: {text}\n")
-        self._run.event(Note(text, self.session.step, self._rank, "monitor", severity))
+        self._problems.fail(moment, error)

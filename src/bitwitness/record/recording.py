@@ -16,11 +16,11 @@ from bitwitness.record.log import Log, Selection
 from bitwitness.record.meter import Meter
 from bitwitness.record.modules import ModuleRecorder, mode_text
 from bitwitness.record.operators import OperatorRecorder
-from bitwitness.record.problems import Problems
 from bitwitness.record.saved import SavedGradient, as_operator, recording
 from bitwitness.record.state import StateRecorder
 from bitwitness.record.values import Keeper, Values
 from bitwitness.session.instrument import Forward, Instrument, Kind
+from bitwitness.session.problems import Problems
 from bitwitness.session.session import Session
 from bitwitness.site import Site
 from bitwitness.store import RunWriter
@@ -54,9 +54,9 @@ class ModelRecording(Instrument):
     def __init__(self, session: Session, config: RecordConfig, run: RunWriter, rank: int) -> None:
         self.session, self.config = session, config
         self._run = run
-        self._problems = Problems(run, rank, lambda: session.step)
+        self._problems = Problems(run, rank, lambda: session.step, source="record", failing="the recording of {} ended")
         fail, self._safely = self._problems.fail, self._problems.safely
-        self._writing = RecordingWriter(run.path / f"rank{rank:05d}", rank, self._problems.ended)
+        self._writing = RecordingWriter(run.path / f"rank{rank:05d}", rank, self._ended)
         content, wait = config.content, not config.async_dump
         self._meter = Meter(stats=content != "structure", hashed=content == "hash", zeros=config.zeros)
         self._keeper = Keeper(self._writing, config.max_elements, waits=wait) if content == "tensors" else None
@@ -280,6 +280,13 @@ class ModelRecording(Instrument):
     def problem(self) -> str | None:
         """What kept something from being recorded, the first of it."""
         return self._problems.first
+
+    def _ended(self, problem: str) -> None:
+        """Say that nothing can be written any more; called on the writer's thread."""
+        self._problems.note(
+            f"the recording in {self._run.path} ended at step {self.session.step}: {problem}. The training goes on; what was "
+            "written before is readable. Free the space or give another --out"
+        )
 
     def failed(self, moment: str, error: Exception) -> None:
         """Say what ended the recording."""
