@@ -9,6 +9,7 @@ not, was computed otherwise.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.matching.align import Pair
@@ -32,11 +33,9 @@ _ELEMENTS = 16
 
 
 def contradicted(differences: Differences, values: KeptValues | None, rank: int, step: int) -> list[Suspect]:
-    """Return the first product that float64 contradicts, or without kept values the first operator that multiplies."""
-    if differences.precisions is None or differences.parted_before:
+    """Return the first product that float64 contradicts, if there is one."""
+    if values is None or differences.precisions is None or differences.parted_before:
         return []
-    if values is None:
-        return list(_multiplying(differences, rank, step))[:1]
     found = ((one, values.refine(one)) for one in _doubted(differences, rank, step))
     return next(([told] for one, told in found if told is not None and told is not one), [])
 
@@ -61,10 +60,16 @@ def _doubted(differences: Differences, rank: int, step: int) -> Iterator[Suspect
             )
 
 
+def multiplying(differences: Differences, rank: int, step: int) -> list[Suspect]:
+    """Return the first operator or module whose result is one number times the other run's, of inputs that are not."""
+    if differences.precisions is None or differences.parted_before:
+        return []
+    return list(islice(_multiplying(differences, rank, step), 1))
+
+
 def _multiplying(differences: Differences, rank: int, step: int) -> Iterator[Suspect]:
-    """Yield operators and modules whose result is one number times the other run's, of inputs that are not."""
     for pair in differences.alignment.pairs:
-        if pair.a.kind not in ("op", "module") or not pair.inputs or differences.is_cancelled(pair):
+        if not pair.inputs or differences.is_cancelled(pair) or _adds_up(differences, pair):
             continue
         for out, rows in enumerate(pair.outputs):
             times = _multiplied_by(differences, rows)
@@ -73,6 +78,14 @@ def _multiplying(differences: Differences, rank: int, step: int) -> Iterator[Sus
                 text = f"its inputs agree within rounding, and its result is {in_times(times)} as large in run B"
                 explained = _LEAST_FACTOR * differences.roundoff_inside
                 yield _suspect(differences, pair, out, text, explained, rank, step)
+
+
+def _adds_up(differences: Differences, pair: Pair) -> bool:
+    """Return whether what a node reads may cancel in its result: a sum, that rounding changes by any factor."""
+    if pair.a.kind == "module" or canonical(pair.a.op) in PRODUCTS:
+        return False
+    counts = [max((int(differences.a.count[i]) for i, _ in rows), default=0) for rows in (pair.inputs, pair.outputs)]
+    return pair.a.kind != "op" or counts[1] < counts[0]
 
 
 def _multiplied_by(differences: Differences, rows: tuple[int, int]) -> float | None:
