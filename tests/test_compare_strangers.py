@@ -289,6 +289,19 @@ def test_an_operator_is_told_to_be_wrong_behind_another_precision(tmp_path: Path
     assert said in report.conclusion
 
 
+def test_no_product_alone_is_asked_again_behind_another_precision(tmp_path: Path) -> None:
+    a = recorded(tmp_path / "a", content="tensors")
+    fault = {"kind": "multiply", "site": "layers.1/gelu:forward", "pattern": "row", "element": 7, "factor": 1.6}
+    with FaultyDevice(from_mapping({"fault": [fault]})) as device:
+        b = recorded(tmp_path / "b", dtype=torch.bfloat16, content="tensors")
+    assert device.fired
+    report = bw.compare(a, b)
+    assert report.conclusion.startswith("the runs part at layers.1/gelu#0:forward.out0 (rank 0, step 0)"), (
+        report.conclusion
+    )
+    assert "run B computed it wrongly" in report.conclusion
+
+
 def test_another_precision_alone_is_rounding(tmp_path: Path) -> None:
     report = bw.compare(recorded(tmp_path / "a"), recorded(tmp_path / "b", dtype=torch.bfloat16))
     assert report.status == "fine", report.conclusion

@@ -1,7 +1,7 @@
 """Operators that rounding of a coarse dtype might explain, and which are to be asked all the same.
 
 Where two runs compute in different precisions, an operator's inputs differ, and what they explain grows along the depth. A
-product that differs by several times what each of its inputs does is the one to compute again in float64, from its own inputs.
+result that differs by several times what each of its inputs does is the one to compute again in float64, from its own inputs.
 And rounding multiplies nothing: a result that is one number times the other run's, all its statistics alike, of inputs that are
 not, was computed otherwise.
 """
@@ -16,12 +16,12 @@ from bitwitness.comparison.matching.align import Pair
 from bitwitness.comparison.measuring.relation import factor, in_times, numbers_of
 from bitwitness.comparison.measuring.values import KeptValues
 from bitwitness.comparison.suspect import Suspect
-from bitwitness.oracle.names import PRODUCTS, canonical
+from bitwitness.oracle.names import PRODUCTS, canonical, is_random
 
 _TIMES = 4.0
 """Times its inputs' changes. Healthy products were seen to differ by up to twice as much, in bfloat16 against float32."""
 _LEAST = 2.0
-"""Unit roundoffs of the coarser dtype that a product has to differ by."""
+"""Unit roundoffs of the coarser dtype that it has to differ by."""
 _LEAST_FACTOR = 4.0
 """Unit roundoffs of the coarser dtype, at least, that a factor is away from 1 by."""
 _SHARE = 0.25
@@ -33,7 +33,7 @@ _ELEMENTS = 16
 
 
 def contradicted(differences: Differences, values: KeptValues | None, rank: int, step: int) -> list[Suspect]:
-    """Return the first product that float64 contradicts, if there is one."""
+    """Return the first operator that float64 contradicts, if there is one."""
     if values is None or differences.precisions is None or differences.parted_before:
         return []
     found = ((one, values.refine(one)) for one in _doubted(differences, rank, step))
@@ -41,10 +41,10 @@ def contradicted(differences: Differences, values: KeptValues | None, rank: int,
 
 
 def _doubted(differences: Differences, rank: int, step: int) -> Iterator[Suspect]:
-    """Yield the products to compute again, in the order of execution."""
+    """Yield the operators to compute again, in the order of execution."""
     least = _LEAST * differences.roundoff_inside
     for pair in differences.alignment.pairs:
-        if pair.a.kind != "op" or canonical(pair.a.op) not in PRODUCTS or not pair.outputs or not pair.inputs:
+        if pair.a.kind != "op" or not pair.outputs or not pair.inputs or is_random(pair.a.op):
             continue
         out, change = max(enumerate(differences.change_of[i] for i, _ in pair.outputs), key=lambda one: one[1])
         explained = max(least, _TIMES * max(differences.change_of[i] for i, _ in pair.inputs))
