@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from bitwitness.comparison.differences import Differences
+from bitwitness.comparison.differences import FINE, Differences
 from bitwitness.comparison.matching.align import Pair
 from bitwitness.comparison.measuring.relation import factor, in_times, numbers_of
 from bitwitness.comparison.measuring.values import KeptValues
@@ -62,7 +62,7 @@ def _doubted(differences: Differences, rank: int, step: int) -> Iterator[Suspect
 
 def multiplying(differences: Differences, rank: int, step: int) -> list[Suspect]:
     """Return the first operator or module whose result is one number times the other run's, of inputs that are not."""
-    if differences.precisions is None or differences.parted_before:
+    if differences.precisions is None or differences.parted_before or differences.roundoff_inside <= FINE:
         return []
     return list(islice(_multiplying(differences, rank, step), 1))
 
@@ -76,7 +76,7 @@ def _multiplying(differences: Differences, rank: int, step: int) -> Iterator[Sus
             apart = max(abs(_ratio(differences, *one) - 1.0) for one in pair.inputs)
             if times is not None and apart <= _SHARE * abs(times - 1.0):
                 text = f"its inputs agree within rounding, and its result is {in_times(times)} as large in run B"
-                explained = _LEAST_FACTOR * differences.roundoff_inside
+                explained = _least_factor(differences)
                 yield _suspect(differences, pair, out, text, explained, rank, step)
 
 
@@ -91,10 +91,16 @@ def _adds_up(differences: Differences, pair: Pair) -> bool:
 def _multiplied_by(differences: Differences, rows: tuple[int, int]) -> float | None:
     """Return the number that a result is multiplied by in run B, by more than rounding is; None where it is by none."""
     away = abs(_ratio(differences, *rows) - 1.0)
-    if differences.a.count[rows[0]] < _ELEMENTS or not _LEAST_FACTOR * differences.roundoff_inside <= away < 1e6:
+    if differences.a.count[rows[0]] < _ELEMENTS or not _least_factor(differences) <= away < 1e6:
         return None
     times = factor(differences.a, rows[0], differences.b, rows[1], _SHARE * min(away, _MOST))
     return times if times is not None and times > 0 else None
+
+
+def _least_factor(differences: Differences) -> float:
+    return (
+        _LEAST_FACTOR * differences.slack * differences.roundoff_inside
+    )  # later also of weights that were moved apart
 
 
 def _ratio(differences: Differences, row_a: int, row_b: int) -> float:
