@@ -289,6 +289,20 @@ def test_an_operator_is_told_to_be_wrong_behind_another_precision(tmp_path: Path
     assert said in report.conclusion
 
 
+def test_a_norm_that_rounding_does_not_explain_is_told_behind_another_precision(tmp_path: Path) -> None:
+    a = recorded(tmp_path / "a")
+    fault = {"kind": "multiply", "site": "layers.1.up/addmm:forward", "pattern": "all", "factor": 1.012}
+    with FaultyDevice(from_mapping({"fault": [fault]})) as device:
+        b = recorded(tmp_path / "b", dtype=torch.bfloat16)
+    assert device.fired
+    report = bw.compare(a, b)
+    said = "its inputs agree within rounding, and its result's norm is 1.01"
+    assert report.conclusion.startswith("the runs part at layers.1.up/addmm#0:forward.out0 (rank 0, step 0)"), (
+        report.conclusion
+    )
+    assert said in report.conclusion
+
+
 def test_no_product_alone_is_asked_again_behind_another_precision(tmp_path: Path) -> None:
     a = recorded(tmp_path / "a", content="tensors")
     fault = {"kind": "multiply", "site": "layers.1/gelu:forward", "pattern": "row", "element": 7, "factor": 1.6}

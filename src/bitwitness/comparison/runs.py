@@ -32,7 +32,8 @@ from bitwitness.comparison.measuring.relation import in_times
 from bitwitness.comparison.measuring.values import KeptValues, Side, kept_values
 from bitwitness.comparison.noted import cause_first, in_recomputation
 from bitwitness.comparison.precisions.betweensteps import written_between
-from bitwitness.comparison.precisions.doubted import contradicted, multiplying
+from bitwitness.comparison.precisions.doubted import contradicted
+from bitwitness.comparison.precisions.norms import wrong_norm
 from bitwitness.comparison.precisions.otherwise import written_otherwise
 from bitwitness.comparison.precisions.whole import beyond_precision
 from bitwitness.comparison.reasons.choices import choice_first
@@ -190,7 +191,7 @@ def _without_operator(
     """Return, of a step in which no operator is to blame, a module that returns something else; note what the whole shows."""
     wrong = contradicted(differences, values, place.rank, place.step)
     apart = wrong or [one for one in search.apart.values() if not search.settled.leave_nothing_of(one.change)]
-    apart = apart or multiplying(differences, place.rank, place.step)
+    apart = apart or wrong_norm(differences, values, place.rank, place.step)
     if not apart and not search.exceeding:
         search.exceeding += beyond_precision(differences, place.rank, place.step)
     differences.earlier.parted |= bool(apart or search.exceeding)

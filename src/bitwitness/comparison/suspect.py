@@ -58,6 +58,35 @@ class Suspect:
         }
 
 
+def suspect_of(
+    pair: Pair,
+    frame: StepFrame,
+    row: int,
+    *,
+    rank: int,
+    step: int,
+    reason: str,
+    text: str,
+    change: float,
+    explained: float,
+) -> Suspect:
+    """Return a node that both runs have as a suspect, for one of its rows in run A's ``frame``."""
+    return Suspect(
+        site=f"{pair.a.site}.{frame.text('slot', row)}",
+        rank=rank,
+        step=step,
+        reason=reason,
+        text=text,
+        score=change / explained if explained else math.inf,
+        change=change,
+        explained=explained,
+        order=(step, pair.a.rows[-1]),
+        stack=int(frame.stack[pair.a.rows[0]]),
+        micro=pair.a.micro,
+        pair=pair,
+    )
+
+
 def grouped(suspects: list[Suspect]) -> list[Suspect]:
     """Return suspects in their order, those of many parameters and steps that have one reason as one, the first."""
     members: dict[tuple[str, ...], list[Suspect]] = {}

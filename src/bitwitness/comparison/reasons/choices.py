@@ -7,12 +7,13 @@ then, and is no counterpart of the other run's; the choice is where the runs par
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.matching.align import Pair
 from bitwitness.comparison.measuring.describe import by_each, in_chain
 from bitwitness.comparison.measuring.relation import in_words
-from bitwitness.comparison.suspect import Suspect, is_regrouped
+from bitwitness.comparison.suspect import Suspect, is_regrouped, suspect_of
 from bitwitness.oracle.names import canonical
 
 _CHOOSING = ("argmax", "argmin", "argsort", "kthvalue", "max", "min", "msort", "sort", "topk")
@@ -69,18 +70,9 @@ def _suspect(
         f"it chooses otherwise ({in_words(a, b, *chosen)}), by values that differ little "
         f"({differences.change_of[values[0]]:.2g}){made}; what follows works on other elements"
     )
-    return Suspect(
-        site=f"{pair.a.site}.{a.text('slot', chosen[0])}",
-        rank=like.rank,
-        step=like.step,
-        reason="dtype" if dtypes[0] != dtypes[1] else "choice",
-        text=text,
-        score=math.inf,
-        change=differences.change_of[values[0]],
-        explained=like.explained,
-        order=(like.step, pair.a.rows[-1]),
-        clean=False,
-        stack=int(a.stack[pair.a.rows[0]]),
-        micro=pair.a.micro,
-        pair=pair,
+    reason = "dtype" if dtypes[0] != dtypes[1] else "choice"
+    change, explained = differences.change_of[values[0]], like.explained
+    found = suspect_of(
+        pair, a, chosen[0], rank=like.rank, step=like.step, reason=reason, text=text, change=change, explained=explained
     )
+    return replace(found, score=math.inf, clean=False)

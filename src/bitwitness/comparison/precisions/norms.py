@@ -1,0 +1,122 @@
+"""Results whose norm rounding does not explain, behind another precision.
+
+Rounding errors are random: they change single numbers by much, and the norm of many by next to nothing. And they multiply
+nothing: a result that is one number times the other run's, all its statistics alike, of inputs that are not, was computed
+otherwise. Deep in a model, where operators have much room, both show what was computed wrongly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+from bitwitness.comparison.differences import FINE, Differences
+from bitwitness.comparison.matching.align import Pair
+from bitwitness.comparison.measuring.relation import factor, in_times, is_filled, numbers_of
+from bitwitness.comparison.measuring.values import KeptValues
+from bitwitness.comparison.suspect import Suspect, suspect_of
+from bitwitness.oracle.names import PRODUCTS, canonical
+
+_OF_INPUTS, _OF_CHANGE, _OF_ROUNDOFF = 2.0, 0.25, 0.5
+"""Times its inputs' norms, their largest change and the coarser unit roundoff that the norm of a product may change by. Seen in
+first steps in bfloat16, of thirty architectures: at the most 1.4e-3, a third of that bound."""
+_MANY = 256
+"""Numbers, at least, that a norm is of."""
+_LEAST_FACTOR = 4.0
+"""Unit roundoffs of the coarser dtype, at least, that a factor is away from 1 by."""
+_SHARE, _MOST = 0.25, 0.4
+"""Of a factor's distance from 1 (of the second at most): how far its statistics may be from it, and its inputs from 1."""
+_ELEMENTS = 16
+"""Of fewer numbers a factor says nothing."""
+
+
+def wrong_norm(differences: Differences, values: KeptValues | None, rank: int, step: int) -> list[Suspect]:
+    """Return the first operator or module whose result has a norm that its inputs' do not explain, if there is one."""
+    if differences.precisions is None or differences.parted_before or differences.roundoff_inside <= FINE:
+        return []
+    found = _suspects(differences, rank, step)
+    told = found if values is None else (one for one in map(values.refine, found) if one is not None)
+    return next(([one] for one in told), [])
+
+
+def _suspects(differences: Differences, rank: int, step: int) -> Iterator[Suspect]:
+    """Yield them in the order of execution."""
+    leaves = _leaves(differences)
+    for pair in differences.alignment.pairs:
+        masked = any(is_filled(differences.a, row) for row, _ in pair.inputs)
+        if not pair.inputs or masked or differences.is_cancelled(pair):
+            continue
+        for rows in pair.outputs:
+            found = _multiplied(differences, pair, rows)
+            if found is None and _is_one_operation(pair, leaves):
+                found = _of_another_norm(differences, pair, rows)
+            if found is not None:
+                yield suspect_of(
+                    pair, differences.a, rows[0], rank=rank, step=step, reason="computed",
+                    text=f"its inputs agree within rounding, and its {found.how} as large in run B",
+                    change=found.away, explained=found.explained,
+                )  # fmt: skip
+
+
+class _Away(NamedTuple):
+    """How a result is another one, by how much, and up to where rounding explains it."""
+
+    how: str
+    away: float
+    explained: float
+
+
+def _multiplied(differences: Differences, pair: Pair, rows: tuple[int, int]) -> _Away | None:
+    """Return by what number a result is multiplied in run B, if it is and its inputs are not."""
+    explained = _LEAST_FACTOR * differences.slack * differences.roundoff_inside
+    away = abs(_ratio(differences, *rows) - 1.0)
+    if differences.a.count[rows[0]] < _ELEMENTS or not explained <= away < math.inf or _adds_up(differences, pair):
+        return None
+    times = factor(differences.a, rows[0], differences.b, rows[1], _SHARE * min(away, _MOST))
+    if times is None or times <= 0 or _inputs_away(differences, pair) > _SHARE * abs(times - 1.0):
+        return None
+    return _Away(f"result is {in_times(times)}", away, explained)
+
+
+def _of_another_norm(differences: Differences, pair: Pair, rows: tuple[int, int]) -> _Away | None:
+    """Return how many times as large a result's norm is, if its inputs' norms and changes do not explain that."""
+    change = max(differences.change_of[i] for i, _ in pair.inputs)
+    rounded = _OF_ROUNDOFF * differences.slack * differences.roundoff_inside
+    explained = rounded + _OF_INPUTS * _inputs_away(differences, pair) + _OF_CHANGE * change
+    ratio = _ratio(differences, *rows)
+    if differences.a.count[rows[0]] < _MANY or not explained < abs(ratio - 1.0) < math.inf:
+        return None
+    return _Away(f"result's norm is {ratio:.4g} times", abs(ratio - 1.0), explained)
+
+
+def _is_one_operation(pair: Pair, leaves: Collection[str]) -> bool:
+    """Return whether a node is a product of the forward, or a module around no others: what little changes the norm of."""
+    if pair.a.phase != "forward":
+        return False
+    return pair.a.module in leaves if pair.a.kind == "module" else canonical(pair.a.op) in PRODUCTS
+
+
+def _leaves(differences: Differences) -> set[str]:
+    """Return the modules that others were not seen in."""
+    paths = {pair.a.module for pair in differences.alignment.pairs if pair.a.kind == "module"}
+    around = {path.rpartition(".")[0] for path in paths} | {"."}
+    return paths - around
+
+
+def _adds_up(differences: Differences, pair: Pair) -> bool:
+    """Return whether what a node reads may cancel in its result: a sum, that rounding changes by any factor."""
+    if pair.a.kind == "module" or canonical(pair.a.op) in PRODUCTS:
+        return False
+    counts = [max((int(differences.a.count[i]) for i, _ in rows), default=0) for rows in (pair.inputs, pair.outputs)]
+    return pair.a.kind != "op" or counts[1] < counts[0]
+
+
+def _inputs_away(differences: Differences, pair: Pair) -> float:
+    return max(abs(_ratio(differences, *rows) - 1.0) for rows in pair.inputs)
+
+
+def _ratio(differences: Differences, row_a: int, row_b: int) -> float:
+    """Return how many times as large run B's norm is; 1 where both are zero, infinite where run A's is."""
+    first, second = numbers_of(differences.a, row_a).l2, numbers_of(differences.b, row_b).l2
+    return second / first if first else (math.inf if second else 1.0)
