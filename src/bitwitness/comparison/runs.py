@@ -35,7 +35,7 @@ from bitwitness.comparison.precisions.betweensteps import written_between
 from bitwitness.comparison.precisions.doubted import contradicted
 from bitwitness.comparison.precisions.norms import wrong_norm
 from bitwitness.comparison.precisions.otherwise import written_otherwise
-from bitwitness.comparison.precisions.whole import beyond_precision
+from bitwitness.comparison.precisions.whole import beyond_precision, why_beyond
 from bitwitness.comparison.reasons.choices import choice_first
 from bitwitness.comparison.reasons.conditions import conditions
 from bitwitness.comparison.reasons.unseen import changed_past_torch
@@ -192,8 +192,9 @@ def _without_operator(
     wrong = contradicted(differences, values, place.rank, place.step)
     apart = wrong or [one for one in search.apart.values() if not search.settled.leave_nothing_of(one.change)]
     apart = apart or wrong_norm(differences, values, place.rank, place.step)
-    if not apart and not search.exceeding:
-        search.exceeding += beyond_precision(differences, place.rank, place.step)
+    if not apart and differences.precisions is not None:
+        search.exceeding += [] if search.exceeding else beyond_precision(differences, place.rank, place.step)
+        apart = [one for exceeding in search.exceeding[:1] for one in why_beyond(differences, exceeding)]
     differences.earlier.parted |= bool(apart or search.exceeding)
     return apart[:1]
 

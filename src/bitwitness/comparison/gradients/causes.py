@@ -18,6 +18,7 @@ from bitwitness.comparison.gradients.chains import (
     STAGES,
     Chain,
     Rows,
+    are_one_clipping,
     chains_of,
     clipped_at,
     in_words_of_change,
@@ -43,6 +44,8 @@ SOME_FACTOR = "a factor of the loss, of its gradient, or another number of terms
 """What is said of a factor whose cause is not known."""
 _MOST = 0.9
 """Share of the parameters that one factor has to hold for: a few have gradients that are rounding errors."""
+_USUAL = 0.5
+"""The same of what a run does to all of them beside edits of some."""
 _MOST_SCALED = 0.75
 """The same of a loss scale: without one, the small gradients of some are not float16's any more."""
 _MOST_DRIFTED = 0.05
@@ -161,10 +164,10 @@ class GradientChains:
 
     @cached_property
     def _multiplied(self) -> tuple[float | None, float | None]:
-        """By what all gradients of A and of B are multiplied between backward and step; None where by no one number."""
+        """By what most gradients of A and of B are multiplied between backward and step; None where by no one number."""
         last = [(c.a[0], row_at(c.a, 2)) for c in self._weighty]
         last_b = [(c.b[0], row_at(c.b, 2)) for c in self._weighty]
-        return self._common(last, self._a), self._common(last_b, self._b)
+        return self._common(last, self._a, most=_USUAL), self._common(last_b, self._b, most=_USUAL)
 
     @property
     def _usual(self) -> tuple[float, float]:
@@ -268,8 +271,9 @@ class GradientChains:
             return Cause("scaled", STAGES[stage], f"{self._every(ratio, stage)}, {why}", self._row(stage), ratio)
         sides = [(self._a, [c.a for c in self.chains]), (self._b, [c.b for c in self.chains])]
         norms = [norms_since(frame, chains, since) for frame, chains in sides]
-        if all(one is not None and 0 < one < 1 for one in own) and self._is_one(norms[1][1] / norms[0][1]):
-            return None  # one clipping, of gradients that differ before it
+        before = self._common([(c.a[0], c.b[0]) for c in self._weighty])
+        if are_one_clipping(own, [norm for _, norm in norms], self._limit(), differ=before is None):
+            return None
         tops = [clipped_at(frame, chains) for frame, chains in sides]
         how = "; ".join(
             f"run {side} {in_words_of_change(top, 1.0 if one and self._is_one(one) else one, *of, since)}"
@@ -279,13 +283,12 @@ class GradientChains:
             one is not None and 0 < one < 1 - self._limit() for one in own
         )
         what = "clipping, or a scale" if clips else "a scale"
-        text = f"{self._as_read(ratio)}: {what} in between ({how})"
+        text = f"{self._as_read(ratio, before)}: {what} in between ({how})"
         return Cause("clipped" if clips else "scaled", STAGES[stage], text, self._row(stage), ratio)
 
-    def _as_read(self, ratio: float) -> str:
+    def _as_read(self, ratio: float, left: float | None) -> str:
         """Say how gradients differ when the optimizer reads them; ``ratio``: by what, unless they differ before, anyway."""
-        left, read = (self._common([(c.a[s], c.b[s]) for c in self._weighty]) for s in (0, 2))
-        if read is None and not math.isnan(ratio):
+        if self._common([(c.a[2], c.b[2]) for c in self._weighty]) is None and not math.isnan(ratio):
             return f"gradients ({len(self.chains)} parameters) are multiplied by another number before the optimizer reads them"
         it = "them" if math.isnan(ratio) else "it"
         return f"{self._every(ratio, 2)} when the optimizer reads {it}" + (

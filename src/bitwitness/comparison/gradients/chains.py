@@ -16,6 +16,8 @@ STAGES = ("backward", "reduced", "read")
 """As the backward left it; complete, and before any clipping; as the optimizer read it."""
 
 _FEW = 4  # groups of parameters that are multiplied by numbers of their own
+_NEARLY = 0.1
+"""Relative difference of two norms that are one clipping's."""
 _ONE_FACTOR = 1e-3
 """Relative difference of two factors up to which they are one."""
 
@@ -122,6 +124,30 @@ def factors_since(frame: StepFrame, chains: Sequence[Rows], since: int) -> list[
         if not any(abs(times - one) <= _ONE_FACTOR * abs(one) for one in found):
             found.append(times)
     return sorted(found) if len(found) <= _FEW else []
+
+
+def are_one_clipping(by: Sequence[float | None], norms: Sequence[float], limit: float, *, differ: bool) -> bool:
+    """Tell whether both runs clip to one norm: gradients whose norm is below it are left as they are.
+
+    Parameters
+    ----------
+    by
+        What each run's gradients are multiplied by; None: no one number.
+    norms
+        What is left of them.
+    limit
+        Up to what norms are one.
+    differ
+        Whether gradients differ before it, by no one factor: norms of those that both runs have, or of this rank's shards, are
+        then not quite what is clipped by.
+
+    """
+    if any(one is None or not 0 < one <= 1 + limit for one in by):
+        return False
+    clipped = [norm for one, norm in zip(by, norms, strict=True) if one is not None and one < 1 - limit]
+    if len(clipped) == 1:
+        return differ and max(norms) <= clipped[0] * (1 + _NEARLY)
+    return len(clipped) == 2 and min(clipped) >= max(clipped) * (1 - (_NEARLY if differ else limit))
 
 
 def in_words_of_change(

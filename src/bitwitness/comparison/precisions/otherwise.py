@@ -71,14 +71,28 @@ def _in_other_dtypes(differences: Differences) -> Iterator[Otherwise]:
 
 def _in_one_run(differences: Differences) -> Iterator[Otherwise]:
     """Yield modules, and the script, that compute something in one run only: what comes of it may be less than rounding."""
+    for one in computed_alone(differences):
+        chains = in_chain(one.nodes), "none of these"
+        yield Otherwise(one.nodes[0].module, *(chains if one.first else reversed(chains)))
+
+
+class Alone(NamedTuple):
+    """What one module, or the script, computes forward in one run, where the other's has nothing of its own; whose it is."""
+
+    nodes: list[Node]
+    first: bool
+
+
+def computed_alone(differences: Differences) -> list[Alone]:
+    """Return what is computed in one run only, module by module."""
     found: list[dict[str, list[Node]]] = [{}, {}]
     for by, first in zip(found, (True, False), strict=True):
         for node in computing(differences.alignment.lone(first=first)):
             if (node.kind, node.phase) == ("op", "forward"):
                 by.setdefault(node.module, []).append(node)
-    for module in (found[0].keys() | found[1].keys()) - (found[0].keys() & found[1].keys()):
-        chains = [in_chain(by[module]) if module in by else "none of these" for by in found]
-        yield Otherwise(module, *chains)
+    both = found[0].keys() & found[1].keys()
+    sides = zip(found, (True, False), strict=True)
+    return [Alone(nodes, first) for by, first in sides for module, nodes in by.items() if module not in both]
 
 
 def in_words(found: Collection[Otherwise]) -> str:

@@ -6,27 +6,85 @@ in which rounding errors cancel, and gradients of many parameters differ by much
 
 from __future__ import annotations
 
-from statistics import median
-
-from bitwitness.comparison.differences import Differences
+from bitwitness.comparison.differences import NEGLIGIBLE, Differences
+from bitwitness.comparison.matching.align import Pair
+from bitwitness.comparison.measuring.describe import in_chain
+from bitwitness.comparison.measuring.relation import in_words
+from bitwitness.comparison.precisions.otherwise import computed_alone
 from bitwitness.comparison.rewriting.outcome import gradients_of
-from bitwitness.comparison.suspect import Exceeding
+from bitwitness.comparison.suspect import Exceeding, Suspect, suspect_of
 
 _GRADIENTS = 16.0
 """Unit roundoffs that half of the gradients stay within. Seen in healthy first steps in bfloat16, of twenty architectures: up
 to 3e-2, 9e-2 of convolutions behind batch norms, whose losses differed by less than 8e-4; of losses up to 3.8e-3, of a CLIP."""
 
 
+_GRADIENTS_ALONE = 56.0
+"""The same of the first step, whatever the loss does. Seen: 19 in bfloat16, 28 in float16, both of a ResNet."""
+
+
 def beyond_precision(differences: Differences, rank: int, step: int) -> list[Exceeding]:
-    """Return the loss that differs most, if that and half of the gradients differ by more than the coarser dtype leaves."""
+    """Return the loss that differs most, if that and half of the gradients differ by more than the coarser dtype leaves.
+
+    In the first step also the gradient in their middle, if half of them differ by much more; a loss may agree by chance.
+    """
     losses = differences.alignment.losses
-    gradients = [differences.change_of[pair.outputs[0][0]] for pair in gradients_of(differences)]
+    gradients = [(differences.change_of[pair.outputs[0][0]], pair) for pair in gradients_of(differences)]
     apart = differences.parted_before or differences.other_losses
     if differences.precisions is None or apart or not losses or not gradients:
         return []
     limit = differences.slack * differences.roundoff_inside
     worst = max(losses, key=lambda pair: differences.change_of[pair.outputs[0][0]])
     change = differences.change_of[worst.outputs[0][0]]
-    if change <= limit or median(gradients) <= _GRADIENTS * limit:
+    median, middle = sorted(gradients, key=lambda one: one[0])[len(gradients) // 2]
+    if median <= _GRADIENTS * limit:
         return []
-    return [Exceeding(f"{worst.a.site}.{differences.a.text('slot', worst.outputs[0][0])}", rank, step, change, limit)]
+    if change > limit:
+        return [_exceeding(differences, worst, rank, step, change, limit)]
+    if differences.earlier.last is None and median > _GRADIENTS_ALONE * limit:
+        return [_exceeding(differences, middle, rank, step, median, _GRADIENTS_ALONE * limit)]
+    return []
+
+
+def _exceeding(differences: Differences, pair: Pair, rank: int, step: int, change: float, limit: float) -> Exceeding:
+    return Exceeding(f"{pair.a.site}.{differences.a.text('slot', pair.outputs[0][0])}", rank, step, change, limit)
+
+
+def why_beyond(differences: Differences, beyond: Exceeding) -> list[Suspect]:
+    """Return what explains that: an input of the model that differs, or what one run alone computes, in one module."""
+    return _other_input(differences, beyond) or _lone_operator(differences, beyond)
+
+
+def _other_input(differences: Differences, beyond: Exceeding) -> list[Suspect]:
+    a, b = differences.a, differences.b
+    for pair in differences.alignment.pairs:
+        for i, j in pair.inputs if (pair.a.kind, pair.a.phase) == ("module", "forward") else ():
+            name, alike = a.text("name", i), a.text("dtype", i) == b.text("dtype", j)
+            if name.startswith("input ") and alike and differences.change_of[i] > NEGLIGIBLE:
+                text = f"{name} differs: {in_words(a, b, i, j)}, made before the model is called, of which nothing is recorded"
+                return [
+                    suspect_of(
+                        pair, a, i, rank=beyond.rank, step=beyond.step, reason="source", text=text,
+                        change=differences.change_of[i], explained=NEGLIGIBLE,
+                    )
+                ]  # fmt: skip
+    return []
+
+
+def _lone_operator(differences: Differences, beyond: Exceeding) -> list[Suspect]:
+    found = computed_alone(differences)
+    if len(found) != 1:
+        return []
+    node, side = found[0].nodes[0], "A" if found[0].first else "B"
+    frame = differences.a if found[0].first else differences.b
+    text = (
+        f"only run {side} computes {in_chain(found[0].nodes)} here. What that does to the values that follow is within the "
+        f"rounding of the coarser dtype; {beyond.site} differs by more ({beyond.change:.3g}, of {beyond.explained:.2g})"
+    )
+    return [
+        Suspect(
+            site=f"{node.site}.out0", rank=beyond.rank, step=beyond.step, reason="missing", text=text, score=beyond.ratio,
+            change=beyond.change, explained=beyond.explained, order=(beyond.step, node.rows[-1]), side=side.lower(),
+            stack=int(frame.stack[node.rows[0]]), micro=node.micro, lone=node,
+        )
+    ]  # fmt: skip

@@ -191,7 +191,8 @@ class Reasons:
         """Return the reason of an input whose maker's results differ by ``made``: less than it explains."""
         differences = self._differences
         own = max(roundoff(self.a.text("dtype", row_a)), differences.roundoff_inside, differences.rewritten)
-        if pair.a.kind == "module" or self._differences.parted_before:
+        coarse = differences.precisions is not None and pair.a.phase == "backward"
+        if pair.a.kind == "module" or self._differences.parted_before or coarse:
             return None  # of values that differ already, a part may differ more than the whole
         limit = differences.slack * differences.viewed(max(made, self._earlier.noise) + own)
         if differences.change_of[row_a] <= max(limit, differences.drifted):
