@@ -510,3 +510,32 @@ def test_what_is_measured_together_at_a_steps_end_reaches_no_mode_of_the_scripts
             return counts.seen
 
     assert train(recorded=True) == train(recorded=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bfloat16])
+def test_a_single_element_of_any_stride_is_kept(dtype: torch.dtype, tmp_path: Path) -> None:
+    """``y[:, 0]`` of one row: torch calls it contiguous, though its stride is 6, and refuses to view it as bytes."""
+
+    class Shifts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(9, 4)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            shifted = torch.zeros(1, 6, dtype=dtype)
+            shifted[:, 1:] = tokens[:, :-1].to(dtype)
+            shifted[:, 0] = 1
+            return self.embed(shifted.long()).sum()
+
+    model = Shifts()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with bw.Recorder(model, out=str(tmp_path / "run"), content="tensors") as recorder:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.arange(6)[None]).backward()
+            optimizer.step()
+    assert recorder.problem is None
+    run = bw.Run(tmp_path / "run")
+    assert run.steps() == [0, 1]
+    run.check()
+    assert run.problems == []

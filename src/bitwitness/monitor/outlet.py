@@ -21,6 +21,7 @@ from bitwitness.monitor.sheet import StepRows
 from bitwitness.monitor.watch import Watch
 from bitwitness.session.session import sessions
 from bitwitness.store import RunWriter
+from bitwitness.store.background import advice
 from bitwitness.store.series import SeriesWriter
 from bitwitness.tap.loaded import LoadedBatches
 
@@ -152,7 +153,7 @@ class Outlet:
     def _ended(self, problem: str) -> None:
         self._note(
             f"the series in {self._run.path} end: {problem}. The training goes on; what was written before, if anything was, "
-            "is readable. Free the space or give another --out"
+            f"is readable. {advice(problem)}"
         )
 
 

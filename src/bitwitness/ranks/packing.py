@@ -7,12 +7,14 @@ from collections.abc import Sequence
 
 import torch
 
+from bitwitness.stats.local import as_bytes
+
 
 def pack(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Lay tensors out as one header (JSON: dtypes and shapes) and one payload, both uint8 vectors."""
     shapes = [(str(t.dtype).removeprefix("torch."), list(t.shape)) for t in tensors]
     header = torch.frombuffer(bytearray(json.dumps(shapes).encode()), dtype=torch.uint8)
-    flat = [t.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8) for t in tensors if t.numel()]
+    flat = [as_bytes(t.detach().to("cpu").contiguous()) for t in tensors if t.numel()]
     return header, torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
 
 

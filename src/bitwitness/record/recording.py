@@ -24,6 +24,7 @@ from bitwitness.session.problems import Problems
 from bitwitness.session.session import Session
 from bitwitness.site import Site
 from bitwitness.store import RunWriter
+from bitwitness.store.background import advice
 from bitwitness.store.environment import hyperparameters
 from bitwitness.store.recording import RecordingWriter
 from bitwitness.tap.compat import in_transform
@@ -285,7 +286,7 @@ class ModelRecording(Instrument):
         """Say that nothing can be written any more; called on the writer's thread."""
         self._problems.note(
             f"the recording in {self._run.path} ended at step {self.session.step}: {problem}. The training goes on; what was "
-            "written before is readable. Free the space or give another --out"
+            f"written before is readable. {advice(problem)}"
         )
 
     def failed(self, moment: str, error: Exception) -> None:

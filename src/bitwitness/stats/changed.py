@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bitwitness.stats.fold import ROW_BYTES, ROW_WORDS, WORD, Fold
+from bitwitness.stats.local import as_bytes
 
 _MASK = (1 << 64) - 1
 _LOW = (1 << 32) - 1
@@ -77,7 +78,7 @@ def _rows(fold: Fold) -> NDArray[np.int64]:
 
 
 def _bytes(flat: Tensor) -> NDArray[np.uint8]:
-    return flat.detach().contiguous().view(torch.uint8).cpu().numpy()
+    return as_bytes(flat.contiguous()).cpu().numpy()
 
 
 def _of_bytes(before: NDArray[np.uint8], after: NDArray[np.uint8], start: int, of: int) -> Change:

@@ -54,6 +54,15 @@ def local_values(tensor: Tensor) -> Tensor:
     return local_parts(tensor)[0]
 
 
+def as_bytes(values: Tensor) -> Tensor:
+    """Return a contiguous tensor's memory as bytes, one dimension; nothing is copied.
+
+    torch calls a single element contiguous whatever its stride is (a column of one row), and refuses to view it as bytes.
+    """
+    flat = values.detach().reshape(-1)
+    return flat.as_strided((flat.numel(),), (1,), flat.storage_offset()).view(torch.uint8)
+
+
 def as_reals(values: Tensor) -> Tensor:
     """Return real numbers as they are, and complex ones as pairs of them, along a last dimension of their own."""
     return torch.view_as_real(values) if values.is_complex() else values

@@ -21,6 +21,14 @@ class _Job(NamedTuple):
     always: bool = False
 
 
+_OWN = "a defect of bitwitness itself"
+
+
+def advice(problem: str) -> str:
+    """Return what is to be done about what ended a writer."""
+    return "Please report it" if _OWN in problem else "Free the space or give another --out"
+
+
 class Background:
     """Does one writer's jobs on a thread of its own, until one fails.
 
@@ -120,7 +128,7 @@ class Background:
         except OSError as error:
             self._break(f"{error.strerror or error} ({error.filename or self._folder})")
         except Exception as error:  # writing must not end the training, whatever is wrong with it
-            self._break(f"{type(error).__name__}: {error}")
+            self._break(f"{type(error).__name__}: {error} ({_OWN})")
 
     def _break(self, problem: str) -> None:
         self.broken = problem

@@ -80,7 +80,9 @@ class TensorFile:
         """Append a contiguous CPU tensor; one of a dtype that safetensors does not know lies there as bytes."""
         name = _NAMES.get(str(tensor.dtype).removeprefix("torch."))
         shape = list(tensor.shape)
-        data = tensor.reshape(-1).view(_torch().uint8).numpy()
+        from bitwitness.stats.local import as_bytes  # with torch, which is there where a tensor is
+
+        data = as_bytes(tensor).numpy()
         if name is None:
             name, shape = "U8", [data.nbytes]
         entry = {"dtype": name, "shape": shape, "data_offsets": [self._size, self._size + data.nbytes]}

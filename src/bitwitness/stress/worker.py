@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from bitwitness.device import this_device
+from bitwitness.stats.local import as_bytes
 from bitwitness.stress.catalogue import Outside, Plan, SetPass, workloads_of
 from bitwitness.stress.model import model_of
 from bitwitness.stress.tally import fingerprint_of
@@ -154,7 +155,7 @@ class _Device:
         plain = {name: tensor.contiguous().cpu() for name, tensor in kept.items()}
         return {
             "slots": {
-                name: (str(t.dtype), tuple(t.shape), t.reshape(-1).view(torch.uint8).numpy().tobytes())
+                name: (str(t.dtype), tuple(t.shape), as_bytes(t.contiguous()).numpy().tobytes())
                 for name, t in plain.items()
             }
         }

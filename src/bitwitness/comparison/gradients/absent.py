@@ -16,6 +16,8 @@ from bitwitness.comparison.matching.frame import Node, StepFrame
 from bitwitness.comparison.measuring.changes import changes
 from bitwitness.comparison.reasons.conditions import of_forwards
 
+NOT_THERE = "frozen, or not used, in run {}"
+"""What is said of a gradient that one run has not."""
 _NAMED = 3  # parameters that are named in a sentence
 
 
@@ -177,9 +179,17 @@ def _gradients(differences: Differences) -> Iterable[Absence]:
         # Nor is one missing that an optimizer has read: in the backward, say, that lets go of it.
         read = {node.module for node in theirs.nodes if node.kind == "optimizer" and _reads_gradient(theirs, node)}
         lone = [node for node in lone if _name(node) not in read]
-        if lone and have:
-            text = f"only run {side} has a gradient of {_listed(lone)}: frozen, or not used, in run {other}"
-            yield Absence(lone, side, text)
+        gone = [node for node in lone if differences.makers.made_in_both(node.outputs[0], first=side == "A")]
+        for nodes, why in ((gone, let_go(other)), ([n for n in lone if n not in gone], NOT_THERE.format(other))):
+            if nodes and have:
+                yield Absence(nodes, side, f"only run {side} has a gradient of {_listed(nodes)}: {why}")
+
+
+def let_go(run: str) -> str:
+    """Say of a gradient that a run's backward makes it, and that its optimizer does not find it."""
+    return (
+        f"run {run}'s backward makes it, too, and it is gone before the optimizer steps (zero_grad, or p.grad = None)"
+    )
 
 
 def _reads_gradient(frame: StepFrame, node: Node) -> bool:

@@ -17,12 +17,12 @@ from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.gradients.chains import (
     STAGES,
     Chain,
-    Rows,
     are_one_clipping,
     chains_of,
     clipped_at,
     in_words_of_change,
     is_read_alike,
+    link_of,
     norms_since,
     row_at,
 )
@@ -136,7 +136,7 @@ class GradientChains:
 
     def edited(self, chain: Chain) -> tuple[float | None, float | None] | None:
         """Return by what a gradient was multiplied between backward and optimizer in each run, where that differs."""
-        links = [self._link(frame, rows) for frame, rows in ((self._a, chain.a), (self._b, chain.b))]
+        links = [link_of(frame, rows) for frame, rows in ((self._a, chain.a), (self._b, chain.b))]
         if links[0] is None and links[1] is None:
             return None
         first, second = links
@@ -173,10 +173,6 @@ class GradientChains:
     def _usual(self) -> tuple[float, float]:
         """The same; 1 where by no one number."""
         return self._multiplied[0] or 1.0, self._multiplied[1] or 1.0
-
-    def _link(self, frame: StepFrame, rows: Rows) -> float | None:
-        last = row_at(rows, 2)
-        return None if rows[0] is None or last is None else factor(frame, rows[0], frame, last)
 
     def _common(
         self,

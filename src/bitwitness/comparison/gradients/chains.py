@@ -61,6 +61,12 @@ def row_at(rows: Rows, stage: int) -> int | None:
     return rows[1] if stage == 2 and rows[2] is None else rows[stage]
 
 
+def link_of(frame: StepFrame, rows: Rows) -> float | None:
+    """Return by what a gradient is multiplied between backward and optimizer; None: by no one number, or it is not known."""
+    last = row_at(rows, 2)
+    return None if rows[0] is None or last is None else factor(frame, rows[0], frame, last)
+
+
 def is_read_alike(a: StepFrame, b: StepFrame, chain: Chain) -> bool:
     """Return whether both optimizers read the same numbers, to the last bit, as far as statistics tell."""
     i, j = row_at(chain.a, 2), row_at(chain.b, 2)

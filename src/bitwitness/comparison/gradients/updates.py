@@ -7,6 +7,7 @@ from functools import cached_property
 from statistics import median
 
 from bitwitness.comparison.differences import FINE, FOLLOWED, Differences
+from bitwitness.comparison.gradients.absent import NOT_THERE, let_go
 from bitwitness.comparison.gradients.causes import GradientChains
 from bitwitness.comparison.gradients.decayed import decayed_by_hand
 from bitwitness.comparison.gradients.ownranks import CHANGES_ITS_OWN, changed_before
@@ -134,7 +135,8 @@ class Updates:
         first, second = ("grad" in {frame.text("slot", row) for row in node.inputs} for frame, node in frames)
         if first != second:
             have, lack = ("A", "B") if first else ("B", "A")
-            return Reason("missing", f"only run {have} has a gradient of it: it is frozen, or not used, in run {lack}")
+            why = let_go(lack) if pair.a.module in self._chain_of else NOT_THERE.format(lack)
+            return Reason("missing", f"only run {have} has a gradient of it: {why}")
         if not self._differences.earlier.parted and (written := self._reasons.of_moved(pair)):
             return written
         if self.cause is not None or self._differences.earlier.parted or pair.a.module in self._decayed:

@@ -28,6 +28,7 @@ class Makers:
         self.made = {pair.a.number: pair for pair in pairs}, {pair.b.number: pair for pair in pairs}
         """Matched nodes that made something, by their numbers in A and in B."""
         self._lone = tuple({node.number: node for node in alignment.lone(first=first)} for first in (True, False))
+        self._nodes = {node.number: node for node in a.nodes}, {node.number: node for node in b.nodes}
         groups_a = {node.number: group for group in alignment.groups for node in group.a}
         groups_b = {node.number: group for group in alignment.groups for node in group.b}
         self._groups = groups_a, groups_b
@@ -35,6 +36,21 @@ class Makers:
     def maker(self, row_a: int) -> Pair | None:
         """Return the matched node that made a row of A, if that is known."""
         return self.made[0].get(int(self._frames[0].producer[row_a]))
+
+    def made_in_both(self, row: int, *, first: bool) -> bool:
+        """Return whether a row of run A (``first``) or of run B was made by a node whose same result the other run has, too.
+
+        Of what is added up over micro-batches, each.
+        """
+        frame, side = self._frames[not first], int(not first)
+        made = self._nodes[side].get(int(frame.producer[row]))
+        if made is not None and canonical(made.op) == "add":
+            parts = [one for one in made.inputs if frame.producer[one] >= 0]
+            return bool(parts) and all(self.made_in_both(one, first=first) for one in parts)
+        pair = self.made[side].get(int(frame.producer[row]))
+        if pair is None or len(pair.a.outputs) != len(pair.b.outputs):  # of a frozen weight there is none
+            return False
+        return any(frame.value[rows[side]] == frame.value[row] for rows in pair.outputs)
 
     def lone(self, row_a: int, row_b: int) -> tuple[Node | None, Node | None]:
         """Return the nodes of A and of B that made these rows, each only if the other run has no such node."""
