@@ -43,8 +43,13 @@ def other_values(a: StepFrame, b: StepFrame) -> tuple[str, float]:
             return "", 0.0
         gaps = changes(a, b, np.array(rows), np.array(second[name]))
         pairs = [(i, j) for i, j, gap in zip(rows, second[name], gaps, strict=True) if gap]
-        if any(a.shapes[i] != b.shapes[j] for i, j in pairs):
-            return "", 0.0
+        sizes = [[a.shapes[i] for i, _ in pairs], [b.shapes[j] for _, j in pairs]]
+        if sizes[0] != sizes[1]:
+            return (
+                (f"{name} is given in pieces in another order", math.inf)
+                if sorted(sizes[0]) == sorted(sizes[1])
+                else ("", 0.0)
+            )
         if pairs:
             ordered = all(is_reordered(a, i, b, j) for i, j in pairs) or _are_dealt_otherwise(a, b, pairs)
             found.append(f"{name} holds {'the same values in another order' if ordered else 'other values'}")

@@ -46,3 +46,13 @@ def _is_still(frame: StepFrame, made: int, row: int) -> bool:
     alike = frame.shapes[made] == frame.shapes[row] and frame.text("layout", made) == frame.text("layout", row)
     before, now = numbers_of(frame, made), numbers_of(frame, row)
     return not alike or not abs(before.sketch - now.sketch) > _SAME * now.l2
+
+
+def is_written(frame: StepFrame, row: int) -> bool:
+    """Tell whether a buffer's value is what an operator wrote in this step: of a module that was not called itself."""
+    slots = frame.texts["slot"]
+    results = np.isin(
+        slots.codes, [code for code, word in enumerate(slots.words) if word.startswith(("out", "running"))]
+    )
+    by_others = frame.texts["kind"].equals("op") & (frame.node != frame.node[row]) & results
+    return bool((by_others & (frame.value == frame.value[row])).any())

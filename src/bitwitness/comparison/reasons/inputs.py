@@ -13,7 +13,7 @@ from bitwitness.comparison.measuring.allowance import roundoff
 from bitwitness.comparison.measuring.changes import moved
 from bitwitness.comparison.measuring.describe import by_each, in_chain, made_by_nothing
 from bitwitness.comparison.measuring.relation import in_words
-from bitwitness.comparison.reasons.inplace import changed_since
+from bitwitness.comparison.reasons.inplace import changed_since, is_written
 from bitwitness.comparison.reasons.reason import SINCE, Reason
 
 _ROUNDED = 4.0
@@ -88,7 +88,8 @@ class Reasons:
             limit = max(limit, self._differences.noise_limit())
             if pair.a.kind == "buffer" or name in self._earlier.trained or known > limit:
                 return None
-        if change <= limit:
+        noted_late = pair.a.kind == "buffer" and (is_written(self.a, row_a) != is_written(self.b, row_b))
+        if change <= limit or noted_late:
             return None
         words = in_words(self.a, self.b, row_a, row_b) + (SINCE if self._earlier.last is not None else "")
         return Reason("source", f"{name} differs: {words}", rows=(row_a, row_b))
