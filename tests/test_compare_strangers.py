@@ -467,3 +467,146 @@ def test_a_loss_that_hardly_differs_is_named_where_its_gradient_does(tmp_path: P
     assert report.conclusion.startswith("the runs part at ./loss#0:forward.value (rank 0, step 0): the loss differs"), (
         report.conclusion
     )
+
+
+def clipped(norm: float, *, but: str = "", factor: float = 1.0) -> Between:
+    """Clip all gradients, after one of them was multiplied."""
+
+    def edit(model: nn.Module, _: int) -> None:
+        if but:
+            model.get_parameter(but).grad.mul_(factor)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
+
+    return edit
+
+
+def test_one_clipping_of_gradients_that_differ_is_no_cause(tmp_path: Path) -> None:
+    a = recorded(tmp_path / "a", edited=clipped(0.5))
+    report = bw.compare(a, recorded(tmp_path / "b", loss=tempered, edited=clipped(0.5)))
+    assert report.conclusion.startswith("the runs part at ./div#0:forward.out0"), report.conclusion
+    assert "clipping" not in report.conclusion
+
+
+def test_edits_of_some_gradients_are_named_beside_a_clipping(tmp_path: Path) -> None:
+    def noised(model: nn.Module, step: int) -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        model.layers[0].up.weight.grad += 0.01 * torch.randn(
+            2 * WIDTH, WIDTH, generator=torch.Generator().manual_seed(step)
+        )
+
+    report = bw.compare(recorded(tmp_path / "a", edited=clipped(0.05)), recorded(tmp_path / "b", edited=noised))
+    said = "the gradient of layers.0.up.weight was changed between the backward and the step: run A multiplies it by"
+    assert said in report.conclusion, report.conclusion
+    assert "run B edits it" in report.conclusion
+
+
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+def test_a_gradient_that_is_let_go_of_is_not_called_frozen(tmp_path: Path, precision: torch.dtype | None) -> None:
+    def let_go(model: nn.Module, _: int) -> None:
+        model.layers[1].up.weight.grad = None
+
+    report = bw.compare(
+        recorded(tmp_path / "a", dtype=precision), recorded(tmp_path / "b", dtype=precision, edited=let_go)
+    )
+    said = "only run A has a gradient of layers.1.up.weight: run B's backward makes it, too, and it is gone before"
+    assert said in report.conclusion, report.conclusion
+
+
+def test_another_input_is_named_behind_another_precision(tmp_path: Path) -> None:
+    def pictures(out: Path, *, wrong: bool) -> Path:
+        torch.manual_seed(2)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(192, 64), nn.GELU(), nn.Linear(64, 5))
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+
+        def backward(_: int) -> None:
+            x, y = torch.randn(16, 3, 8, 8), torch.randint(0, 5, (16,))
+            with torch.autocast("cpu", torch.bfloat16) if wrong else nullcontext():
+                loss = F.cross_entropy(model(x.flip(1) if wrong else x), y)
+            loss.backward()
+
+        return trained(out, model, optimizer, backward, level="mix")
+
+    report = bw.compare(pictures(tmp_path / "a", wrong=False), pictures(tmp_path / "b", wrong=True))
+    assert "input in0 differs: the same values in another order" in report.conclusion, report.conclusion
+
+
+def test_reversed_positions_are_told_of_behind_another_precision_though_the_loss_agrees(tmp_path: Path) -> None:
+    class Placed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.place = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(16, WIDTH)
+            self.layers, self.head = nn.ModuleList(Layer() for _ in range(2)), nn.Linear(WIDTH, VOCABULARY)
+
+        def forward(self, tokens: Tensor, *, wrong: bool = False) -> Tensor:
+            places = torch.arange(tokens.shape[1])
+            x = self.embed(tokens) + self.place(places.flip(0) if wrong else places)
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(x)
+
+    def run(out: Path, *, wrong: bool) -> Path:
+        torch.manual_seed(1)
+        model = Placed()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+
+        def backward(step: int) -> None:
+            tokens = tokens_of(step)
+            with torch.autocast("cpu", torch.bfloat16) if wrong else nullcontext():
+                logits = model(tokens[:, :-1], wrong=wrong)
+                loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            (1e-3 * loss + 4 * (1 - 1e-3)).backward()  # which is nearly the same number, whatever the model does
+
+        return trained(out, model, optimizer, backward, level="mix")
+
+    report = bw.compare(run(tmp_path / "a", wrong=False), run(tmp_path / "b", wrong=True))
+    assert report.status == "findings", report.conclusion
+    assert "flip" in report.conclusion, report.conclusion
+
+
+def test_pieces_of_other_sizes_may_come_in_another_order(tmp_path: Path) -> None:
+    def run(out: Path, order: list[int]) -> Path:
+        model, optimizer = token_model()
+
+        def backward(step: int) -> None:
+            parts = tokens_of(step).split([3, 5])
+            for part in (parts[i] for i in order):
+                (next_token(model, part) * len(part) / 8).backward()
+
+        return trained(out, model, optimizer, backward, level="mix")
+
+    report = bw.compare(run(tmp_path / "a", [0, 1]), run(tmp_path / "b", [1, 0]))
+    assert report.status == "fine", report.conclusion
+    assert "input in0 is given in pieces in another order" in report.conclusion
+
+
+def test_running_statistics_may_be_written_by_a_function_of_a_module_that_is_not_called(tmp_path: Path) -> None:
+    class Called(nn.Module):
+        def __init__(self, *, function: bool) -> None:
+            super().__init__()
+            self.stem, self.norm, self.head, self.function = (
+                nn.Conv2d(3, 8, 3),
+                nn.BatchNorm2d(8),
+                nn.Linear(8, 5),
+                function,
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            x, norm = self.stem(x), self.norm
+            if self.function:
+                x = F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, training=True)
+            else:
+                x = norm(x)
+            return self.head(x.mean((2, 3)))
+
+    def run(out: Path, *, function: bool) -> Path:
+        torch.manual_seed(7)
+        model = Called(function=function)
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+
+        def backward(_: int) -> None:
+            F.cross_entropy(model(torch.randn(16, 3, 8, 8)), torch.randint(0, 5, (16,))).backward()
+
+        return trained(out, model, optimizer, backward, level="mix")
+
+    report = bw.compare(run(tmp_path / "a", function=False), run(tmp_path / "b", function=True))
+    assert report.status == "fine", report.conclusion

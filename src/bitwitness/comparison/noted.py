@@ -11,6 +11,7 @@ from bitwitness.comparison.differences import NEGLIGIBLE, Differences
 from bitwitness.comparison.gradients.absent import Absence
 from bitwitness.comparison.gradients.causes import OF_ALL_GRADIENTS, Cause
 from bitwitness.comparison.gradients.dropped import adds_up
+from bitwitness.comparison.gradients.scalers import is_scalers
 from bitwitness.comparison.gradients.underflow import is_in_backward
 from bitwitness.comparison.suspect import Suspect
 
@@ -69,6 +70,8 @@ def cause_first(suspects: list[Suspect], differences: Differences) -> list[Suspe
         return suspects
     if any(one.reason == "dropped" for one in suspects):
         suspects = [one for one in suspects if not adds_up(one)]
+    if any(one.reason == "clipped" for one in suspects):  # of what is not unscaled, perhaps
+        suspects = [one for one in suspects if not is_scalers(differences, one)]
     if any(one.reason == "underflow" for one in suspects):
         suspects = [one for one in suspects if not is_in_backward(one)]
     lone = [node for first in (True, False) for node in differences.alignment.lone(first=first)]

@@ -42,6 +42,9 @@ OF_ALL_GRADIENTS = ("scaled", "clipped", "kept", "dropped", "weighed", "loss", "
 """Kinds of what happened to all gradients at once."""
 SOME_FACTOR = "a factor of the loss, of its gradient, or another number of terms in its mean"
 """What is said of a factor whose cause is not known."""
+_OF_REDUCTION = (
+    "a sum for a mean, another number of ranks, a mean taken twice, ranks that send zeros, or a factor behind it"
+)
 _MOST = 0.9
 """Share of the parameters that one factor has to hold for: a few have gradients that are rounding errors."""
 _USUAL = 0.5
@@ -136,10 +139,9 @@ class GradientChains:
 
     def edited(self, chain: Chain) -> tuple[float | None, float | None] | None:
         """Return by what a gradient was multiplied between backward and optimizer in each run, where that differs."""
-        links = [link_of(frame, rows) for frame, rows in ((self._a, chain.a), (self._b, chain.b))]
-        if links[0] is None and links[1] is None:
+        first, second = (link_of(frame, rows) for frame, rows in ((self._a, chain.a), (self._b, chain.b)))
+        if first is None and second is None:
             return None
-        first, second = links
         if first is not None and second is not None:
             # Beside what happens to all gradients of a run, as a clipping does.
             x, y = first / self._usual[0], second / self._usual[1]
@@ -256,40 +258,40 @@ class GradientChains:
 
     def _between(self, stage: int, ratio: float) -> Cause | None:
         since = stage - 1 if self._is_reduced else 0
-        own = [
-            self._common([(c.a[since], row_at(c.a, stage)) for c in self._weighty], self._a),
-            self._common([(c.b[since], row_at(c.b, stage)) for c in self._weighty], self._b),
-        ]
+        sides = [(self._a, [c.a for c in self._weighty]), (self._b, [c.b for c in self._weighty])]
+        own = [self._common([(rows[since], row_at(rows, stage)) for rows in of], frame) for frame, of in sides]
         if STAGES[stage] == "reduced" and self._is_reduced:
-            known = [f"by {one:.4g} in run {side}" for one, side in zip(own, "AB", strict=True) if one is not None]
-            how = f", which multiplies them {' and '.join(known)}" if known else ""
-            why = f"from the reduction over ranks on{how}: a sum for a mean, another number of ranks, or a mean taken twice"
-            return Cause("scaled", STAGES[stage], f"{self._every(ratio, stage)}, {why}", self._row(stage), ratio)
+            return self._by_reduction(own, ratio)
+        if self._is_reduced and all(one is not None and self._is_one(one) for one in own):
+            return self._between(1, ratio)  # nothing happens behind it
         sides = [(self._a, [c.a for c in self.chains]), (self._b, [c.b for c in self.chains])]
-        norms = [norms_since(frame, chains, since) for frame, chains in sides]
+        norms = [norms_since(frame, chains, since)[1] for frame, chains in sides]
         before = self._common([(c.a[0], c.b[0]) for c in self._weighty])
-        if are_one_clipping(own, [norm for _, norm in norms], self._limit(), differ=before is None):
+        if are_one_clipping(own, norms, self._limit(), differ=before is None):
             return None
         tops = [clipped_at(frame, chains) for frame, chains in sides]
         how = "; ".join(
             f"run {side} {in_words_of_change(top, 1.0 if one and self._is_one(one) else one, *of, since)}"
             for one, side, top, of in zip(own, "AB", tops, sides, strict=True)
         )
-        clips = any(top is not None for top in tops) or any(
-            one is not None and 0 < one < 1 - self._limit() for one in own
-        )
+        clips = any(tops) or any(one is not None and 0 < one < 1 - self._limit() for one in own)
         what = "clipping, or a scale" if clips else "a scale"
         text = f"{self._as_read(ratio, before)}: {what} in between ({how})"
         return Cause("clipped" if clips else "scaled", STAGES[stage], text, self._row(stage), ratio)
+
+    def _by_reduction(self, own: Sequence[float | None], ratio: float) -> Cause:
+        known = [f"by {one:.4g} in run {side}" for one, side in zip(own, "AB", strict=True) if one is not None]
+        how = f", which multiplies them {' and '.join(known)}" if known else ""
+        text = f"{self._every(ratio, 1).rstrip(',')}, from the reduction over ranks on{how}: {_OF_REDUCTION}"
+        return Cause("scaled", STAGES[1], text, self._row(1), ratio)
 
     def _as_read(self, ratio: float, left: float | None) -> str:
         """Say how gradients differ when the optimizer reads them; ``ratio``: by what, unless they differ before, anyway."""
         if self._common([(c.a[2], c.b[2]) for c in self._weighty]) is None and not math.isnan(ratio):
             return f"gradients ({len(self.chains)} parameters) are multiplied by another number before the optimizer reads them"
         it = "them" if math.isnan(ratio) else "it"
-        return f"{self._every(ratio, 2)} when the optimizer reads {it}" + (
-            f", and not when the backward leaves {it}" if left is not None else ""
-        )
+        before = "" if left is None else f", and not when the backward leaves {it}"
+        return f"{self._every(ratio, 2)} when the optimizer reads {it}{before}"
 
     def _weighed(self) -> Cause | None:
         """Return that micro-batches or ranks weigh otherwise, or that the losses are not one function."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.matching.frame import Node, StepFrame
 from bitwitness.comparison.measuring.relation import numbers_of
+from bitwitness.comparison.suspect import Suspect
 
 _EXACT = 1e-6
 """How far the logarithm of a power of two may be from a whole number: factors are taken from norms of equal numbers."""
@@ -31,6 +32,14 @@ def multiplied_by_scalers(differences: Differences, ratio: float, is_one: Callab
             if any(is_one(second / (ratio * first)) for first in scales for second in others):
                 return True
     return False
+
+
+def is_scalers(differences: Differences, suspect: Suspect) -> bool:
+    """Tell whether a suspect is that a scaler scales the loss of the one run that computes in float16."""
+    frame = differences.a if suspect.side == "a" else differences.b
+    if suspect.lone is None or differences.precisions is None or frame.computed != "float16":
+        return False
+    return bool(_scales(frame, suspect.lone, suspect.lone.inputs))
 
 
 def _scales(frame: StepFrame, node: Node, rows: list[int]) -> list[float]:
