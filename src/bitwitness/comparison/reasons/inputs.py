@@ -12,7 +12,7 @@ from bitwitness.comparison.matching.tokens import CASTS
 from bitwitness.comparison.measuring.allowance import roundoff
 from bitwitness.comparison.measuring.changes import moved
 from bitwitness.comparison.measuring.describe import by_each, in_chain, made_by_nothing
-from bitwitness.comparison.measuring.relation import in_words
+from bitwitness.comparison.measuring.relation import and_so, in_words
 from bitwitness.comparison.reasons.inplace import changed_since, is_written
 from bitwitness.comparison.reasons.reason import SINCE, Reason
 
@@ -42,6 +42,7 @@ class Reasons:
         given = [pair for pair in pairs if (pair.a.kind, pair.a.phase, pair.a.module) == ("module", "forward", ".")]
         self._begun_rows = self._by_name(rows for pair in state for rows in pair.outputs)
         self._begun = {name: differences.change_of[row] for name, (row, _) in self._begun_rows.items()}
+        self._begun_weights = {pair.a.parameter for pair in state if pair.a.kind == "parameter"}
         inputs = self._by_name(rows for pair in given for rows in pair.inputs)
         self._given = {name: differences.change_of[row] for name, (row, _) in inputs.items()}
         self._written: dict[str, float] = {}
@@ -239,16 +240,23 @@ class Reasons:
         if self._begun.get(name, self._given.get(name)) == 0.0 and not self._is_gathered(name, row_a):
             text = f"{slot} differs although {name} agrees, of which it is a view: another one (a transpose, a slice)"
             return Reason("view", text, rows=(row_a, row_b))
+        return self._named_source(name, (row_a, row_b), known, limit)
+
+    def _named_source(self, name: str, rows: tuple[int, int], known: float | None, limit: float) -> Reason:
+        """Return that a weight, a buffer or an input differs; ``known``: by how much it did when it was last written."""
         self._told.add(name)
         called = name if name.startswith("input ") else f"its {name}"
-        words = in_words(self.a, self.b, row_a, row_b)
+        words = in_words(self.a, self.b, *rows)
         # A step before in which nothing differed leaves no names.
         before = 0.0 if known is None and self._earlier.last is not None else known
         agreed = before is not None and before <= limit and not self._written.get(name)
         if agreed and self._begun.get(name, 0.0) > limit:
-            words += SINCE
+            words += SINCE  # by which suspects are put together
+        elif name in self._begun_weights:
+            others = self._begun_weights & self._begun.keys() - {name}
+            words += and_so(sum(self._begun[other] > limit for other in others))
         outside = ", made before the model is called, of which nothing is recorded" * name.startswith("input ")
-        return Reason("source", f"{called} differs: {words}{outside}", rows=(row_a, row_b))
+        return Reason("source", f"{called} differs: {words}{outside}", rows=rows)
 
     def _as_shards(self, known: float | None, row_a: int, row_b: int) -> float:
         """Return by how much a weight differs as its update tells it where ranks are put together: of shards by the norm."""

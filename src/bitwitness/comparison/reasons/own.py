@@ -6,9 +6,10 @@ from functools import cached_property
 
 from bitwitness.comparison.differences import FOLLOWED, NEGLIGIBLE, Differences
 from bitwitness.comparison.matching.align import Pair
+from bitwitness.comparison.matching.frame import Node, StepFrame
 from bitwitness.comparison.measuring.changes import BITS_DIFFER
 from bitwitness.comparison.measuring.describe import argument_differences, is_another_class_alone
-from bitwitness.comparison.measuring.relation import not_finite
+from bitwitness.comparison.measuring.relation import not_finite, numbers_of
 from bitwitness.comparison.reasons.casts import other_dtype
 from bitwitness.comparison.reasons.reason import Reason
 from bitwitness.oracle.names import is_random
@@ -128,4 +129,12 @@ class OwnReasons:
             )
             for first in (True, False)
         ]
+        if drawn[0] == drawn[1]:
+            frames = (self._differences.a, pair.a), (self._differences.b, pair.b)
+            drawn = [not _is_handed_on(frame, node) for frame, node in frames]
         return f"it draws random numbers in run {'AB'[drawn.index(True)]} alone" if drawn[0] != drawn[1] else ""
+
+
+def _is_handed_on(frame: StepFrame, node: Node) -> bool:
+    """Return whether a node returns the numbers that it reads."""
+    return any(numbers_of(frame, i) == numbers_of(frame, j) for i in node.inputs for j in node.outputs)
