@@ -88,13 +88,14 @@ class ModelRecording(Instrument):
     def resumed(self) -> None:
         """Record from the next forward on."""
         self._mind_compiled(self.session.step)
+        self._state.hear_buffers(self.session.model)
         recording.add(self)
 
     def paused(self) -> None:
         """Write what there is."""
         recording.discard(self)
         self.close_step()
-        self._state.detach()
+        self._state.close()
         self._eager.close()
         if sys.exc_info()[0] is None:
             self.flush()

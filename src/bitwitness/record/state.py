@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -14,6 +15,8 @@ from torch.optim.optimizer import Optimizer
 from bitwitness.capture.lossgraph import version_of
 from bitwitness.record.log import Fail, Log, NodeValue
 from bitwitness.site import Site
+from bitwitness.tap.buffersync import BufferSync
+from bitwitness.tap.compiled import distributed
 from bitwitness.tap.ownwork import in_replay, own_work
 
 _NOT_SETTINGS = ("params", "param_names")
@@ -47,6 +50,7 @@ class StateRecorder:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._hooked: list[nn.Parameter] = []
         self._parameters: list[tuple[str, nn.Parameter]] = []
+        self._buffers: BufferSync | None = None
 
     def _attach_local(self, *, reduced: bool) -> None:
         """Look at gradients as backward makes them, while they are in the cache; hooks that are there already stay.
@@ -65,6 +69,27 @@ class StateRecorder:
         self._hooked = wanted
         for name, parameter in named:
             self._handles.append(parameter.register_post_accumulate_grad_hook(_LocalHook(self, name)))
+
+    def hear_buffers(self, model: nn.Module) -> None:
+        """Know of buffers that DistributedDataParallel broadcasts before a forward, which counts no new version of them."""
+        wrapper = distributed(model)
+        if wrapper is not None and self._buffers is None:
+            self._buffers = BufferSync(wrapper, self._broadcast)
+
+    @contextmanager
+    def _broadcast(self, _group: object, buffers: list[torch.Tensor], _sender: int) -> Iterator[None]:
+        yield
+        try:
+            self._log.values.changed(buffers)
+        except Exception as error:  # in the script's own forward
+            self._fail("broadcast buffers", error)
+
+    def close(self) -> None:
+        """Look at nothing any more."""
+        self.detach()
+        if self._buffers is not None:
+            self._buffers.close()
+            self._buffers = None
 
     def detach(self) -> None:
         """Take the hooks away."""
