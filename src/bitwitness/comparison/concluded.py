@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bitwitness.comparison.gradients.causes import OF_ALL_GRADIENTS
+from bitwitness.comparison.gradients.cause import OF_ALL_GRADIENTS
 from bitwitness.comparison.report import Report
 from bitwitness.comparison.suspect import Suspect, grouped, regrouped_last
 from bitwitness.store.source import Source

@@ -9,7 +9,7 @@ import numpy as np
 
 from bitwitness.comparison.differences import NEGLIGIBLE, Differences
 from bitwitness.comparison.gradients.absent import Absence
-from bitwitness.comparison.gradients.causes import OF_ALL_GRADIENTS, Cause
+from bitwitness.comparison.gradients.cause import OF_ALL_GRADIENTS, Cause
 from bitwitness.comparison.gradients.dropped import adds_up
 from bitwitness.comparison.gradients.scalers import is_scalers
 from bitwitness.comparison.gradients.underflow import is_in_backward

@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from bitwitness.comparison.gradients.causes import SOME_FACTOR
+from bitwitness.comparison.gradients.cause import SOME_FACTOR
 from bitwitness.comparison.measuring.allowance import roundoff
 from bitwitness.comparison.measuring.describe import RECORD_OPERATORS
 from bitwitness.comparison.precisions.otherwise import Otherwise, in_words

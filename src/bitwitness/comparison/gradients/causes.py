@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
 
 from bitwitness.comparison.differences import Differences
+from bitwitness.comparison.gradients.cause import SOME_FACTOR, Cause
 from bitwitness.comparison.gradients.chains import (
     STAGES,
     Chain,
@@ -38,10 +38,6 @@ from bitwitness.comparison.matching.frame import StepFrame
 from bitwitness.comparison.measuring.allowance import rms
 from bitwitness.comparison.measuring.relation import factor, in_times, tolerance
 
-OF_ALL_GRADIENTS = ("scaled", "clipped", "kept", "dropped", "weighed", "loss", "nonfinite", "underflow")
-"""Kinds of what happened to all gradients at once."""
-SOME_FACTOR = "a factor of the loss, of its gradient, or another number of terms in its mean"
-"""What is said of a factor whose cause is not known."""
 _OF_REDUCTION = (
     "a sum for a mean, another number of ranks, a mean taken twice, ranks that send zeros, or a factor behind it"
 )
@@ -59,22 +55,6 @@ _APART, _NAMED = 0.02, 3
 """Relative deviation of a gradient's own factor that is another one, and how many of such are named."""
 _COARSE = 16.0
 """Unit roundoffs of the coarser precision up to which a factor counts as exact, where runs compute in different ones."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cause:
-    """What happened to all gradients: ``stage`` is the first of `STAGES` that shows it, ``row`` the first row of A there.
-
-    ``side`` and ``stack``: the run and the call that it comes from, where that is known.
-    """
-
-    kind: str
-    stage: str
-    text: str
-    row: int
-    times: float
-    side: str = ""
-    stack: int = -1
 
 
 class GradientChains:
@@ -114,6 +94,8 @@ class GradientChains:
         x, y = self._usual
         if self._is_one(y / x):
             return self._weighed()
+        if self._edits_some:
+            return None  # which are told one by one
         return self._between(2, math.nan if ratios[2] is None and None in self._multiplied else y / x)
 
     def scaled_back(self) -> float | None:
@@ -164,12 +146,28 @@ class GradientChains:
 
     # -- factors -------------------------------------------------------------------------------------------------
 
+    def _ends(self) -> tuple[tuple[StepFrame, list[tuple[int | None, int | None]]], ...]:
+        """Return, for both runs, each gradient as the backward left it and as the optimizer read it."""
+        sides = (self._a, [c.a for c in self._weighty]), (self._b, [c.b for c in self._weighty])
+        return tuple((frame, [(rows[0], row_at(rows, 2)) for rows in of]) for frame, of in sides)
+
     @cached_property
     def _multiplied(self) -> tuple[float | None, float | None]:
-        """By what most gradients of A and of B are multiplied between backward and step; None where by no one number."""
-        last = [(c.a[0], row_at(c.a, 2)) for c in self._weighty]
-        last_b = [(c.b[0], row_at(c.b, 2)) for c in self._weighty]
-        return self._common(last, self._a, most=_USUAL), self._common(last_b, self._b, most=_USUAL)
+        """By what the gradients of A and of B are multiplied between backward and step; None where by no one number."""
+        first, second = (self._usually(*one) for one in self._ends())
+        return first, second
+
+    def _usually(self, frame: StepFrame, ends: Sequence[tuple[int | None, int | None]]) -> float | None:
+        """Return by what a run multiplies its gradients, or most of them beside edits of some, if none is left as it is."""
+        every = self._common(ends, frame)
+        untouched = any(i is not None and j is not None and frame.value[i] == frame.value[j] for i, j in ends)
+        return self._common(ends, frame, most=_USUAL) if every is None and not untouched else every
+
+    @property
+    def _edits_some(self) -> bool:
+        """Whether a run multiplies most gradients by one number, and does something else to some."""
+        sides = zip(self._multiplied, self._ends(), strict=True)
+        return any(one is not None and self._common(ends, frame) is None for one, (frame, ends) in sides)
 
     @property
     def _usual(self) -> tuple[float, float]:
