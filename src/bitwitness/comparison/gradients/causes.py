@@ -57,6 +57,10 @@ _COARSE = 16.0
 """Unit roundoffs of the coarser precision up to which a factor counts as exact, where runs compute in different ones."""
 
 
+Ends = tuple[int | None, int | None]
+"""The rows of one gradient at two stages."""
+
+
 class GradientChains:
     """Follows the gradients of one step of one rank.
 
@@ -146,33 +150,40 @@ class GradientChains:
 
     # -- factors -------------------------------------------------------------------------------------------------
 
-    def _ends(self) -> tuple[tuple[StepFrame, list[tuple[int | None, int | None]]], ...]:
+    def _ends(self) -> tuple[tuple[StepFrame, list[Ends]], ...]:
         """Return, for both runs, each gradient as the backward left it and as the optimizer read it."""
         sides = (self._a, [c.a for c in self._weighty]), (self._b, [c.b for c in self._weighty])
         return tuple((frame, [(rows[0], row_at(rows, 2)) for rows in of]) for frame, of in sides)
 
     @cached_property
     def _multiplied(self) -> tuple[float | None, float | None]:
-        """By what the gradients of A and of B are multiplied between backward and step; None where by no one number."""
-        first, second = (self._usually(*one) for one in self._ends())
+        """By what all gradients of A and of B are multiplied between backward and step; None where by no one number."""
+        first, second = (self._common(ends, frame) for frame, ends in self._ends())
         return first, second
 
-    def _usually(self, frame: StepFrame, ends: Sequence[tuple[int | None, int | None]]) -> float | None:
-        """Return by what a run multiplies its gradients, or most of them beside edits of some, if none is left as it is."""
-        every = self._common(ends, frame)
+    @cached_property
+    def _usual(self) -> tuple[float, float]:
+        """The same, or of most beside edits of some where none is left as it is; 1 where by no one number."""
+        first, second = map(self._usually, self._multiplied, self._ends())
+        return first, second
+
+    def _usually(self, every: float | None, of: tuple[StepFrame, Sequence[Ends]]) -> float:
+        frame, ends = of
         untouched = any(i is not None and j is not None and frame.value[i] == frame.value[j] for i, j in ends)
-        return self._common(ends, frame, most=_USUAL) if every is None and not untouched else every
+        most = self._common(ends, frame, most=_USUAL) if every is None and not untouched else every
+        return most or 1.0
 
     @property
     def _edits_some(self) -> bool:
-        """Whether a run multiplies most gradients by one number, and does something else to some."""
-        sides = zip(self._multiplied, self._ends(), strict=True)
-        return any(one is not None and self._common(ends, frame) is None for one, (frame, ends) in sides)
-
-    @property
-    def _usual(self) -> tuple[float, float]:
-        """The same; 1 where by no one number."""
-        return self._multiplied[0] or 1.0, self._multiplied[1] or 1.0
+        """Whether a run multiplies most gradients by one number, and does something else to some than to clip them together."""
+        for every, usual, (frame, ends) in zip(self._multiplied, self._usual, self._ends(), strict=True):
+            found = [None if i is None or j is None else factor(frame, i, frame, j) for i, j in ends]
+            others = [one for one in found if one is None or abs(one - usual) > self._limit() * abs(usual)]
+            times = [one for one in others if one]
+            clipped = len(times) == len(others) > 1 and max(times) - min(times) <= self._limit() * max(times)
+            if every is None and usual != 1.0 and not clipped:
+                return True
+        return False
 
     def _common(
         self,
