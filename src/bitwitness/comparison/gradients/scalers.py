@@ -34,6 +34,20 @@ def multiplied_by_scalers(differences: Differences, ratio: float, is_one: Callab
     return False
 
 
+def scale_of_one(differences: Differences) -> float | None:
+    """Return how many times run B's loss is run A's by the scaler of the one run that computes in float16, if it is so."""
+    sides = (differences.a, True), (differences.b, False)
+    found = [
+        [scale for node in differences.alignment.lone(first=first) for scale in _scales(frame, node, node.inputs)]
+        if differences.precisions is not None and frame.computed == "float16"
+        else []
+        for frame, first in sides
+    ]
+    if len(set(found[0] + found[1])) != 1:
+        return None
+    return found[1][0] if found[1] else 1.0 / found[0][0]
+
+
 def is_scalers(differences: Differences, suspect: Suspect) -> bool:
     """Tell whether a suspect is that a scaler scales the loss of the one run that computes in float16."""
     frame = differences.a if suspect.side == "a" else differences.b

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from statistics import median
 
 import numpy as np
 import numpy.typing as npt
@@ -10,14 +11,18 @@ import pyarrow as pa
 
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.gradients.causes import GradientChains
-from bitwitness.comparison.gradients.chains import Chain
+from bitwitness.comparison.gradients.chains import Chain, row_at
 from bitwitness.comparison.gradients.losses import loss_ratio
+from bitwitness.comparison.gradients.scalers import scale_of_one
 from bitwitness.comparison.matching.align import Pair
 from bitwitness.comparison.matching.frame import Floats, Node, StepFrame
+from bitwitness.comparison.measuring.allowance import rms
 from bitwitness.oracle.names import canonical
 
 _NEAR = 0.01
 """Relative deviation from a power of two up to which a loss scale is one."""
+_ALIKE = 0.1
+"""Times as large, at least, that half of the gradients are which are of one size: far from any loss scale."""
 _MULTIPLY = ("mul", "div")
 _SCALED = ("min", "max", "mean", "l2", "sketch")
 
@@ -25,12 +30,20 @@ _SCALED = ("min", "max", "mean", "l2", "sketch")
 def loss_scale(differences: Differences) -> float | None:
     """Return how many times run B's loss scale is run A's, where both optimizers read gradients without it; None if equal."""
     chains = GradientChains(differences)
-    scale = chains.scaled_back() or _of_losses_alone(differences, chains)
+    scale = chains.scaled_back() or _of_losses_alone(differences, chains) or _of_scaler(differences, chains)
     if scale is None:
         return None
     # As scalers' are; what is found of it in rounded gradients is off by a little.
     power = 2.0 ** round(math.log2(scale))
     return power if abs(scale / power - 1.0) < _NEAR else scale
+
+
+def _of_scaler(differences: Differences, chains: GradientChains) -> float | None:
+    """Return the scale of the one run that has a scaler, where the optimizer reads gradients of one size in both runs."""
+    scale = None if differences.parted_before else scale_of_one(differences)
+    ends = [(row_at(chain.a, 2), row_at(chain.b, 2)) for chain in chains.chains]
+    sizes = [(rms(differences.a, i), rms(differences.b, j)) for i, j in ends if i is not None and j is not None]
+    return scale if sizes and _ALIKE < median(y / x if x else 0.0 for x, y in sizes) < 1 / _ALIKE else None
 
 
 def _of_losses_alone(differences: Differences, chains: GradientChains) -> float | None:

@@ -20,6 +20,10 @@ _CANCELLED, _CANCELLED_MOST = 512.0, 1e-3
 1e-10 of a key's bias, 2e-6 of one before a batch norm; 2e-4 of a query's weight that had one, in a BERT."""
 
 
+_COARSELY = 8.0
+"""Unit roundoffs of the coarser dtype, of the usual gradient, that are rounding errors alone there."""
+
+
 def nothing_of(usual: float, rounded: float) -> float:
     """Return the size up to which a gradient may be rounding errors alone; ``rounded``: a unit roundoff."""
     return min(_CANCELLED * rounded, _CANCELLED_MOST) * usual
@@ -28,12 +32,13 @@ def nothing_of(usual: float, rounded: float) -> float:
 def vanish(sizes: tuple[float, float], usual: float, rounded: float, coarse: float) -> bool:
     """Return whether a gradient may be rounding errors alone in both runs.
 
-    Where one run's, in float32, is nothing at all, the other's may be as large as what its dtype rounds the usual gradient by
-    (``coarse``, 0 where both compute in one dtype): 3e-3 was seen in bfloat16, of a convolution's bias before a batch norm.
+    Where one run's, in float32, is nothing at all, the other's may be some times as large as what its dtype rounds the usual
+    gradient by (``coarse``, 0 where both compute in one dtype): 3e-3 was seen in bfloat16, of a convolution's bias before a
+    batch norm, and 7e-3 of a mixer's; of a module's sums over many numbers it may be more.
     """
     small, large = sorted(sizes)
     return large < nothing_of(usual, rounded) or (
-        large < coarse * usual and small < nothing_of(usual, roundoff("float32"))
+        large < _COARSELY * coarse * usual and small < nothing_of(usual, roundoff("float32"))
     )
 
 
