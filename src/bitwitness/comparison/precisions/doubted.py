@@ -12,7 +12,7 @@ from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.matching.align import Pair
 from bitwitness.comparison.measuring.values import KeptValues
 from bitwitness.comparison.suspect import Suspect, suspect_of
-from bitwitness.oracle.names import is_random
+from bitwitness.oracle.names import PRODUCTS, canonical, is_random
 
 _TIMES = 1.5
 """Times its inputs' changes. Healthy products were seen to differ by up to twice as much, in bfloat16 against float32: of some
@@ -48,7 +48,7 @@ def _doubted(differences: Differences, rank: int, step: int) -> Iterator[Suspect
 
 
 def _can_be_asked(differences: Differences, pair: Pair) -> bool:
-    """Return whether float64 knows what rounding leaves: not of norms' and attention's backwards, which add up in their dtype."""
+    """Return whether float64 knows what rounding leaves: not of backwards of norms and attention, which add up in their dtype."""
     if canonical(pair.a.op) in _SUMS_EXACTLY:
         return True
     counts = [[int(differences.a.count[i]) for i, _ in rows] for rows in (pair.inputs, pair.outputs)]
