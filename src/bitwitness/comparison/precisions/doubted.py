@@ -48,7 +48,7 @@ def _doubted(differences: Differences, rank: int, step: int) -> Iterator[Suspect
 
 
 def _can_be_asked(differences: Differences, pair: Pair) -> bool:
-    """Return whether float64 knows what rounding leaves: not of backwards of norms and attention, which add up in their dtype."""
+    """Return whether float64 knows what rounding leaves: not of backwards of norms and attention, which add up coarsely."""
     if canonical(pair.a.op) in _SUMS_EXACTLY:
         return True
     counts = [[int(differences.a.count[i]) for i, _ in rows] for rows in (pair.inputs, pair.outputs)]
