@@ -177,3 +177,12 @@ def test_what_is_wrong_in_a_batch_that_is_split_is_said(
     assert report.status == "findings"
     for word in words:
         assert word in report.conclusion
+
+
+def test_what_an_eager_collective_left_in_memory_is_what_is_read(tmp_path: Path) -> None:
+    """It writes what it is given, which no version counts: a healthy add behind it would be convicted by float64."""
+    launched = forked(2, [str(JOB.parent / "reduced_inside.py"), str(tmp_path)], tmp_path / "logs")
+    assert launched.code == 0
+    said = bw.compare(tmp_path / "once", tmp_path / "twice").conclusion
+    assert said.startswith("the runs part at ./add#0:forward.out0"), said
+    assert "computed it wrongly" not in said

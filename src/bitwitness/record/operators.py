@@ -134,6 +134,9 @@ class OperatorRecorder:
             log.values.changed(outputs)
         elif moved and func.namespace in _ON_THEIR_WAY:
             outputs = ()
+            for tensor in (received := _received(call)):
+                log.values.made(tensor, node)
+            log.values.changed(received)
         shown = [(f"out{i}", t) for i, t in enumerate(outputs) if not _is_scratch(call.op, i, t)]
         for slot, tensor in [*shown, *((f"running{i}", t) for i, t in enumerate(changed))]:
             log.values.made(tensor, node)
@@ -192,6 +195,11 @@ def _written(call: OpCall) -> tuple[torch.Tensor, ...]:
         if argument.alias_info is not None and argument.alias_info.is_write
         for tensor in tensors_in(value)
     )
+
+
+def _received(call: OpCall) -> tuple[torch.Tensor, ...]:
+    """Return what an eager collective writes, which neither its schema says nor a version counts: its first argument."""
+    return tensors_in(call.args[0]) if call.func.namespace == "c10d" and call.args and call.op != "send" else ()
 
 
 def _running(call: OpCall) -> tuple[torch.Tensor, ...]:
