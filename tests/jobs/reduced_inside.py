@@ -1,4 +1,4 @@
-"""Ranks that hold half of the hidden features each, and add them up inside the model by an eager collective; run by forked()."""
+"""Ranks that hold half of the hidden features each, and add them up in the model by an eager collective; run by forked()."""
 
 from __future__ import annotations
 
