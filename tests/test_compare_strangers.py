@@ -610,3 +610,67 @@ def test_running_statistics_may_be_written_by_a_function_of_a_module_that_is_not
 
     report = bw.compare(run(tmp_path / "a", function=False), run(tmp_path / "b", function=True))
     assert report.status == "fine", report.conclusion
+
+
+def test_a_result_that_differs_by_far_more_than_what_it_is_made_of_is_told_behind_another_precision(
+    tmp_path: Path,
+) -> None:
+    a = recorded(tmp_path / "a")
+    fault = {"kind": "multiply", "site": "layers.1/gelu:forward", "pattern": "row", "element": 7, "factor": 6.0}
+    with FaultyDevice(from_mapping({"fault": [fault]})) as device:
+        b = recorded(tmp_path / "b", dtype=torch.bfloat16)
+    assert device.fired
+    report = bw.compare(a, b)
+    assert report.conclusion.startswith("the runs part at layers.1/gelu#0:forward.out0 (rank 0, step 0)"), (
+        report.conclusion
+    )
+
+
+def test_a_scaler_is_not_accused_of_what_else_differs(tmp_path: Path) -> None:
+    def run(out: Path, *, half: bool) -> Path:
+        model, optimizer = token_model()
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=half)
+        with bw.Recorder(model, out=str(out), level="mix"):
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                with torch.autocast("cpu", torch.float16) if half else nullcontext():
+                    loss = (tempered if half else next_token)(model, tokens_of(step))
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        return out
+
+    report = bw.compare(run(tmp_path / "a", half=False), run(tmp_path / "b", half=True))
+    assert report.conclusion.startswith("the runs part at ./div#0:"), report.conclusion
+
+
+@pytest.mark.parametrize("level", ["mix", "modules"])
+def test_a_bias_that_a_softmax_does_not_see_may_be_moved_by_rounding(tmp_path: Path, level: str) -> None:
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.score, self.head = (
+                nn.Embedding(VOCABULARY, WIDTH),
+                nn.Linear(WIDTH, 4),
+                nn.Linear(WIDTH, 4),
+            )
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.embed(tokens)
+            return self.head(torch.einsum("bth,btd->bhd", self.score(x).float().softmax(1), x).mean(1))
+
+    def run(out: Path, dtype: torch.dtype | None) -> Path:
+        torch.manual_seed(8)
+        model = Pooled()
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+
+        def backward(step: int) -> None:
+            tokens = tokens_of(step)
+            with nullcontext() if dtype is None else torch.autocast("cpu", dtype):
+                loss = F.cross_entropy(model(tokens).float(), tokens[:, 0] % 4)
+            loss.backward()
+
+        return trained(out, model, optimizer, backward, level=level)
+
+    report = bw.compare(run(tmp_path / "a", None), run(tmp_path / "b", torch.bfloat16))
+    assert report.status == "fine", report.conclusion
