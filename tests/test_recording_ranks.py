@@ -185,4 +185,4 @@ def test_what_an_eager_collective_left_in_memory_is_what_is_read(tmp_path: Path)
     assert launched.code == 0
     said = bw.compare(tmp_path / "once", tmp_path / "twice").conclusion
     assert said.startswith("the runs part at ./add#0:forward.out0"), said
-    assert "computed it wrongly" not in said
+    assert "in0 is ./allreduce_#0:comm in run A, and down/mm#0:forward.out0 in run B" in said

@@ -37,7 +37,11 @@ class Operands:
     def __init__(self, a: StepFrame, b: StepFrame, alignment: Alignment, makers: Makers) -> None:
         self._a = a
         self._b = b
-        self._made_a, self._made_b = makers.made
+        sent = [
+            pair for pair in alignment.pairs if pair.a.kind == "collective"
+        ]  # eager ones return nothing that is there yet
+        self._made_a = {**{pair.a.number: pair for pair in sent}, **makers.made[0]}
+        self._made_b = {**{pair.b.number: pair for pair in sent}, **makers.made[1]}
         state = [rows for pair in alignment.pairs if pair.a.kind in ("parameter", "buffer") for rows in pair.outputs]
         self._named = {b.text("name", j): a.text("name", i) for i, j in state}
 
@@ -63,6 +67,8 @@ def _operand(
     if pair is None:
         return None  # nobody recorded made it, or one that only this run has
     node = pair.a if first else pair.b
+    if not node.outputs:
+        return Operand("", pair.a.number, None, node.site)
     value = int(frame.value[row])
     place = next((i for i, out in enumerate(node.outputs) if int(frame.value[out]) == value), None)
     slot = frame.text("slot", node.outputs[place or 0])
