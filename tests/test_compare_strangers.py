@@ -674,3 +674,25 @@ def test_a_bias_that_a_softmax_does_not_see_may_be_moved_by_rounding(tmp_path: P
 
     report = bw.compare(run(tmp_path / "a", None), run(tmp_path / "b", torch.bfloat16))
     assert report.status == "fine", report.conclusion
+
+
+def test_what_lies_otherwise_in_memory_may_be_in_another_order(tmp_path: Path) -> None:
+    def pictures(out: Path, content: str, *, turned: bool) -> Path:
+        torch.manual_seed(2)
+        model = Pictures()
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+
+        def backward(_: int) -> None:
+            x, y = torch.randn(16, 3, 8, 8), torch.randint(0, 5, (16,))
+            F.cross_entropy(model(x.rot90(1, (2, 3)) if turned else x), y).backward()
+
+        return trained(out, model, optimizer, backward, level="mix", content=content)
+
+    said = {}
+    for content in ("stats", "tensors"):
+        runs = [pictures(tmp_path / f"{content} {turned}", content, turned=turned) for turned in (False, True)]
+        said[content] = bw.compare(*runs).conclusion
+    assert (
+        "input in0 lies otherwise in memory in each run, and may hold the same values in another order" in said["stats"]
+    )
+    assert "input in0 differs" in said["tensors"], said["tensors"]

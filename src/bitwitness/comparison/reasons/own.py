@@ -85,7 +85,7 @@ class OwnReasons:
             return Reason("argument", other)
         slots = {self._differences.a.text("slot", row) for row, _ in pair.inputs}
         stateless = pair.a.kind == "optimizer" and slots <= {"param", "grad"}
-        return Reason("computed", (_COMPUTED_UPDATE if stateless else _COMPUTED) + self._overflow(pair))
+        return Reason("computed", (_COMPUTED_UPDATE if stateless else self._computed(pair)) + self._overflow(pair))
 
     def _other_module(self, pair: Pair) -> str:
         """Say that a module is another one, or is given a tensor in one run alone; empty for one that is neither.
@@ -107,6 +107,22 @@ class OwnReasons:
             f"{', '.join(sorted(names))} in run {side} alone" for names, side in zip(alone, "AB", strict=True) if names
         ]
         return f"called with other arguments: {told[0]}" if len(told) == 1 else ""
+
+    def _computed(self, pair: Pair) -> str:
+        """Say that a result does not agree; statistics of what lies otherwise in memory do not tell the order of its values."""
+        a, b = self._differences.a, self._differences.b
+        other = [
+            i
+            for i, j in pair.inputs
+            if a.text("layout", i) != b.text("layout", j) and not (a.hashed[i] and b.hashed[j])
+        ]
+        if self._differences.has_values or not other:
+            return _COMPUTED
+        name = a.text("name", other[0]) or a.text("slot", other[0])
+        return (
+            f"its inputs agree in their statistics and its result does not: {name} lies otherwise in memory in each run, and "
+            "may hold the same values in another order (--content tensors tells)"
+        )
 
     def _overflow(self, pair: Pair) -> str:
         """Return what is added where a result holds NaN or infinities in one run."""
