@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bitwitness.comparison.differences import NEGLIGIBLE, Differences
 from bitwitness.comparison.matching.align import Pair
+from bitwitness.comparison.matching.operands import Operands
 from bitwitness.comparison.measuring.describe import in_chain
 from bitwitness.comparison.measuring.relation import in_words
 from bitwitness.comparison.precisions.otherwise import computed_alone
@@ -51,8 +52,10 @@ def _exceeding(differences: Differences, pair: Pair, rank: int, step: int, chang
 
 
 def why_beyond(differences: Differences, beyond: Exceeding) -> list[Suspect]:
-    """Return what explains that: an input of the model that differs, or what one run alone computes, in one module."""
-    return _other_input(differences, beyond) or _lone_operator(differences, beyond)
+    """Return what explains that: another input of the model, what one run alone computes in one module, or reads elsewhere."""
+    return (
+        _other_input(differences, beyond) or _lone_operator(differences, beyond) or _other_operand(differences, beyond)
+    )
 
 
 def _other_input(differences: Differences, beyond: Exceeding) -> list[Suspect]:
@@ -66,6 +69,24 @@ def _other_input(differences: Differences, beyond: Exceeding) -> list[Suspect]:
                     suspect_of(
                         pair, a, i, rank=beyond.rank, step=beyond.step, reason="source", text=text,
                         change=differences.change_of[i], explained=NEGLIGIBLE,
+                    )
+                ]  # fmt: skip
+    return []
+
+
+def _other_operand(differences: Differences, beyond: Exceeding) -> list[Suspect]:
+    """Return the first operator that reads two different things, which differ by more than the coarser dtype's roundoff."""
+    operands = Operands(differences.a, differences.b, differences.alignment, differences.makers)
+    for pair in differences.alignment.pairs:
+        for i, j in pair.inputs if pair.a.kind == "op" else ():
+            change, others = differences.change_of[i], operands.other(i, j)
+            if others is not None and others[0].text != others[1].text and change > differences.roundoff_inside:
+                text = f"{differences.a.text('slot', i)} is {others[0].text} in run A, and {others[1].text} in run B"
+                row, limit = (pair.outputs or [(i, j)])[0][0], differences.roundoff_inside
+                return [
+                    suspect_of(
+                        pair, differences.a, row, rank=beyond.rank, step=beyond.step, reason="view", text=text, change=change,
+                        explained=limit,
                     )
                 ]  # fmt: skip
     return []
