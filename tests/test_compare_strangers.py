@@ -296,7 +296,7 @@ def test_a_norm_that_rounding_does_not_explain_is_told_behind_another_precision(
         b = recorded(tmp_path / "b", dtype=torch.bfloat16)
     assert device.fired
     report = bw.compare(a, b)
-    said = "its inputs agree within rounding, and its result's norm is 1.01"
+    said = "its inputs agree within rounding, and its result does not: its norm is 1.01"
     assert report.conclusion.startswith("the runs part at layers.1.up/addmm#0:forward.out0 (rank 0, step 0)"), (
         report.conclusion
     )
