@@ -99,7 +99,7 @@ def _memory_order(frame: StepFrame, row: int) -> list[int]:
 
 def _relative(gap: Floats, scale: Floats) -> Floats:
     gap = np.where(gap < _TINY, 0.0, gap)
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         found: Floats = np.where(gap == 0, 0.0, gap / scale)
     return np.nan_to_num(found, nan=np.inf, posinf=np.inf)
 
