@@ -90,9 +90,12 @@ innocent: .stamp-venv
 	# torch pinned, in one resolution with the rest: any other may pull a build with gigabytes of CUDA libraries
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt \
 		torch==2.13.0 --requirement requirements-dev.txt
-	# compiled on all cores, without what is hardly ever imported; what does not compile is nobody's concern here
-	@$(BIN)/python -m compileall -q -j 0 -x '/tests?/|/transformers/models/|/torch/(testing|ao|onnx)/|/site-packages/(pip|mypyc?|setuptools|networkx|polars|torchgen|aiohttp)/' .venv/lib >/dev/null || true
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable .
+	# beside each other: bytecode on all cores, without what is hardly ever imported (what does not compile is nobody's concern
+	# here), and the package, whose reader a C compiler takes twenty seconds of one core for
+	@$(BIN)/python -m compileall -q -j 0 -x '/tests?/|/transformers/models/|/torch/(testing|ao|onnx)/|/site-packages/(pip|mypyc?|setuptools|networkx|polars|torchgen|aiohttp)/' .venv/lib >/dev/null 2>&1 & bytecode=$$!; \
+	echo '$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable .'; \
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable .; installed=$$?; \
+	wait $$bytecode; exit $$installed
 	@touch $@
 
 clean:
