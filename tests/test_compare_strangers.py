@@ -103,6 +103,23 @@ def recorded(
     return trained(out, model, optimizer, backward, written, level=level, content=content)
 
 
+def pictures(
+    out: Path, make: Callable[[], nn.Module], *, dtype: torch.dtype | None = None,
+    seen: Callable[[Tensor], Tensor] = lambda x: x, content: str = "stats",
+) -> Path:  # fmt: skip
+    torch.manual_seed(2)
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+
+    def backward(_: int) -> None:
+        x, y = torch.randn(16, 3, 8, 8), torch.randint(0, 5, (16,))
+        with nullcontext() if dtype is None else torch.autocast("cpu", dtype):
+            loss = F.cross_entropy(model(seen(x)), y)
+        loss.backward()
+
+    return trained(out, model, optimizer, backward, level="mix", content=content)
+
+
 # -- healthy -----------------------------------------------------------------------------------------------------------------
 
 
@@ -177,20 +194,7 @@ def test_samples_of_other_lengths_are_compared_with_their_padded_batch(tmp_path:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_bias_before_a_batch_norm_is_rounding_in_each_precision(tmp_path: Path, dtype: torch.dtype) -> None:
-    def pictures(out: Path, *, half: bool) -> Path:
-        torch.manual_seed(2)
-        model = Pictures()
-        optimizer = torch.optim.SGD(model.parameters(), 0.05)
-
-        def backward(_: int) -> None:
-            x, y = torch.randn(16, 3, 8, 8), torch.randint(0, 5, (16,))
-            with torch.autocast("cpu", dtype) if half else nullcontext():
-                loss = F.cross_entropy(model(x), y)
-            loss.backward()
-
-        return trained(out, model, optimizer, backward, level="mix")
-
-    report = bw.compare(pictures(tmp_path / "a", half=False), pictures(tmp_path / "b", half=True))
+    report = bw.compare(pictures(tmp_path / "a", Pictures), pictures(tmp_path / "b", Pictures, dtype=dtype))
     assert report.status == "fine", report.conclusion
     assert report.conclusion.startswith(f"rounding of {str(dtype).removeprefix('torch.')}"), report.conclusion
 
@@ -513,20 +517,11 @@ def test_a_gradient_that_is_let_go_of_is_not_called_frozen(tmp_path: Path, preci
 
 
 def test_another_input_is_named_behind_another_precision(tmp_path: Path) -> None:
-    def pictures(out: Path, *, wrong: bool) -> Path:
-        torch.manual_seed(2)
-        model = nn.Sequential(nn.Flatten(), nn.Linear(192, 64), nn.GELU(), nn.Linear(64, 5))
-        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(192, 64), nn.GELU(), nn.Linear(64, 5))
 
-        def backward(_: int) -> None:
-            x, y = torch.randn(16, 3, 8, 8), torch.randint(0, 5, (16,))
-            with torch.autocast("cpu", torch.bfloat16) if wrong else nullcontext():
-                loss = F.cross_entropy(model(x.flip(1) if wrong else x), y)
-            loss.backward()
-
-        return trained(out, model, optimizer, backward, level="mix")
-
-    report = bw.compare(pictures(tmp_path / "a", wrong=False), pictures(tmp_path / "b", wrong=True))
+    flipped = pictures(tmp_path / "b", model, dtype=torch.bfloat16, seen=lambda x: x.flip(1))
+    report = bw.compare(pictures(tmp_path / "a", model), flipped)
     assert "input in0 differs: the same values in another order" in report.conclusion, report.conclusion
 
 
@@ -677,21 +672,11 @@ def test_a_bias_that_a_softmax_does_not_see_may_be_moved_by_rounding(tmp_path: P
 
 
 def test_what_lies_otherwise_in_memory_may_be_in_another_order(tmp_path: Path) -> None:
-    def pictures(out: Path, content: str, *, turned: bool) -> Path:
-        torch.manual_seed(2)
-        model = Pictures()
-        optimizer = torch.optim.SGD(model.parameters(), 0.05)
-
-        def backward(_: int) -> None:
-            x, y = torch.randn(16, 3, 8, 8), torch.randint(0, 5, (16,))
-            F.cross_entropy(model(x.rot90(1, (2, 3)) if turned else x), y).backward()
-
-        return trained(out, model, optimizer, backward, level="mix", content=content)
-
     said = {}
     for content in ("stats", "tensors"):
-        runs = [pictures(tmp_path / f"{content} {turned}", content, turned=turned) for turned in (False, True)]
-        said[content] = bw.compare(*runs).conclusion
+        a = pictures(tmp_path / f"{content} a", Pictures, content=content)
+        b = pictures(tmp_path / f"{content} b", Pictures, content=content, seen=lambda x: x.rot90(1, (2, 3)))
+        said[content] = bw.compare(a, b).conclusion
     assert (
         "input in0 lies otherwise in memory in each run, and may hold the same values in another order" in said["stats"]
     )

@@ -86,7 +86,6 @@ def _is_backward_in(suspect: Suspect, modules: set[str]) -> bool:
 
 def in_recomputation(suspect: Suspect) -> Suspect:
     """Say of a suspect that it is computed again for the backward, under activation checkpointing, if it is."""
-    node = suspect.lone or (suspect.pair.a if suspect.pair is not None else None)
-    if node is None or not node.recomputed:
+    if suspect.node is None or not suspect.node.recomputed:
         return suspect
     return replace(suspect, text=f"{suspect.text} (in the recomputation of activation checkpointing)")

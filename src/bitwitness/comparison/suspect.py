@@ -40,6 +40,11 @@ class Suspect:
     rows: tuple[int, int] | None = None
     """What differs, where it is not the results: rows of A and B."""
 
+    @property
+    def node(self) -> Node | None:
+        """The operator, as the run has it that has it alone, or as run A has it."""
+        return self.lone or (self.pair.a if self.pair is not None else None)
+
     def to_dict(self) -> dict[str, Any]:
         """Return it ready for JSON."""
         return {

@@ -39,5 +39,4 @@ def too_small(differences: Differences, chains: Sequence[Chain]) -> str:
 
 def is_in_backward(suspect: Suspect) -> bool:
     """Tell whether a suspect is an operator of the backward, which computes with such gradients."""
-    node = suspect.lone or (suspect.pair.a if suspect.pair is not None else None)
-    return node is not None and node.phase == "backward"
+    return suspect.node is not None and suspect.node.phase == "backward"

@@ -95,8 +95,8 @@ class Updates:
         differences = self._differences
         if differences.has_operators or differences.precisions or not self._settled.forward_agrees:
             return False
-        told = [(pair.a.kind, pair.a.phase, pair.a.module) for pair in differences.alignment.pairs]
-        roots = [pair for pair, one in zip(differences.alignment.pairs, told, strict=True) if one == _ROOTS_BACKWARD]
+        pairs = differences.alignment.pairs
+        roots = [pair for pair in pairs if (pair.a.kind, pair.a.phase, pair.a.module) == _ROOTS_BACKWARD]
         return any(differences.change_of[rows[0]] > self._unseen(*rows) for pair in roots for rows in pair.inputs)
 
     def edited_elsewhere(self, pair: Pair) -> bool:

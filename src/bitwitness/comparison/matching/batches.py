@@ -45,11 +45,8 @@ def other_values(a: StepFrame, b: StepFrame) -> tuple[str, float]:
         pairs = [(i, j) for i, j, gap in zip(rows, second[name], gaps, strict=True) if gap]
         sizes = [[a.shapes[i] for i, _ in pairs], [b.shapes[j] for _, j in pairs]]
         if sizes[0] != sizes[1]:
-            return (
-                (f"{name} is given in pieces in another order", math.inf)
-                if sorted(sizes[0]) == sorted(sizes[1])
-                else ("", 0.0)
-            )
+            ordered = sorted(sizes[0]) == sorted(sizes[1])
+            return (f"{name} is given in pieces in another order", math.inf) if ordered else ("", 0.0)
         if pairs:
             ordered = all(is_reordered(a, i, b, j) for i, j in pairs) or _are_dealt_otherwise(a, b, pairs)
             found.append(f"{name} holds {'the same values in another order' if ordered else 'other values'}")

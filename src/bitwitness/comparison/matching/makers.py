@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from bitwitness.comparison.matching.align import Alignment, Group, Pair
 from bitwitness.comparison.matching.frame import Node, StepFrame
 from bitwitness.oracle.names import canonical
@@ -28,7 +30,6 @@ class Makers:
         self.made = {pair.a.number: pair for pair in pairs}, {pair.b.number: pair for pair in pairs}
         """Matched nodes that made something, by their numbers in A and in B."""
         self._lone = tuple({node.number: node for node in alignment.lone(first=first)} for first in (True, False))
-        self._nodes = {node.number: node for node in a.nodes}, {node.number: node for node in b.nodes}
         groups_a = {node.number: group for group in alignment.groups for node in group.a}
         groups_b = {node.number: group for group in alignment.groups for node in group.b}
         self._groups = groups_a, groups_b
@@ -36,6 +37,10 @@ class Makers:
     def maker(self, row_a: int) -> Pair | None:
         """Return the matched node that made a row of A, if that is known."""
         return self.made[0].get(int(self._frames[0].producer[row_a]))
+
+    @cached_property
+    def _nodes(self) -> tuple[dict[int, Node], ...]:
+        return tuple({node.number: node for node in frame.nodes} for frame in self._frames)
 
     def made_in_both(self, row: int, *, first: bool) -> bool:
         """Return whether a row of run A (``first``) or of run B was made by a node whose same result the other run has, too.

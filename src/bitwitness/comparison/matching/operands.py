@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -40,8 +41,8 @@ class Operands:
         sent = [
             pair for pair in alignment.pairs if pair.a.kind == "collective"
         ]  # eager ones return nothing that is there yet
-        self._made_a = {**{pair.a.number: pair for pair in sent}, **makers.made[0]}
-        self._made_b = {**{pair.b.number: pair for pair in sent}, **makers.made[1]}
+        self._made_a = ChainMap(makers.made[0], {pair.a.number: pair for pair in sent})
+        self._made_b = ChainMap(makers.made[1], {pair.b.number: pair for pair in sent})
         state = [rows for pair in alignment.pairs if pair.a.kind in ("parameter", "buffer") for rows in pair.outputs]
         self._named = {b.text("name", j): a.text("name", i) for i, j in state}
 

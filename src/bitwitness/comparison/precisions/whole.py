@@ -12,6 +12,7 @@ from bitwitness.comparison.matching.operands import Operands
 from bitwitness.comparison.measuring.describe import in_chain
 from bitwitness.comparison.measuring.relation import in_words
 from bitwitness.comparison.precisions.otherwise import computed_alone
+from bitwitness.comparison.reasons.reason import OUTSIDE
 from bitwitness.comparison.rewriting.outcome import gradients_of
 from bitwitness.comparison.suspect import Exceeding, Suspect, suspect_of
 
@@ -64,7 +65,7 @@ def _other_input(differences: Differences, beyond: Exceeding) -> list[Suspect]:
         for i, j in pair.inputs if (pair.a.kind, pair.a.phase) == ("module", "forward") else ():
             name, alike = a.text("name", i), a.text("dtype", i) == b.text("dtype", j)
             if name.startswith("input ") and alike and differences.change_of[i] > NEGLIGIBLE:
-                text = f"{name} differs: {in_words(a, b, i, j)}, made before the model is called, of which nothing is recorded"
+                text = f"{name} differs: {in_words(a, b, i, j)}{OUTSIDE}"
                 return [
                     suspect_of(
                         pair, a, i, rank=beyond.rank, step=beyond.step, reason="source", text=text,

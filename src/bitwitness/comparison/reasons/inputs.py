@@ -14,7 +14,7 @@ from bitwitness.comparison.measuring.changes import moved
 from bitwitness.comparison.measuring.describe import by_each, in_chain, made_by_nothing
 from bitwitness.comparison.measuring.relation import and_so, in_words
 from bitwitness.comparison.reasons.inplace import changed_since, is_written
-from bitwitness.comparison.reasons.reason import SINCE, Reason
+from bitwitness.comparison.reasons.reason import OUTSIDE, SINCE, Reason
 
 _ROUNDED = 4.0
 """Unit roundoffs by which what the runs begin with may differ, kept in another dtype."""
@@ -89,9 +89,10 @@ class Reasons:
             limit = max(limit, self._differences.noise_limit())
             if pair.a.kind == "buffer" or name in self._earlier.trained or known > limit:
                 return None
-        noted_late = pair.a.kind == "buffer" and (is_written(self.a, row_a) != is_written(self.b, row_b))
-        if change <= limit or noted_late:
+        if change <= limit:
             return None
+        if pair.a.kind == "buffer" and is_written(self.a, row_a) != is_written(self.b, row_b):
+            return None  # in one run it was noted late
         words = in_words(self.a, self.b, row_a, row_b) + (SINCE if self._earlier.last is not None else "")
         return Reason("source", f"{name} differs: {words}", rows=(row_a, row_b))
 
@@ -255,8 +256,7 @@ class Reasons:
         elif name in self._begun_weights:
             others = self._begun_weights & self._begun.keys() - {name}
             words += and_so(sum(self._begun[other] > limit for other in others))
-        outside = ", made before the model is called, of which nothing is recorded" * name.startswith("input ")
-        return Reason("source", f"{called} differs: {words}{outside}", rows=rows)
+        return Reason("source", f"{called} differs: {words}{OUTSIDE * name.startswith('input ')}", rows=rows)
 
     def _as_shards(self, known: float | None, row_a: int, row_b: int) -> float:
         """Return by how much a weight differs as its update tells it where ranks are put together: of shards by the norm."""

@@ -19,6 +19,9 @@ from bitwitness.comparison.matching.frame import Node
 SINCE = "; the runs agreed in it at the end of the step before, so it was changed between these two steps"
 """What is said beside of a weight that the script wrote between two steps."""
 
+OUTSIDE = ", made before the model is called, of which nothing is recorded"
+"""What is said beside of an input of the model."""
+
 
 class Reason(NamedTuple):
     """Why a node's results differ: one of the kinds above, and words.
