@@ -16,11 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bitwitness.numerics import summing_dtype
 from bitwitness.stats.sketch import BLOCK, first_weights
 
 LIBRARY = Path(__file__).parent / "native" / "reader.so"
-_VERSION = 6
+_VERSION = 7
 KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 """The library's numbers of the types that it reads."""
 _QUICK = 1 << 16
@@ -83,7 +82,7 @@ class Reader:
             library.bitwitness_many.restype = None
             library.bitwitness_pairs.argtypes = [number, pointer, pointer, pointer, pointer, pointer]
             library.bitwitness_pairs.restype = None
-        self._weights = {kind: first_weights(BLOCK, summing_dtype(dtype), _CPU) for dtype, kind in KINDS.items()}
+        self._weights = first_weights(BLOCK, torch.float64, _CPU)
 
     def takes(self, values: Tensor) -> bool:
         """Tell whether a plain tensor is one that is read here: contiguous, of a common type, in memory."""
@@ -108,7 +107,7 @@ class Reader:
         """
         kind, count = KINDS[values.dtype], values.numel()
         found = _Found()
-        weights = self._weights[kind].data_ptr() if signed else None
+        weights = self._weights.data_ptr() if signed else None
         library = self._quick if count <= _QUICK else self._long
         library.bitwitness_read(kind, values.data_ptr(), count, weights, None, zeros, found)
         return Figures._make(found[:])
@@ -154,7 +153,7 @@ class Reader:
         """Return the sketch that `read` takes, bit by bit."""
         kind, count = KINDS[values.dtype], values.numel()
         library = self._quick if count <= _QUICK else self._long
-        found: float = library.bitwitness_sketch(kind, values.data_ptr(), count, self._weights[kind].data_ptr())
+        found: float = library.bitwitness_sketch(kind, values.data_ptr(), count, self._weights.data_ptr())
         return found
 
     def read_all(

@@ -13,49 +13,48 @@ INLINE void NAMED(figures_of_row)(const T *x, ptrdiff_t width, T *low, T *high, 
     }
 }
 
-INLINE void NAMED(figures)(const T *x, ptrdiff_t count, T *low, T *high, double *out)
-{
-    T sum[LANES] = {0}, square[LANES] = {0};
-    ptrdiff_t i = 0;
-    for (; i + PIECE <= count; i += PIECE) {
-        fetch(x + i + CHUNK, PIECE * sizeof(T));
-        for (int row = 0; row < PIECE; row += LANES)
-            NAMED(figures_of_row)(x + i + row, LANES, low, high, sum, square);
-    }
-    for (; i + LANES <= count; i += LANES)
-        NAMED(figures_of_row)(x + i, LANES, low, high, sum, square);
-    NAMED(figures_of_row)(x + i, count - i, low, high, sum, square);
-    double total = 0, squares = 0;
-    for (int j = 0; j < LANES; j++) {
-        total += sum[j];
-        squares += square[j];
-    }
-    out[TOTAL] += total;
-    out[SQUARES] += squares;
-}
-
-INLINE void NAMED(product_of_row)(const T *x, const T *weights, ptrdiff_t width, double *sum)
+/* In double, whose products of floats are exact: equal values have equal sketches, on whatever device they are taken. */
+INLINE void NAMED(product_of_row)(const T *x, const double *weights, ptrdiff_t width, double *sum)
 {
     for (int j = 0; j < width; j++)
-        sum[j] += (double)x[j] * (double)weights[j];
+        sum[j] += (double)x[j] * weights[j];
 }
 
-/* In double, whose products of floats are exact: equal values have equal sketches, on whatever device they are taken. */
-INLINE double NAMED(product)(const T *x, const T *weights, ptrdiff_t count)
+/* A chunk's `figures`, and its `product` with weights, which is returned; known where this is compiled. By turns, piece by piece:
+   an addition waits for the one before, and meanwhile the processor has the other's to do; of one loop for both a compiler makes
+   no vectors. */
+INLINE double NAMED(chunk)(int figures, int product, const T *x, const double *weights, ptrdiff_t count, T *low, T *high,
+                           double *out)
 {
-    double sum[LANES] = {0}, total = 0;
+    T sum[LANES] = {0}, square[LANES] = {0};
+    double sketched[LANES] = {0}, total = 0, squares = 0, signed_sum = 0;
     ptrdiff_t i = 0;
     for (; i + PIECE <= count; i += PIECE) {
         fetch(x + i + 2 * CHUNK, PIECE * sizeof(T));
-        for (int row = 0; row < PIECE; row += LANES)
-            NAMED(product_of_row)(x + i + row, weights + i + row, LANES, sum);
+        for (int row = 0; figures && row < PIECE; row += LANES)
+            NAMED(figures_of_row)(x + i + row, LANES, low, high, sum, square);
+        for (int row = 0; product && row < PIECE; row += LANES)
+            NAMED(product_of_row)(x + i + row, weights + i + row, LANES, sketched);
     }
-    for (; i + LANES <= count; i += LANES)
-        NAMED(product_of_row)(x + i, weights + i, LANES, sum);
-    NAMED(product_of_row)(x + i, weights + i, count - i, sum);
-    for (int j = 0; j < LANES; j++)
+    const ptrdiff_t rest = i;
+    for (; figures && i + LANES <= count; i += LANES)
+        NAMED(figures_of_row)(x + i, LANES, low, high, sum, square);
+    if (figures)
+        NAMED(figures_of_row)(x + i, count - i, low, high, sum, square);
+    for (i = rest; product && i + LANES <= count; i += LANES)
+        NAMED(product_of_row)(x + i, weights + i, LANES, sketched);
+    if (product)
+        NAMED(product_of_row)(x + i, weights + i, count - i, sketched);
+    for (int j = 0; j < LANES; j++) {
         total += sum[j];
-    return total;
+        squares += square[j];
+        signed_sum += sketched[j];
+    }
+    if (figures) {
+        out[TOTAL] += total;
+        out[SQUARES] += squares;
+    }
+    return signed_sum;
 }
 
 INLINE void NAMED(distance_of_row)(const T *x, const T *other, ptrdiff_t width, T *sum)
@@ -92,11 +91,10 @@ INLINE double NAMED(there)(const T *x, ptrdiff_t count)
     return found;
 }
 
-/* Adds a chunk to the sum of its `block`; where that ends, returns the block's part of the sketch (stats/sketch.py), and else 0:
-   the sum with the sign of the block, where there are several. */
-INLINE double NAMED(part)(const T *x, const T *weights, ptrdiff_t start, ptrdiff_t length, ptrdiff_t count, double *block)
+/* What the sum of a `block` is worth where a chunk ends it: the block's part of the sketch (stats/sketch.py), and else 0: the sum
+   with the sign of the block, where there are several. */
+INLINE double NAMED(part)(ptrdiff_t start, ptrdiff_t count, double *block)
 {
-    *block += NAMED(product)(x, weights + start % BLOCK, length);
     if ((start + CHUNK) % BLOCK != 0 && start + CHUNK < count)
         return 0;
     double whole = count > BLOCK ? *block * sign_of_block((uint64_t)(start / BLOCK)) : *block;
@@ -104,18 +102,20 @@ INLINE double NAMED(part)(const T *x, const T *weights, ptrdiff_t start, ptrdiff
     return whole;
 }
 
-INLINE double NAMED(sketch)(int kind, const void *values, ptrdiff_t count, const T *weights)
+INLINE double NAMED(sketch)(int kind, const void *values, ptrdiff_t count, const double *weights)
 {
     T wide[CHUNK];
     double total = 0, block = 0;
     for (ptrdiff_t start = 0; start < count; start += CHUNK) {
         ptrdiff_t length = count - start < CHUNK ? count - start : CHUNK;
-        total += NAMED(part)(NAMED(widened)(kind, values, start, length, wide), weights, start, length, count, &block);
+        const T *x = NAMED(widened)(kind, values, start, length, wide);
+        block += NAMED(chunk)(0, 1, x, weights + start % BLOCK, length, NULL, NULL, NULL);
+        total += NAMED(part)(start, count, &block);
     }
     return total;
 }
 
-INLINE void NAMED(read)(int kind, const void *values, ptrdiff_t count, const T *weights, void *before, int zeros,
+INLINE void NAMED(read)(int kind, const void *values, ptrdiff_t count, const double *weights, void *before, int zeros,
                         double *out)
 {
     T low[LANES], high[LANES], wide[CHUNK], old[CHUNK];
@@ -127,9 +127,12 @@ INLINE void NAMED(read)(int kind, const void *values, ptrdiff_t count, const T *
     for (ptrdiff_t start = 0; start < count; start += CHUNK) {
         ptrdiff_t length = count - start < CHUNK ? count - start : CHUNK;
         const T *x = NAMED(widened)(kind, values, start, length, wide);
-        NAMED(figures)(x, length, low, high, out);
-        if (weights)
-            out[SIGNED] += NAMED(part)(x, weights, start, length, count, &block);
+        if (weights) {
+            block += NAMED(chunk)(1, 1, x, weights + start % BLOCK, length, low, high, out);
+            out[SIGNED] += NAMED(part)(start, count, &block);
+        } else {
+            NAMED(chunk)(1, 0, x, NULL, length, low, high, out);
+        }
         if (zeros)
             out[THERE] += NAMED(there)(x, length);
         if (before) {

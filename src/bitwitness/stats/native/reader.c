@@ -129,13 +129,13 @@ typedef uint32_t words __attribute__((vector_size(64)));
 #include "fold.h"
 
 /* What a change of the arguments below changes, too: a library that was built of other sources is not used. */
-int bitwitness_reader_version(void) { return 6; }
+int bitwitness_reader_version(void) { return 7; }
 
-/* Writes FIGURES numbers for `count` values. `weights`: BLOCK of them (double for FLOAT64, else float), or NULL for no sketch;
+/* Writes FIGURES numbers for `count` values. `weights`: BLOCK of them, or NULL for no sketch;
    `before`: as many values of the same kind, which are replaced once their squared distance is known, or NULL; `zeros`: count
    what is not zero. What is not asked for is 0. Where the squares' sum is not finite the extremes mean nothing. */
 ON_EACH_PROCESSOR
-void bitwitness_read(int kind, const void *values, ptrdiff_t count, const void *weights, void *before, int zeros, double *out)
+void bitwitness_read(int kind, const void *values, ptrdiff_t count, const double *weights, void *before, int zeros, double *out)
 {
     for (int i = 0; i < FIGURES; i++)
         out[i] = 0;
@@ -155,7 +155,7 @@ void bitwitness_read_all(ptrdiff_t tensors, const int32_t *kinds, const void *co
 
 /* The sketch alone, of the same bits. */
 ON_EACH_PROCESSOR
-double bitwitness_sketch(int kind, const void *values, ptrdiff_t count, const void *weights)
+double bitwitness_sketch(int kind, const void *values, ptrdiff_t count, const double *weights)
 {
     return kind == FLOAT64 ? sketch_double(kind, values, count, weights) : sketch_float(kind, values, count, weights);
 }
