@@ -51,6 +51,31 @@ class Pictures(nn.Module):
         return self.head(F.relu(self.norm(self.stem(x))).mean((2, 3)))
 
 
+class Scaled(torch.optim.Optimizer):
+    """Moves each weight by its gradient of norm 1."""
+
+    times = 1.0
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        del closure
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                grad = parameter.grad.float()
+                step = grad / grad.norm().clamp(min=1e-6) * self.times
+                parameter.add_(step.to(parameter.dtype), alpha=-group["lr"])
+
+
+class Unscaled(Scaled):
+    """Moves it thrice as far; both are called alike."""
+
+    times = 3.0
+
+
+Unscaled.__name__ = "Scaled"
 Loss = Callable[[nn.Module, Tensor], Tensor]
 Between = Callable[[nn.Module, int], None]
 
@@ -681,3 +706,29 @@ def test_what_lies_otherwise_in_memory_may_be_in_another_order(tmp_path: Path) -
         "input in0 lies otherwise in memory in each run, and may hold the same values in another order" in said["stats"]
     )
     assert "input in0 differs" in said["tensors"], said["tensors"]
+
+
+def updated(out: Path, dtype: torch.dtype, rate: float, optimizer: type[torch.optim.Optimizer]) -> Path:
+    torch.manual_seed(0)
+    model = Tokens()
+    model.to(dtype)
+    tokens = torch.randint(0, VOCABULARY, (4, 9), generator=torch.Generator().manual_seed(1))
+    return trained(
+        out, model, optimizer(model.parameters(), lr=rate), lambda _step: next_token(model, tokens).backward()
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rate", "optimizer", "said"),
+    [
+        (1e-5, torch.optim.AdamW, "its update is lost in bfloat16: all weights together move "),
+        (1e-2, torch.optim.AdamW, ""),
+        (1e-2, Unscaled, "its update differs by more than the precision of its gradient explains: "),
+    ],
+)
+def test_updates_that_rounding_does_not_explain_are_told_behind_another_precision(
+    tmp_path: Path, rate: float, optimizer: type[torch.optim.Optimizer], said: str
+) -> None:
+    a = updated(tmp_path / "a", torch.float32, rate, torch.optim.AdamW if optimizer is torch.optim.AdamW else Scaled)
+    report = bw.compare(a, updated(tmp_path / "b", torch.bfloat16, rate, optimizer))
+    assert (said in report.conclusion and bool(report.suspects)) if said else not report.suspects, report.conclusion

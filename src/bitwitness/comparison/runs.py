@@ -33,6 +33,7 @@ from bitwitness.comparison.measuring.values import KeptValues, Side, kept_values
 from bitwitness.comparison.noted import cause_first, in_recomputation
 from bitwitness.comparison.precisions.betweensteps import written_between
 from bitwitness.comparison.precisions.doubted import contradicted
+from bitwitness.comparison.precisions.moved import moved_otherwise
 from bitwitness.comparison.precisions.norms import wrong_norm
 from bitwitness.comparison.precisions.otherwise import written_otherwise
 from bitwitness.comparison.precisions.whole import beyond_precision, why_beyond
@@ -195,6 +196,7 @@ def _without_operator(
     if not apart and differences.precisions is not None:
         search.exceeding += [] if search.exceeding else beyond_precision(differences, place.rank, place.step)
         apart = [one for exceeding in search.exceeding[:1] for one in why_beyond(differences, exceeding)]
+        apart = apart or ([] if search.exceeding else moved_otherwise(differences, place.rank, place.step))
     differences.earlier.parted |= bool(apart or search.exceeding)
     return apart[:1]
 

@@ -28,8 +28,8 @@ _FAR = {"forward": 10.0, "backward": 48.0}
 """Times what inputs differ by, that a result does not. Seen in first steps, of fifty pairs: 5.6, in a backward 24 (a ReLU)."""
 _LEAST_FAR = 8.0
 """Unit roundoffs of the coarser dtype that it differs by then, at least."""
-_LEAST_FACTOR = 4.0
-"""Unit roundoffs of the coarser dtype, at least, that a factor is away from 1 by."""
+_LEAST_FACTOR = 8.0
+"""Unit roundoffs of the coarser dtype, at least, that a factor is away from 1 by. Seen in healthy pairs: 6, of a bias."""
 _SHARE, _MOST = 0.25, 0.4
 """Of a factor's distance from 1 (of the second at most): how far its statistics may be from it, and its inputs from 1."""
 _ELEMENTS = 16

@@ -55,11 +55,12 @@ def _exceeding(differences: Differences, pair: Pair, rank: int, step: int, chang
 def why_beyond(differences: Differences, beyond: Exceeding) -> list[Suspect]:
     """Return what explains that: another input of the model, what one run alone computes in one module, or reads elsewhere."""
     return (
-        _other_input(differences, beyond) or _lone_operator(differences, beyond) or _other_operand(differences, beyond)
+        other_input(differences, beyond) or _lone_operator(differences, beyond) or _other_operand(differences, beyond)
     )
 
 
-def _other_input(differences: Differences, beyond: Exceeding) -> list[Suspect]:
+def other_input(differences: Differences, beyond: Exceeding) -> list[Suspect]:
+    """Return what the model was given otherwise, if it was."""
     a, b = differences.a, differences.b
     for pair in differences.alignment.pairs:
         for i, j in pair.inputs if (pair.a.kind, pair.a.phase) == ("module", "forward") else ():

@@ -1,0 +1,107 @@
+"""What optimizers made of the weights, in two precisions: by how much, and where to, a step moved them.
+
+Rounding changes single updates, of an Adam even their signs, and of all together next to nothing. So the updates of a step, as
+one vector, agree wherever the trainings do; they show another optimizer, or lost updates, where rounding hides the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from bitwitness.comparison.differences import Differences
+from bitwitness.comparison.gradients.absent import last_updates
+from bitwitness.comparison.matching.align import Pair
+from bitwitness.comparison.matching.frame import StepFrame
+from bitwitness.comparison.measuring.relation import in_times
+from bitwitness.comparison.precisions.whole import other_input
+from bitwitness.comparison.suspect import Exceeding, Suspect, suspect_of
+from bitwitness.numerics import HALF
+
+_APART = (0.45, 0.75)
+"""How far apart all updates together may be, of their size, in the first step and later. Seen in healthy pairs in bfloat16 and
+float16, of eighty architectures: 0.22, and 0.48 of a GAN."""
+_FEWEST = 6
+"""Parameters, at least, whose sketches tell that: each is one random sum of an update."""
+_LOST = 0.5
+"""Times as much as in float32 that weights in a half type move at the most where their updates are called lost."""
+
+
+_HALF = {str(dtype).removeprefix("torch.") for dtype in HALF}
+
+
+class _Update(NamedTuple):
+    """A weight's update in a step: the sketches of what either run's optimizer added, and the pair of nodes that did."""
+
+    pair: Pair
+    of_a: float
+    of_b: float
+
+    @property
+    def apart(self) -> float:
+        return abs(self.of_a - self.of_b)
+
+
+def moved_otherwise(differences: Differences, rank: int, step: int) -> list[Suspect]:
+    """Return the update that differs most, if those of all weights together differ by more than two precisions explain.
+
+    Where the model was given another input, return that.
+    """
+    if differences.precisions is None or differences.parted_before:
+        return []
+    updates = _updates(differences)
+    sizes = [math.hypot(*(getattr(one, side) for one in updates)) for side in ("of_a", "of_b")]
+    largest = max(sizes)
+    limit = _APART[differences.earlier.last is not None]
+    if len(updates) < _FEWEST or not largest or not math.isfinite(largest):
+        return []
+    apart = math.hypot(*(one.apart for one in updates)) / largest
+    if apart <= limit:
+        return []
+    worst = max(updates, key=lambda one: one.apart)
+    row = worst.pair.outputs[0][0]
+    text = _in_words(differences, worst, sizes, apart)
+    found = suspect_of(
+        worst.pair, differences.a, row, rank=rank, step=step, reason="computed", text=text, change=apart, explained=limit
+    )  # fmt: skip
+    return other_input(differences, Exceeding(found.site, rank, step, apart, limit)) or [found]
+
+
+def _in_words(differences: Differences, worst: _Update, sizes: list[float], apart: float) -> str:
+    row_a, row_b = worst.pair.outputs[0]
+    of_a, of_b = sizes
+    half = differences.b.text("dtype", row_b) in _HALF and differences.a.text("dtype", row_a) not in _HALF
+    if half and of_b < _LOST * of_a:
+        dtype = differences.b.text("dtype", row_b)
+        return (
+            f"its update is lost in {dtype}: all weights together move {in_times(of_b / of_a)} as much in run B, for most "
+            f"of what is added is less than the last digit of a weight in {dtype} (keep weights in float32 for the optimizer)"
+        )
+    size = f"{in_times(of_b / of_a)} as large in run B" if of_a else "none in run A"
+    return (
+        "its update differs by more than the precision of its gradient explains: those of all weights together by "
+        f"{apart:.2g} of their size ({size})"
+    )
+
+
+def _updates(differences: Differences) -> list[_Update]:
+    frames = differences.a, differences.b
+    moved = [_sketches(frame) for frame in frames]
+    both = [
+        _Update(pair, moved[0][pair.a.module], moved[1][pair.b.module])
+        for pair in differences.alignment.pairs
+        if pair.a.kind == "optimizer" and pair.outputs and pair.a.module in moved[0] and pair.b.module in moved[1]
+    ]
+    return [one for one in both if math.isfinite(one.of_a) and math.isfinite(one.of_b)]
+
+
+def _sketches(frame: StepFrame) -> dict[str, float]:
+    """Return the sketch of what a step added to each weight, by its name."""
+    after = last_updates(frame)
+    begun = {node.parameter: node.outputs[0] for node in frame.nodes if node.kind == "parameter" and node.outputs}
+    names = [name for name in after if name in begun]
+    sketches = frame.numbers["sketch"]
+    rows = np.array([[after[name], begun[name]] for name in names], dtype=np.int64).reshape(-1, 2)
+    return dict(zip(names, (sketches[rows[:, 0]] - sketches[rows[:, 1]]).tolist(), strict=True))
