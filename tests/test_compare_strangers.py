@@ -732,3 +732,28 @@ def test_updates_that_rounding_does_not_explain_are_told_behind_another_precisio
     a = updated(tmp_path / "a", torch.float32, rate, torch.optim.AdamW if optimizer is torch.optim.AdamW else Scaled)
     report = bw.compare(a, updated(tmp_path / "b", torch.bfloat16, rate, optimizer))
     assert (said in report.conclusion and bool(report.suspects)) if said else not report.suspects, report.conclusion
+
+
+def test_inputs_that_lie_in_one_memory_have_names_of_their_own(tmp_path: Path) -> None:
+    class Forecast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, past: Tensor, future: Tensor) -> Tensor:
+            return F.mse_loss(self.layer(past), future)
+
+    def run(out: Path, *, shifted: bool) -> Path:
+        torch.manual_seed(0)
+        model = Forecast()
+
+        def backward(step: int) -> None:
+            series = torch.randn(6, 12, generator=torch.Generator().manual_seed(step))
+            if shifted:
+                series[:, 8:] = series[:, 8:].roll(1, 1)
+            model(series[:, :8], series[:, 8:]).backward()
+
+        return trained(out, model, torch.optim.SGD(model.parameters(), lr=0.1), backward)
+
+    report = bw.compare(run(tmp_path / "a", shifted=False), run(tmp_path / "b", shifted=True))
+    assert "input in1 differs" in report.conclusion, report.conclusion  # the second that is given

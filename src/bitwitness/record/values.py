@@ -88,7 +88,7 @@ class Values:
         self._next = 0
         self._known: dict[Hashable, tuple[int, str | None]] = {}
         self._makers: dict[int, int] = {}
-        self._names: dict[int, str] = {}
+        self._names: dict[int, dict[int, str]] = {}
         self._changes: dict[int, int] = {}
         self._lasting: dict[Hashable, int] = {}
         self._before: dict[Hashable, Measured] = {}
@@ -124,7 +124,7 @@ class Values:
             tuple(values.shape),
             placement_of(tensor),
             self._makers.get(storage, -1),
-            self._names.get(storage),
+            self._named(storage, values),
             kept,
             layout_of(values),
         )
@@ -158,7 +158,19 @@ class Values:
         """Give what lies in a tensor's memory a name: a parameter's, a buffer's, an input's."""
         if in_transform():
             return  # such tensors have no memory of their own
-        self._names.setdefault(self._identities.storage(plain(tensor)), name)
+        values = plain(tensor)
+        self._names.setdefault(self._identities.storage(values), {}).setdefault(int(values.storage_offset()), name)
+
+    def _named(self, storage: int, values: torch.Tensor) -> str | None:
+        """Return what a tensor's memory is called; where several lie in it (two parts of a batch), the nearest one before."""
+        names = self._names.get(storage)
+        if names is None:
+            return None
+        if len(names) == 1:
+            return next(iter(names.values()))
+        place = int(values.storage_offset())
+        before = max((offset for offset in names if offset <= place), default=min(names))
+        return names[before]
 
     def lasts(self, tensor: torch.Tensor, noted: Noted) -> None:
         """Say that a tensor that was noted is there in the next step, too: a parameter that was just updated."""
