@@ -719,19 +719,40 @@ def updated(out: Path, dtype: torch.dtype, rate: float, optimizer: type[torch.op
 
 
 @pytest.mark.parametrize(
-    ("rate", "optimizer", "said"),
+    ("rate", "optimizers", "said"),
     [
-        (1e-5, torch.optim.AdamW, "its update is lost in bfloat16: all weights together move "),
-        (1e-2, torch.optim.AdamW, ""),
-        (1e-2, Unscaled, "its update differs by more than the precision of its gradient explains: "),
+        (1e-5, (torch.optim.AdamW, torch.optim.AdamW), "its update is lost in bfloat16: all weights together move "),
+        (1e-2, (torch.optim.AdamW, torch.optim.AdamW), ""),
+        (1e-2, (Scaled, Unscaled), "its update differs by more than the precision of its gradient explains: "),
     ],
 )
 def test_updates_that_rounding_does_not_explain_are_told_behind_another_precision(
-    tmp_path: Path, rate: float, optimizer: type[torch.optim.Optimizer], said: str
+    tmp_path: Path, rate: float, optimizers: tuple[type[torch.optim.Optimizer], type[torch.optim.Optimizer]], said: str
 ) -> None:
-    a = updated(tmp_path / "a", torch.float32, rate, torch.optim.AdamW if optimizer is torch.optim.AdamW else Scaled)
-    report = bw.compare(a, updated(tmp_path / "b", torch.bfloat16, rate, optimizer))
+    a = updated(tmp_path / "a", torch.float32, rate, optimizers[0])
+    report = bw.compare(a, updated(tmp_path / "b", torch.bfloat16, rate, optimizers[1]))
     assert (said in report.conclusion and bool(report.suspects)) if said else not report.suspects, report.conclusion
+
+
+def test_weights_that_lie_otherwise_in_memory_are_moved_alike_behind_another_precision(tmp_path: Path) -> None:
+    def run(out: Path, layout: torch.memory_format, dtype: torch.dtype | None) -> Path:
+        torch.manual_seed(0)
+        widths = zip((3, 16, 16, 16), (16, 16, 16, 16), strict=True)
+        layers = [layer for i, o in widths for layer in (nn.Conv2d(i, o, 3, padding=1), nn.GELU())]
+        model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 5)).to(memory_format=layout)
+
+        def backward(step: int) -> None:
+            generator = torch.Generator().manual_seed(step)
+            x, y = torch.randn(8, 3, 8, 8, generator=generator), torch.randint(0, 5, (8,), generator=generator)
+            with nullcontext() if dtype is None else torch.autocast("cpu", dtype):
+                loss = F.cross_entropy(model(x.to(memory_format=layout)), y)
+            loss.backward()
+
+        return trained(out, model, torch.optim.AdamW(model.parameters(), lr=1e-2), backward)
+
+    a = run(tmp_path / "a", torch.contiguous_format, None)
+    report = bw.compare(a, run(tmp_path / "b", torch.channels_last, torch.bfloat16))
+    assert report.status == "fine", report.conclusion
 
 
 def test_inputs_that_lie_in_one_memory_have_names_of_their_own(tmp_path: Path) -> None:

@@ -166,11 +166,9 @@ class Values:
         names = self._names.get(storage)
         if names is None:
             return None
-        if len(names) == 1:
-            return next(iter(names.values()))
         place = int(values.storage_offset())
-        before = max((offset for offset in names if offset <= place), default=min(names))
-        return names[before]
+        found = names.get(place)  # of a shard's memory, in which a model's parameters lie, there may be thousands
+        return found or names[max((offset for offset in names if offset <= place), default=min(names))]
 
     def lasts(self, tensor: torch.Tensor, noted: Noted) -> None:
         """Say that a tensor that was noted is there in the next step, too: a parameter that was just updated."""

@@ -148,6 +148,11 @@ def last_updates(frame: StepFrame) -> dict[str, int]:
     return {node.module: node.outputs[0] for node in frame.nodes if node.kind == "optimizer" and node.outputs}
 
 
+def weights_begun(frame: StepFrame) -> dict[str, int]:
+    """Return the row of each parameter as a step begins with it, by its name."""
+    return {node.parameter: node.outputs[0] for node in frame.nodes if node.kind == "parameter" and node.outputs}
+
+
 def _skipped(differences: Differences, only: Sequence[Node], side: str, other: str) -> Absence | None:
     """Return the updates of a step in which the other run's optimizer, which stepped before, did not."""
     updates = [node for node in only if node.kind == "optimizer"]

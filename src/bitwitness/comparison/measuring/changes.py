@@ -45,7 +45,7 @@ def changes(a: StepFrame, b: StepFrame, rows_a: Ints, rows_b: Ints) -> Floats:
     ]
     found: Floats = np.maximum.reduce(parts)
     found = _with_hashes(a, b, rows_a, rows_b, found)
-    for pair in np.flatnonzero((found == 0) & ~_same_order(a, b, rows_a, rows_b)).tolist():
+    for pair in np.flatnonzero((found == 0) & ~same_order(a, b, rows_a, rows_b)).tolist():
         if _same_memory_of_another_order(a, int(rows_a[pair]), b, int(rows_b[pair])):
             found[pair] = ORDER_DIFFERS
     # Last, for it outweighs all: such values are no longer apart by a number.
@@ -69,10 +69,10 @@ def _gap(a: StepFrame, b: StepFrame, rows_a: Ints, rows_b: Ints, name: str) -> F
 
 
 def _sketch_gap(a: StepFrame, b: StepFrame, rows_a: Ints, rows_b: Ints) -> Floats:
-    return np.where(_same_order(a, b, rows_a, rows_b), _gap(a, b, rows_a, rows_b, "sketch"), 0.0)
+    return np.where(same_order(a, b, rows_a, rows_b), _gap(a, b, rows_a, rows_b, "sketch"), 0.0)
 
 
-def _same_order(a: StepFrame, b: StepFrame, rows_a: Ints, rows_b: Ints) -> npt.NDArray[np.bool_]:
+def same_order(a: StepFrame, b: StepFrame, rows_a: Ints, rows_b: Ints) -> npt.NDArray[np.bool_]:
     """Return which pairs lie in memory in the same order."""
     first, second = a.texts["layout"], b.texts["layout"]
     numbers = {word: number for number, word in enumerate({*first.words, *second.words})}
@@ -109,11 +109,11 @@ def _with_hashes(a: StepFrame, b: StepFrame, rows_a: Ints, rows_b: Ints, found: 
     if not known.any():
         return found
     equal = a.hash[rows_a] == b.hash[rows_b]
-    same_order = _same_order(a, b, rows_a, rows_b)
+    in_order = same_order(a, b, rows_a, rows_b)
     # Statistics of equal bits may differ (another number of threads), and those of other bits may agree.
-    found = np.where(known & equal & same_order, 0.0, found)
-    found = np.where(known & ~equal & same_order & (found == 0), BITS_DIFFER, found)
-    return np.where(known & equal & ~same_order, ORDER_DIFFERS, found)
+    found = np.where(known & equal & in_order, 0.0, found)
+    found = np.where(known & ~equal & in_order & (found == 0), BITS_DIFFER, found)
+    return np.where(known & equal & ~in_order, ORDER_DIFFERS, found)
 
 
 def _counts_differ(a: StepFrame, b: StepFrame, rows_a: Ints, rows_b: Ints) -> npt.NDArray[np.bool_]:

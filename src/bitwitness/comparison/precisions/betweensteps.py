@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from bitwitness.comparison.differences import NEGLIGIBLE, Differences
-from bitwitness.comparison.gradients.absent import last_updates
+from bitwitness.comparison.gradients.absent import last_updates, weights_begun
 from bitwitness.comparison.matching.frame import StepFrame
 from bitwitness.comparison.measuring.changes import changes
 from bitwitness.comparison.measuring.relation import and_so
@@ -53,7 +53,7 @@ def written_between(differences: Differences, rank: int, step: int) -> Iterator[
 def _written(before: StepFrame, now: StepFrame) -> dict[str, float]:
     """Return by how much each parameter that was updated in the step before has changed since, by its name."""
     updated = last_updates(before)
-    begun = {node.parameter: node.outputs[0] for node in now.nodes if node.kind == "parameter" and node.outputs}
+    begun = weights_begun(now)
     names = [name for name in updated if name in begun and _are_one_kind(before, updated[name], now, begun[name])]
     if not names:
         return {}

@@ -12,13 +12,14 @@ from typing import NamedTuple
 import numpy as np
 
 from bitwitness.comparison.differences import Differences
-from bitwitness.comparison.gradients.absent import last_updates
+from bitwitness.comparison.gradients.absent import last_updates, weights_begun
 from bitwitness.comparison.matching.align import Pair
 from bitwitness.comparison.matching.frame import StepFrame
+from bitwitness.comparison.measuring.allowance import roundoff
+from bitwitness.comparison.measuring.changes import same_order
 from bitwitness.comparison.measuring.relation import in_times
 from bitwitness.comparison.precisions.whole import other_input
-from bitwitness.comparison.suspect import Exceeding, Suspect, suspect_of
-from bitwitness.numerics import HALF
+from bitwitness.comparison.suspect import Suspect, suspect_of
 
 _APART = (0.45, 0.75)
 """How far apart all updates together may be, of their size, in the first step and later. Seen in healthy pairs in bfloat16 and
@@ -26,10 +27,7 @@ float16, of eighty architectures: 0.22, and 0.48 of a GAN."""
 _FEWEST = 6
 """Parameters, at least, whose sketches tell that: each is one random sum of an update."""
 _LOST = 0.5
-"""Times as much as in float32 that weights in a half type move at the most where their updates are called lost."""
-
-
-_HALF = {str(dtype).removeprefix("torch.") for dtype in HALF}
+"""Times as much as in a finer dtype that weights move at the most where their updates are called lost."""
 
 
 class _Update(NamedTuple):
@@ -52,32 +50,28 @@ def moved_otherwise(differences: Differences, rank: int, step: int) -> list[Susp
     if differences.precisions is None or differences.parted_before:
         return []
     updates = _updates(differences)
-    sizes = [math.hypot(*(getattr(one, side) for one in updates)) for side in ("of_a", "of_b")]
-    largest = max(sizes)
-    limit = _APART[differences.earlier.last is not None]
-    if len(updates) < _FEWEST or not largest or not math.isfinite(largest):
+    of_a, of_b = math.hypot(*(one.of_a for one in updates)), math.hypot(*(one.of_b for one in updates))
+    if len(updates) < _FEWEST or not max(of_a, of_b):
         return []
-    apart = math.hypot(*(one.apart for one in updates)) / largest
+    apart = math.hypot(*(one.apart for one in updates)) / max(of_a, of_b)
+    limit = _APART[differences.earlier.last is not None]
     if apart <= limit:
         return []
     worst = max(updates, key=lambda one: one.apart)
-    row = worst.pair.outputs[0][0]
-    text = _in_words(differences, worst, sizes, apart)
-    found = suspect_of(
-        worst.pair, differences.a, row, rank=rank, step=step, reason="computed", text=text, change=apart, explained=limit
-    )  # fmt: skip
-    return other_input(differences, Exceeding(found.site, rank, step, apart, limit)) or [found]
+    row, text = worst.pair.outputs[0][0], _in_words(differences, worst, of_a, of_b, apart)
+    return other_input(differences, rank, step) or [
+        suspect_of(
+            worst.pair, differences.a, row, rank=rank, step=step, reason="computed", text=text, change=apart, explained=limit
+        )
+    ]  # fmt: skip
 
 
-def _in_words(differences: Differences, worst: _Update, sizes: list[float], apart: float) -> str:
-    row_a, row_b = worst.pair.outputs[0]
-    of_a, of_b = sizes
-    half = differences.b.text("dtype", row_b) in _HALF and differences.a.text("dtype", row_a) not in _HALF
-    if half and of_b < _LOST * of_a:
-        dtype = differences.b.text("dtype", row_b)
+def _in_words(differences: Differences, worst: _Update, of_a: float, of_b: float, apart: float) -> str:
+    wide, dtype = differences.dtypes(*worst.pair.outputs[0])
+    if roundoff(dtype) > roundoff(wide) and of_b < _LOST * of_a:
         return (
             f"its update is lost in {dtype}: all weights together move {in_times(of_b / of_a)} as much in run B, for most "
-            f"of what is added is less than the last digit of a weight in {dtype} (keep weights in float32 for the optimizer)"
+            f"of what is added is less than the last digit of a weight in {dtype} (keep weights in {wide} for the optimizer)"
         )
     size = f"{in_times(of_b / of_a)} as large in run B" if of_a else "none in run A"
     return (
@@ -87,20 +81,21 @@ def _in_words(differences: Differences, worst: _Update, sizes: list[float], apar
 
 
 def _updates(differences: Differences) -> list[_Update]:
-    frames = differences.a, differences.b
-    moved = [_sketches(frame) for frame in frames]
+    moved = [_sketches(frame) for frame in (differences.a, differences.b)]
     both = [
         _Update(pair, moved[0][pair.a.module], moved[1][pair.b.module])
         for pair in differences.alignment.pairs
         if pair.a.kind == "optimizer" and pair.outputs and pair.a.module in moved[0] and pair.b.module in moved[1]
     ]
-    return [one for one in both if math.isfinite(one.of_a) and math.isfinite(one.of_b)]
+    rows = np.array([one.pair.outputs[0] for one in both], dtype=np.int64).reshape(-1, 2)
+    comparable = same_order(differences.a, differences.b, rows[:, 0], rows[:, 1]).tolist()  # else sketches say nothing
+    return [one for one, is_one in zip(both, comparable, strict=True) if is_one and math.isfinite(one.apart)]
 
 
 def _sketches(frame: StepFrame) -> dict[str, float]:
     """Return the sketch of what a step added to each weight, by its name."""
     after = last_updates(frame)
-    begun = {node.parameter: node.outputs[0] for node in frame.nodes if node.kind == "parameter" and node.outputs}
+    begun = weights_begun(frame)
     names = [name for name in after if name in begun]
     sketches = frame.numbers["sketch"]
     rows = np.array([[after[name], begun[name]] for name in names], dtype=np.int64).reshape(-1, 2)

@@ -55,11 +55,13 @@ def _exceeding(differences: Differences, pair: Pair, rank: int, step: int, chang
 def why_beyond(differences: Differences, beyond: Exceeding) -> list[Suspect]:
     """Return what explains that: another input of the model, what one run alone computes in one module, or reads elsewhere."""
     return (
-        other_input(differences, beyond) or _lone_operator(differences, beyond) or _other_operand(differences, beyond)
+        other_input(differences, beyond.rank, beyond.step)
+        or _lone_operator(differences, beyond)
+        or _other_operand(differences, beyond)
     )
 
 
-def other_input(differences: Differences, beyond: Exceeding) -> list[Suspect]:
+def other_input(differences: Differences, rank: int, step: int) -> list[Suspect]:
     """Return what the model was given otherwise, if it was."""
     a, b = differences.a, differences.b
     for pair in differences.alignment.pairs:
@@ -69,7 +71,7 @@ def other_input(differences: Differences, beyond: Exceeding) -> list[Suspect]:
                 text = f"{name} differs: {in_words(a, b, i, j)}{OUTSIDE}"
                 return [
                     suspect_of(
-                        pair, a, i, rank=beyond.rank, step=beyond.step, reason="source", text=text,
+                        pair, a, i, rank=rank, step=step, reason="source", text=text,
                         change=differences.change_of[i], explained=NEGLIGIBLE,
                     )
                 ]  # fmt: skip

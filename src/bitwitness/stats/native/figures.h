@@ -13,11 +13,27 @@ INLINE void NAMED(figures_of_row)(const T *x, ptrdiff_t width, T *low, T *high, 
     }
 }
 
-/* In double, whose products of floats are exact: equal values have equal sketches, on whatever device they are taken. */
+INLINE void NAMED(figures)(const T *x, ptrdiff_t count, T *low, T *high, T *sum, T *square)
+{
+    ptrdiff_t i = 0;
+    for (; i + LANES <= count; i += LANES)
+        NAMED(figures_of_row)(x + i, LANES, low, high, sum, square);
+    NAMED(figures_of_row)(x + i, count - i, low, high, sum, square);
+}
+
 INLINE void NAMED(product_of_row)(const T *x, const double *weights, ptrdiff_t width, double *sum)
 {
     for (int j = 0; j < width; j++)
         sum[j] += (double)x[j] * weights[j];
+}
+
+/* In double, whose products of floats are exact: equal values have equal sketches, on whatever device they are taken. */
+INLINE void NAMED(product)(const T *x, const double *weights, ptrdiff_t count, double *sum)
+{
+    ptrdiff_t i = 0;
+    for (; i + LANES <= count; i += LANES)
+        NAMED(product_of_row)(x + i, weights + i, LANES, sum);
+    NAMED(product_of_row)(x + i, weights + i, count - i, sum);
 }
 
 /* A chunk's `figures`, and its `product` with weights, which is returned; known where this is compiled. By turns, piece by piece:
@@ -31,20 +47,15 @@ INLINE double NAMED(chunk)(int figures, int product, const T *x, const double *w
     ptrdiff_t i = 0;
     for (; i + PIECE <= count; i += PIECE) {
         fetch(x + i + 2 * CHUNK, PIECE * sizeof(T));
-        for (int row = 0; figures && row < PIECE; row += LANES)
-            NAMED(figures_of_row)(x + i + row, LANES, low, high, sum, square);
-        for (int row = 0; product && row < PIECE; row += LANES)
-            NAMED(product_of_row)(x + i + row, weights + i + row, LANES, sketched);
+        if (figures)
+            NAMED(figures)(x + i, PIECE, low, high, sum, square);
+        if (product)
+            NAMED(product)(x + i, weights + i, PIECE, sketched);
     }
-    const ptrdiff_t rest = i;
-    for (; figures && i + LANES <= count; i += LANES)
-        NAMED(figures_of_row)(x + i, LANES, low, high, sum, square);
     if (figures)
-        NAMED(figures_of_row)(x + i, count - i, low, high, sum, square);
-    for (i = rest; product && i + LANES <= count; i += LANES)
-        NAMED(product_of_row)(x + i, weights + i, LANES, sketched);
+        NAMED(figures)(x + i, count - i, low, high, sum, square);
     if (product)
-        NAMED(product_of_row)(x + i, weights + i, count - i, sketched);
+        NAMED(product)(x + i, weights + i, count - i, sketched);
     for (int j = 0; j < LANES; j++) {
         total += sum[j];
         squares += square[j];

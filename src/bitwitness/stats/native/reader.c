@@ -131,9 +131,9 @@ typedef uint32_t words __attribute__((vector_size(64)));
 /* What a change of the arguments below changes, too: a library that was built of other sources is not used. */
 int bitwitness_reader_version(void) { return 7; }
 
-/* Writes FIGURES numbers for `count` values. `weights`: BLOCK of them, or NULL for no sketch;
-   `before`: as many values of the same kind, which are replaced once their squared distance is known, or NULL; `zeros`: count
-   what is not zero. What is not asked for is 0. Where the squares' sum is not finite the extremes mean nothing. */
+/* Writes FIGURES numbers for `count` values. `weights`: BLOCK of them, or NULL for no sketch; `before`: as many values of the same
+   kind, which are replaced once their squared distance is known, or NULL; `zeros`: count what is not zero. What is not asked for
+   is 0. Where the squares' sum is not finite the extremes mean nothing. */
 ON_EACH_PROCESSOR
 void bitwitness_read(int kind, const void *values, ptrdiff_t count, const double *weights, void *before, int zeros, double *out)
 {
