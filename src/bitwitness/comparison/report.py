@@ -176,8 +176,8 @@ class Report:
         said = f"{self._elsewhere}the runs part at {first.site} (rank {first.rank}, step {first.step}): {first.text}"
         more = []
         if self.cause is not None and self.cause is not first and self.cause.step == first.step:
-            # What an argument or a wrong result explains needs no guess at the same factor's cause.
-            known = f": {SOME_FACTOR}" if first.reason in ("argument", "computed") else ""
+            # What an argument, a wrong result or an operator more explains needs no guess at the same factor's cause.
+            known = f": {SOME_FACTOR}" if first.reason in ("argument", "computed", "missing") else ""
             more.append(self.cause.text.removesuffix(known))
         if self.unlike:
             count = f"{self.lone} operators of {self.matched + self.lone}"

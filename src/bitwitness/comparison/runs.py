@@ -156,8 +156,8 @@ def _compare_step(
     if (scale := loss_scale(first_look)) is not None:
         frame_b = without_scale(first_look, scale)  # the same rows, with other numbers
         report.note(
-            f"the loss is scaled {in_times(scale)} as much in run B, and gradients are as large when the optimizer reads them: "
-            "compared as if it were not"
+            f"the loss is scaled {in_times(scale)} as much in run B, and gradients are not when the optimizer reads them: "
+            "compared as if it were not scaled, gradients as the backward leaves them, too"
         )
     report.problems += uncompared(frame_a, frame_b, alignment, place)
     values = kept_values(Side(a, frame_a, rank), Side(b, frame_b, rank), alignment)

@@ -13,7 +13,7 @@ from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.gradients.ownranks import NOT_REDUCED, changed_before, never_shared
 from bitwitness.comparison.matching.align import Alignment
 from bitwitness.comparison.matching.frame import Node, StepFrame
-from bitwitness.comparison.measuring.changes import changes
+from bitwitness.comparison.measuring.changes import changes, moved
 from bitwitness.comparison.reasons.conditions import of_forwards
 
 NOT_THERE = "frozen, or not used, in run {}"
@@ -118,7 +118,8 @@ def _updates(differences: Differences) -> Iterable[Absence]:
         lone = [node for node in only if node.kind == "optimizer" and node.module in known]
         same = _come_to_the_same(differences) if lone else set()
         more = [node for node in lone if node.module in counts and node.module not in same]
-        alone = [node for node in lone if node.module not in counts]
+        frame = differences.a if side == "A" else differences.b
+        alone = [node for node in lone if node.module not in counts and _is_updated(frame, node)]
         if more:
             name = more[0].module
             times = f"{counts[name] + sum(node.module == name for node in more)} times against {counts[name]}"
@@ -195,6 +196,13 @@ def let_go(run: str) -> str:
     return (
         f"run {run}'s backward makes it, too, and it is gone before the optimizer steps (zero_grad, or p.grad = None)"
     )
+
+
+def _is_updated(frame: StepFrame, node: Node) -> bool:
+    """Return whether an optimizer that holds a parameter has a gradient of it, or changes it without: not of a frozen one."""
+    held = [row for row in node.inputs if frame.text("slot", row) == "param"]
+    changed = not held or not node.outputs or frame.value[held[0]] != frame.value[node.outputs[0]]
+    return _reads_gradient(frame, node) or (changed and (not held or moved(frame, held[0], node.outputs[0])))
 
 
 def _reads_gradient(frame: StepFrame, node: Node) -> bool:

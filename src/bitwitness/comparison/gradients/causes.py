@@ -35,6 +35,9 @@ from bitwitness.comparison.measuring.relation import factor, in_times
 _OF_REDUCTION = (
     "a sum for a mean, another number of ranks, a mean taken twice, ranks that send zeros, or a factor behind it"
 )
+_OF_ZERO = (
+    "ranks that send zeros, a clipping whose norm is not finite, or a script that writes zeros behind the backward"
+)
 _MOST_SCALED = 0.75
 """The same of a loss scale: without one, the small gradients of some are not float16's any more."""
 _MOST_DRIFTED = 0.05
@@ -99,7 +102,7 @@ class GradientChains(GradientFactors):
     def _every(self, ratio: float, stage: int) -> str:
         if math.isnan(ratio):
             return f"gradients ({len(self.chains)} parameters) differ, by no one factor,"
-        how = "has the other sign" if self._is_one(-ratio) else f"is {in_times(ratio)} as large"
+        how = "has the other sign" if self._is_one(-ratio) else f"is {in_times(ratio)} as large" if ratio else "is zero"
         others = [chain.name for chain in self._weighty if self._is_apart(chain, ratio, stage)]
         if not others:
             return f"every gradient ({len(self.chains)} parameters) {how} in run B"
@@ -161,7 +164,8 @@ class GradientChains(GradientFactors):
     def _by_reduction(self, own: Sequence[float | None], ratio: float) -> Cause:
         known = [f"by {one:.4g} in run {side}" for one, side in zip(own, "AB", strict=True) if one is not None]
         how = f", which multiplies them {' and '.join(known)}" if known else ""
-        text = f"{self._every(ratio, 1).rstrip(',')}, from the reduction over ranks on{how}: {_OF_REDUCTION}"
+        why = _OF_ZERO if ratio == 0.0 or not all(one is None or one for one in own) else _OF_REDUCTION
+        text = f"{self._every(ratio, 1).rstrip(',')}, from the reduction over ranks on{how}: {why}"
         return Cause("scaled", STAGES[1], text, self._row(1), ratio)
 
     def _as_read(self, ratio: float, left: float | None) -> str:

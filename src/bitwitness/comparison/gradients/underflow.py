@@ -7,6 +7,7 @@ from statistics import median
 
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.gradients.chains import Chain, row_at
+from bitwitness.comparison.gradients.scalers import is_scaled
 from bitwitness.comparison.measuring.allowance import rms
 from bitwitness.comparison.suspect import Suspect
 
@@ -14,6 +15,7 @@ _SMALLEST = 2.0**-24
 """The smallest number that float16 holds (IEEE 754: 2 to the power of -14 - 10); twice as many have one digit more."""
 _FEW = 16.0
 """Times the smallest one, below which a number is rounded to some sixteenth of itself, or to nothing."""
+_NOT_SCALED = "; its loss is not scaled for the backward (GradScaler)"
 _APART = 0.1
 """Relative change of half of the gradients from which on rounding them so is seen."""
 
@@ -32,7 +34,7 @@ def too_small(differences: Differences, chains: Sequence[Chain]) -> str:
         nothing = f", those of {zeros} are zero throughout" if zeros else ""
         return (
             f"the gradients ({len(chains)} parameters) of run {side} are smaller than float16 holds: "
-            f"half of them are below {median(left):.2g}{nothing}; its loss is not scaled for the backward (GradScaler)"
+            f"half of them are below {median(left):.2g}{nothing}{'' if is_scaled(frame) else _NOT_SCALED}"
         )
     return ""
 

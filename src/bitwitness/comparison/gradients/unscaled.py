@@ -21,8 +21,8 @@ from bitwitness.oracle.names import canonical
 
 _NEAR = 0.01
 """Relative deviation from a power of two up to which a loss scale is one."""
-_ALIKE = 0.1
-"""Times as large, at least, that half of the gradients are which are of one size: far from any loss scale."""
+_LARGE = 10.0
+"""Times as large, at most, that half of a scaled run's gradients are from which the scale was taken: scales are larger."""
 _MULTIPLY = ("mul", "div")
 _SCALED = ("min", "max", "mean", "l2", "sketch")
 
@@ -39,11 +39,14 @@ def loss_scale(differences: Differences) -> float | None:
 
 
 def _of_scaler(differences: Differences, chains: GradientChains) -> float | None:
-    """Return the scale of the one run that has a scaler, where the optimizer reads gradients of one size in both runs."""
+    """Return the scale of the one run that has a scaler, unless its optimizer reads gradients that are as much too large."""
     scale = None if differences.parted_before else scale_of_one(differences)
     ends = [(row_at(chain.a, 2), row_at(chain.b, 2)) for chain in chains.chains]
     sizes = [(rms(differences.a, i), rms(differences.b, j)) for i, j in ends if i is not None and j is not None]
-    return scale if sizes and _ALIKE < median(y / x if x else 0.0 for x, y in sizes) < 1 / _ALIKE else None
+    if scale is None or not sizes:
+        return None
+    scaled = median((y / x if x else 0.0) if scale > 1 else (x / y if y else 0.0) for x, y in sizes)
+    return scale if scaled < _LARGE else None
 
 
 def _of_losses_alone(differences: Differences, chains: GradientChains) -> float | None:

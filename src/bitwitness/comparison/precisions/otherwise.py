@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 from bitwitness.comparison.differences import FINE, Differences
+from bitwitness.comparison.gradients.scalers import scales_of
 from bitwitness.comparison.matching.frame import Node
 from bitwitness.comparison.matching.tokens import CASTS
 from bitwitness.comparison.measuring.describe import by_each, in_chain
@@ -84,11 +85,12 @@ class Alone(NamedTuple):
 
 
 def computed_alone(differences: Differences) -> list[Alone]:
-    """Return what is computed in one run only, module by module."""
+    """Return what is computed in one run only, module by module; neither constants nor a loss scale."""
     found: list[dict[str, list[Node]]] = [{}, {}]
     for by, first in zip(found, (True, False), strict=True):
+        frame = differences.a if first else differences.b
         for node in computing(differences.alignment.lone(first=first)):
-            if (node.kind, node.phase) == ("op", "forward"):
+            if (node.kind, node.phase) == ("op", "forward") and node.inputs and not scales_of(frame, node):
                 by.setdefault(node.module, []).append(node)
     both = found[0].keys() & found[1].keys()
     sides = zip(found, (True, False), strict=True)

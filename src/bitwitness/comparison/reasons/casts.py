@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.matching.align import Pair
 from bitwitness.comparison.matching.tokens import CASTS
+from bitwitness.comparison.measuring.changes import changes
 
 
 def other_dtype(differences: Differences, pair: Pair) -> str:
@@ -25,3 +28,20 @@ def _is_cast_here(differences: Differences, pair: Pair, row_a: int, row_b: int) 
         return all(first == second or _is_cast_here(differences, pair, *rows) for (first, second), rows in dtypes)
     makers = differences.makers.lone(row_a, row_b)
     return any(maker is not None and maker.op in CASTS for maker in makers)
+
+
+def given_behind_casts(differences: Differences, row_a: int, row_b: int) -> tuple[int, int, float] | None:
+    """Return what casts of one run or both were given, and how far that is apart, if nobody who was recorded made it.
+
+    A batch is cast in the run of the coarser dtype alone: what is read then differs by more than what was given.
+    """
+    first, second = differences.makers.lone(row_a, row_b)
+    given = []
+    for row, node in ((row_a, first), (row_b, second)):
+        if node is not None and (node.op not in CASTS or not node.inputs):
+            return None
+        given.append(row if node is None else node.inputs[0])
+    i, j = given
+    if differences.a.producer[i] >= 0 or differences.b.producer[j] >= 0:
+        return None
+    return i, j, float(changes(differences.a, differences.b, np.array([i]), np.array([j]))[0])

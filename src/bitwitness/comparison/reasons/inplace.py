@@ -13,13 +13,16 @@ _SAME = 1e-6
 """Relative difference of two sketches of one tensor, in one shape and layout, from which on it holds other values."""
 
 
-def changed_since(a: StepFrame, b: StepFrame, pair: Pair, row_a: int, row_b: int) -> str:
-    """Say that what a node reads is, in one run or both, not what was made there any more; empty where it is, or a view of it.
+def changed_since(a: StepFrame, b: StepFrame, pair: Pair, row_a: int, row_b: int) -> str | None:
+    """Say that what a node reads is, in one run or both, not what was made there any more; None where it is, or a view of it.
 
-    A view of all of it has the same norm, whatever its order.
+    A view of all of it has the same norm, whatever its order. Empty where both runs wrote there, by no one number: a part of a
+    state, say, of which nothing can be told.
     """
     links = [_since(frame, row) for frame, row in ((a, row_a), (b, row_b))]
     if all(link == 1.0 for link in links):
+        return None
+    if links == [None, None]:
         return ""
     how = " and ".join(f"run {side} {in_words_of_link(link)}" for side, link in zip("AB", links, strict=True))
     if pair.a.phase == "backward" and pair.a.op.startswith("add"):
@@ -46,6 +49,15 @@ def _is_still(frame: StepFrame, made: int, row: int) -> bool:
     alike = frame.shapes[made] == frame.shapes[row] and frame.text("layout", made) == frame.text("layout", row)
     before, now = numbers_of(frame, made), numbers_of(frame, row)
     return not alike or not abs(before.sketch - now.sketch) > _SAME * now.l2
+
+
+def is_written_over(frame: StepFrame, pair: Pair, row: int) -> bool:
+    """Tell whether a node writes in place into integers that nobody is known to have made: memory that is not set before.
+
+    As ``torch.empty`` leaves it for the inverse of a permutation, say.
+    """
+    slot, dtype = frame.text("slot", row), frame.text("dtype", row)
+    return pair.a.kind == "op" and pair.a.op.endswith("_") and slot == "in0" and dtype.startswith(("int", "uint"))
 
 
 def is_written(frame: StepFrame, row: int) -> bool:

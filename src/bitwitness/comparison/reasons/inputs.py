@@ -13,7 +13,8 @@ from bitwitness.comparison.measuring.allowance import roundoff
 from bitwitness.comparison.measuring.changes import moved
 from bitwitness.comparison.measuring.describe import by_each, in_chain, made_by_nothing
 from bitwitness.comparison.measuring.relation import and_so, in_words
-from bitwitness.comparison.reasons.inplace import changed_since, is_written
+from bitwitness.comparison.reasons.casts import given_behind_casts
+from bitwitness.comparison.reasons.inplace import changed_since, is_written, is_written_over
 from bitwitness.comparison.reasons.reason import OUTSIDE, SINCE, Reason
 
 _ROUNDED = 4.0
@@ -161,11 +162,14 @@ class Reasons:
         lone = lone_a or lone_b
         assert lone is not None  # noqa: S101 - the caller asked
         first, second = differences.dtypes(row_a, row_b)
-        if lone.op in CASTS and (first != second or differences.precisions is not None):
-            return None  # told as the dtype of what reads it, or of the run
         own = max(differences.roundoff(row_a, row_b), differences.roundoff_inside)
         deep = _IN_BACKWARD * own if differences.precisions is not None and pair.a.phase == "backward" else 0.0
-        if change <= max(differences.viewed(self._earlier.noise + own), differences.noise_limit(), deep):
+        limit = max(differences.viewed(self._earlier.noise + own), differences.noise_limit(), deep)
+        if lone.op in CASTS and (first != second or differences.precisions is not None):
+            given = given_behind_casts(differences, row_a, row_b) if differences.precisions is not None else None
+            # Else it is told as the dtype of what reads it, or of the run.
+            return self._from_outside(pair, *given) if given is not None else None
+        if change <= limit:
             return None
         if differences.differed_before(lone, first=lone_a is not None):
             return None
@@ -200,8 +204,8 @@ class Reasons:
         limit = differences.slack * differences.viewed(max(made, self._earlier.noise) + own)
         if differences.change_of[row_a] <= max(limit, differences.drifted):
             return None
-        if edited := changed_since(self.a, self.b, pair, row_a, row_b):
-            return Reason("edited", edited)
+        if (edited := changed_since(self.a, self.b, pair, row_a, row_b)) is not None:
+            return Reason("edited", edited) if edited else None
         if self._earlier.parted:
             return None  # what is behind a difference already shows more of it in a part than in the whole
         slot = self.a.text("slot", row_a)
@@ -222,6 +226,9 @@ class Reasons:
             return None
         if not name and (self._earlier.parted or pair.a.kind == "module" or pair.a.phase == "backward"):
             return None  # it may be what a function that was not recorded made of differing values
+        rounded = self._differences.roundoff_inside if self._differences.precisions else 0.0  # by code that is not seen, too
+        if not name and (is_written_over(self.a, pair, row_a) or change <= _ROUNDED * rounded):
+            return None
         if self._moved_since(name, row_a, row_b):
             self.moved = True
             return None  # the optimizer did, which comes last in the step
