@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from functools import cached_property
 
@@ -15,14 +14,13 @@ from bitwitness.comparison.matching.tokens import CASTS
 from bitwitness.comparison.measuring.allowance import rms, roundoff
 from bitwitness.comparison.measuring.changes import changes
 from bitwitness.comparison.measuring.drift import COARSE, drift
-from bitwitness.comparison.measuring.faint import faint_rows, nothing_of, vanish
+from bitwitness.comparison.measuring.faint import faint_rows, not_set, nothing_of, sparse_in_one, vanish
+from bitwitness.comparison.precisions.which import computed_in
 from bitwitness.comparison.suspect import EarlierSteps
 from bitwitness.oracle.names import CONSTANT, PRODUCTS, canonical
 
 NEGLIGIBLE = 1e-6
 """Relative change by which statistics of equal numbers may differ, taken by another number of threads."""
-_MOST = 0.5
-"""Share of the products in other dtypes, from which on two runs compute in different precisions throughout."""
 FINE = 2.0**-20
 """Unit roundoff up to which rounding leaves no gradient of float32 a thousandth off, whatever the depth; TF32's is 2**-11."""
 _LATER = 4.0
@@ -104,7 +102,9 @@ class Differences:
         if not rows:
             return {}
         left, right = (np.array(side, dtype=np.int64) for side in zip(*rows, strict=True))
-        faint = np.isin(left, faint_rows(self.a, self.b, self.alignment.pairs))
+        pairs = self.alignment.pairs
+        unsaid = [*sparse_in_one(self.a, self.b, pairs), *not_set(self.a, pairs)]
+        faint = np.isin(left, [*faint_rows(self.a, self.b, pairs), *unsaid])
         found = np.where(faint, 0.0, changes(self.a, self.b, left, right))
         change_of = dict(zip(left.tolist(), found.tolist(), strict=True))
         self.drifted = drift(self.a, self.alignment.weights, change_of, self.earlier)
@@ -122,10 +122,11 @@ class Differences:
     def returns_another(self, pair: Pair) -> bool:
         """Return whether results are of other sizes, and nobody's fault.
 
-        Of a module, whose user does what the other's does inside, or nothing; and of what makes constants of a given shape.
+        Of a module, whose user does what the other's does inside, or nothing; of constants; of a cast to complex numbers.
         """
         sizes = [(self.a.count[i], self.b.count[j]) for i, j in pair.outputs]
-        return (pair.a.kind == "module" or pair.a.op in CONSTANT) and bool(sizes) and all(x != y for x, y in sizes)
+        may = pair.a.kind == "module" or pair.a.op in (*CONSTANT, *CASTS)
+        return may and bool(sizes) and all(x != y for x, y in sizes)
 
     def is_noise(self, pair: Pair, row: int) -> bool:
         """Return whether a row's change is what rounding explains; ask after all nodes were looked at."""
@@ -217,15 +218,11 @@ class Differences:
 
     @cached_property
     def precisions(self) -> tuple[str, str] | None:
-        """The dtypes in which the runs compute, A's and B's, where most of their products are in different ones; else None.
-
-        Most: one layer in another dtype than the rest is a difference of its own, and not the runs' precision.
-        """
-        found = [
-            self.dtypes(*pair.outputs[0]) for pair in self.alignment.pairs if pair.outputs and self._multiplies(pair)
-        ]
-        other = [pair for pair in found if pair[0] != pair[1]]
-        return Counter(other).most_common(1)[0][0] if other and len(other) >= _MOST * len(found) else None
+        """The dtypes in which the runs compute, A's and B's, where these are not the same; see `which.computed_in`."""
+        made = [pair for pair in self.alignment.pairs if pair.outputs and self._multiplies(pair)]
+        both = (made, self.alignment.weights)
+        products, weights = ([self.dtypes(*pair.outputs[0]) for pair in pairs] for pairs in both)
+        return computed_in(products, weights)
 
     @property
     def slack(self) -> float:

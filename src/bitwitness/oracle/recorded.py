@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitwitness.numerics import unit_roundoff
+from bitwitness.numerics import HALF, unit_roundoff
 from bitwitness.oracle.eligible import functional_operator
 from bitwitness.oracle.float64 import run_in_float64
 from bitwitness.oracle.limits import accumulation_roundoff, sum_bound, underflow
 from bitwitness.oracle.names import PRODUCTS, canonical
+from bitwitness.oracle.terms import term_sizes
 from bitwitness.oracle.worst import WorstElement, worst_element
 from bitwitness.tap.compat import OpOverload
 
@@ -29,6 +30,8 @@ _GENERAL = 64.0
 
 Wide on purpose: narrower, it would blame a run for what a healthy kernel does; wider, it would miss smaller errors.
 """
+_WITH_BIAS = 3
+"""Tensors that a convolution with a bias reads."""
 _REDUCES = 1.5
 """Elements of the first input for each of the result, from which an operator is taken to sum them."""
 
@@ -77,13 +80,18 @@ def compare_recorded_with_float64(text: str, inputs: Sequence[Tensor], result: T
         exact = _run(func, arguments(text), inputs, out)
         if exact.shape != result.shape:
             return None
-        if canonical(func.overloadpacket.__name__) in PRODUCTS:
+        name = canonical(func.overloadpacket.__name__)
+        if name in PRODUCTS:
             bound = _contraction_bound(func, arguments(text), inputs, exact, result.dtype, out)
-        else:
-            bound = _general_bound(func, inputs, exact, result.dtype)
+            bound += _of_bias(name, inputs, exact, result.dtype)
+            return worst_element(result.double(), exact, bound + underflow(result.dtype))
+        bound = _general_bound(func, inputs, exact, result.dtype) + underflow(result.dtype)
+        found = worst_element(result.double(), exact, bound)
+        if not found.wrong:
+            return found
+        return worst_element(result.double(), exact, bound + _of_terms(func, arguments(text), inputs, out, result))
     except Exception:  # whatever torch raises for arguments that do not fit: a recording may be damaged
         return None
-    return worst_element(result.double(), exact, bound + underflow(result.dtype))
 
 
 def _run(func: OpOverload, call: Mapping[str, Any], inputs: Sequence[Tensor], out: int) -> Tensor:
@@ -143,6 +151,23 @@ def _general_bound(func: OpOverload, inputs: Sequence[Tensor], exact: Tensor, dt
         largest *= max((_largest(t) for t in inputs[1:2] if t.numel()), default=1.0)
     reduced = accumulated * sums * largest if sums > _REDUCES else 0.0
     return _ROUNDING * own * size + _GENERAL * accumulated * math.sqrt(max(terms, sums)) * top + _ACCUMULATION * reduced
+
+
+def _of_bias(name: str, inputs: Sequence[Tensor], exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what rounding to a half dtype takes before a convolution's bias is added, as some kernels do."""
+    if name != "conv" or dtype not in HALF or len(inputs) < _WITH_BIAS:
+        return torch.zeros((), dtype=torch.float64)
+    weight, bias = inputs[1:_WITH_BIAS]
+    channels = exact.dim() - weight.dim() + 1  # without a batch the first
+    return _ROUNDING * unit_roundoff(dtype) * bias.double().abs().view(-1, *[1] * (exact.dim() - channels - 1))
+
+
+def _of_terms(func: OpOverload, call: Mapping[str, Any], inputs: Sequence[Tensor], out: int, result: Tensor) -> float:
+    """Return what rounding leaves of an element's terms, where they cancel in it: its own size says nothing of that then."""
+    args = [argument(value, inputs) for value in call.get("a", [])]
+    kwargs = {name: argument(value, inputs) for name, value in call.get("k", {}).items()}
+    sizes = term_sizes(func, args, kwargs, run_in_float64(func, args, kwargs))
+    return _GENERAL * accumulation_roundoff(result.dtype) * sizes[out] / math.sqrt(max(result.numel(), 1))
 
 
 def _largest(tensor: Tensor) -> float:

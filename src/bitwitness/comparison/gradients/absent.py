@@ -81,7 +81,8 @@ def _own_parameters(differences: Differences) -> Iterable[Absence]:
     elsewhere = _stored_otherwise(differences)
     for only, side, other in _sides(differences.alignment):
         frame = differences.b if side == "A" else differences.a
-        theirs = {node.module for node in frame.nodes if node.kind in ("module", "op")} - {"."} - elsewhere
+        # A module whose parameters a function reads is not called itself.
+        theirs = {node.module for node in frame.nodes if node.kind in ("module", "op", "parameter")} - {"."} - elsewhere
         # What the optimizer steps is there, whatever stood in its place while the model ran (``functional_call``).
         stepped = set(map(_name, _matched(differences.alignment, side, "optimizer")))
         lone = [

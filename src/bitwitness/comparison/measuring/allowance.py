@@ -33,6 +33,7 @@ _CARRIED = 8.0
 _CARRIED_GENERIC = 100.0
 _GENERIC = 16.0  # of rounding there: several operations in one kernel
 _SUMS = ("sum", "mean")
+_CANCEL = ("log_softmax_backward_data", "softmax_backward_data")  # each row's result sums up to nothing
 _NORMS = ("layer_norm", "batch_norm", "group_norm", "var_mean")
 # Times the learning rate: what an optimizer that looks at signs may turn over. A turned sign moves a parameter by two steps;
 # twice that leaves room for moments that differ.
@@ -158,6 +159,8 @@ def _generic(frame: StepFrame, pair: Pair, op: str, size: float) -> float:
     row = pair.inputs[0][0]
     shape = frame.shapes[row]
     factor = math.sqrt(max(shape[-1] if shape else 1, 1))
+    if op in _CANCEL and size:
+        factor *= max(1.0, rms(frame, row) / size)
     if op in ("add", "sub") and size:
         factor = max(1.0, *(rms(frame, r) / size for r, _ in pair.inputs))
     if op in _NORMS:  # the mean is taken away: what it was large against the spread is lost

@@ -19,6 +19,7 @@ _UNIMPORTANT = (
     "differentiable",
     "initial_lr",
     "memory_format",
+    "sparse",
 )
 _EXTREMES = frozenset(torch.finfo(dtype).max for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16))
 _LARGEST = torch.finfo(torch.float32).max

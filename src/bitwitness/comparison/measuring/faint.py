@@ -20,7 +20,9 @@ _CANCELLED, _CANCELLED_MOST = 512.0, 1e-3
 1e-10 of a key's bias, 2e-6 of one before a batch norm; 2e-4 of a query's weight that had one, in a BERT."""
 
 
-_COARSELY = 8.0
+_NOT_SET = {"_ctc_loss": "out1", "_ctc_loss_backward": "in6"}
+"""The slots of values of which torch sets a part: CTC's sums over paths, beyond each target's length."""
+_COARSELY = 32.0
 """Unit roundoffs of the coarser dtype, of the usual gradient, that are rounding errors alone there."""
 
 
@@ -34,7 +36,7 @@ def vanish(sizes: tuple[float, float], usual: float, rounded: float, coarse: flo
 
     Where one run's, in float32, is nothing at all, the other's may be some times as large as what its dtype rounds the usual
     gradient by (``coarse``, 0 where both compute in one dtype): 3e-3 was seen in bfloat16, of a convolution's bias before a
-    batch norm, and 7e-3 of a mixer's; of a module's sums over many numbers it may be more.
+    batch norm, 7e-3 of a mixer's, 5e-2 of a norm's bias before a softmax over positions.
     """
     small, large = sorted(sizes)
     return large < nothing_of(usual, rounded) or (
@@ -55,3 +57,26 @@ def faint_rows(a: StepFrame, b: StepFrame, pairs: Sequence[Pair]) -> list[int]:
         return []
     read = (row for pair in pairs if pair.a.kind != "optimizer" for row, _ in (*pair.inputs, *pair.outputs))
     return [row for row in read if int(a.value[row]) in faint]
+
+
+def sparse_in_one(a: StepFrame, b: StepFrame, pairs: Sequence[Pair]) -> list[int]:
+    """Return the rows, in A, of gradients that are sparse in one run alone, of which the stored values were recorded.
+
+    These say nothing of a dense one: an index may stand there twice. What the optimizer makes of it does.
+    """
+    sizes = {pair.a.parameter: int(a.count[pair.outputs[0][0]]) for pair in pairs if pair.a.kind == "parameter"}
+    found = []
+    for pair in pairs:
+        name = pair.a.parameter if pair.a.kind == "gradient" else pair.a.module
+        for i, j in pair.inputs if pair.a.kind == "optimizer" else pair.outputs if pair.a.kind == "gradient" else ():
+            is_gradient = pair.a.kind == "gradient" or a.text("slot", i) == "grad"
+            counts, dense = (int(a.count[i]), int(b.count[j])), sizes.get(name, 0)
+            if is_gradient and counts[0] != counts[1] and dense in counts and a.shapes[i][1:] == b.shapes[j][1:]:
+                found.append(i)
+    return found
+
+
+def not_set(a: StepFrame, pairs: Sequence[Pair]) -> list[int]:
+    """Return the rows, in A, of results that torch leaves partly as the memory was, and of what reads them."""
+    rows = [row for pair in pairs if pair.a.op in _NOT_SET for row, _ in (*pair.inputs, *pair.outputs)]
+    return [row for row in rows if a.text("slot", row) == _NOT_SET[a.text("op", row)]]

@@ -9,6 +9,7 @@ from bitwitness.comparison.matching.frame import StepFrame
 from bitwitness.comparison.measuring.changes import moved
 from bitwitness.comparison.measuring.relation import factor, in_words_of_link, numbers_of
 
+_NAME = 64  # characters of an operator's arguments that hold its name
 _SAME = 1e-6
 """Relative difference of two sketches of one tensor, in one shape and layout, from which on it holds other values."""
 
@@ -58,6 +59,15 @@ def is_written_over(frame: StepFrame, pair: Pair, row: int) -> bool:
     """
     slot, dtype = frame.text("slot", row), frame.text("dtype", row)
     return pair.a.kind == "op" and pair.a.op.endswith("_") and slot == "in0" and dtype.startswith(("int", "uint"))
+
+
+def is_into_bucket(frame: StepFrame, pair: Pair) -> bool:
+    """Tell whether a node writes a gradient into a bucket of DistributedDataParallel's, in the order in which they are ready.
+
+    It is the one that calls operators with an ``out`` in a backward, outside of all modules.
+    """
+    place = pair.a.kind, pair.a.phase, pair.a.module
+    return place == ("op", "backward", ".") and ".out" in frame.text("args", pair.a.rows[0])[:_NAME]
 
 
 def is_written(frame: StepFrame, row: int) -> bool:

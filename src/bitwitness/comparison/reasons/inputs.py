@@ -14,7 +14,7 @@ from bitwitness.comparison.measuring.changes import moved
 from bitwitness.comparison.measuring.describe import by_each, in_chain, made_by_nothing
 from bitwitness.comparison.measuring.relation import and_so, in_words
 from bitwitness.comparison.reasons.casts import given_behind_casts
-from bitwitness.comparison.reasons.inplace import changed_since, is_written, is_written_over
+from bitwitness.comparison.reasons.inplace import changed_since, is_into_bucket, is_written, is_written_over
 from bitwitness.comparison.reasons.reason import OUTSIDE, SINCE, Reason
 
 _ROUNDED = 4.0
@@ -135,7 +135,7 @@ class Reasons:
     def _of_other(self, pair: Pair, row_a: int, row_b: int) -> Reason | None:
         """Return that the runs read two different things there, of which neither differs itself."""
         differences, others = self._differences, self._operands.other(row_a, row_b)
-        if others is None:
+        if others is None or is_into_bucket(self.a, pair):
             return None
         if any(one.node in differences.real for one in others):
             return None  # an addition whose operands stand in another order hands on what one of them is
@@ -226,8 +226,8 @@ class Reasons:
             return None
         if not name and (self._earlier.parted or pair.a.kind == "module" or pair.a.phase == "backward"):
             return None  # it may be what a function that was not recorded made of differing values
-        rounded = self._differences.roundoff_inside if self._differences.precisions else 0.0  # by code that is not seen, too
-        if not name and (is_written_over(self.a, pair, row_a) or change <= _ROUNDED * rounded):
+        inside = self._differences.roundoff_inside if self._differences.precisions else 0.0  # by unseen code, too
+        if not name and (is_written_over(self.a, pair, row_a) or change <= _ROUNDED * inside):
             return None
         if self._moved_since(name, row_a, row_b):
             self.moved = True
