@@ -36,7 +36,7 @@ from bitwitness.comparison.precisions.doubted import contradicted
 from bitwitness.comparison.precisions.moved import moved_otherwise
 from bitwitness.comparison.precisions.norms import wrong_norm
 from bitwitness.comparison.precisions.otherwise import written_otherwise
-from bitwitness.comparison.precisions.whole import beyond_precision, why_beyond
+from bitwitness.comparison.precisions.whole import beyond_precision, other_loss, why_beyond
 from bitwitness.comparison.reasons.choices import choice_first
 from bitwitness.comparison.reasons.conditions import conditions
 from bitwitness.comparison.reasons.unseen import changed_past_torch
@@ -176,6 +176,9 @@ def _compare_step(
     kept = choice_first([with_module(one, search.apart, differences) for one in kept], differences)
     kept = [in_recomputation(one) for one in cause_first(kept, differences)]
     known.parted |= bool(between)
+    if differences.precisions and all(one.reason == "unknown" for one in kept):  # gradients that tell of no place
+        at = place.rank, place.step
+        kept = [*(wrong_norm(differences, values, *at) or other_loss(differences, *at)), *kept]
     kept = kept or _without_operator(search, differences, values, place)
     if found and not kept and not search.exceeding:
         known.parted = differences.parted_before  # float64 told that there was nothing

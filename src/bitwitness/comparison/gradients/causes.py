@@ -71,7 +71,7 @@ class GradientChains(GradientFactors):
             return self._weighed()
         if self._edits_some:
             return None  # which are told one by one
-        return self._between(2, math.nan if ratios[2] is None and None in self._multiplied else y / x)
+        return self._between(2, math.nan if ratios[2] is None and None in self.multiplied else y / x)
 
     def scaled_back(self) -> float | None:
         """Return how many times run B's loss scale is A's, which optimizers do not see; None where it is the same."""

@@ -73,7 +73,7 @@ class GradientFactors:
         return tuple((frame, [(rows[0], row_at(rows, 2)) for rows in of]) for frame, of in sides)
 
     @cached_property
-    def _multiplied(self) -> tuple[float | None, float | None]:
+    def multiplied(self) -> tuple[float | None, float | None]:
         """By what all gradients of A and of B are multiplied between backward and step; None where by no one number."""
         first, second = (self._common(ends, frame) for frame, ends in self._ends())
         return first, second
@@ -81,7 +81,7 @@ class GradientFactors:
     @cached_property
     def _usual(self) -> tuple[float, float]:
         """The same, or of most beside edits of some where none is left as it is; 1 where by no one number."""
-        first, second = map(self._usually, self._multiplied, self._ends())
+        first, second = map(self._usually, self.multiplied, self._ends())
         return first, second
 
     def _usually(self, every: float | None, of: tuple[StepFrame, Sequence[Ends]]) -> float:
@@ -93,7 +93,7 @@ class GradientFactors:
     @property
     def _edits_some(self) -> bool:
         """Whether a run multiplies most gradients by one number, and does something else to some than to clip them together."""
-        for every, usual, (frame, ends) in zip(self._multiplied, self._usual, self._ends(), strict=True):
+        for every, usual, (frame, ends) in zip(self.multiplied, self._usual, self._ends(), strict=True):
             found = [None if i is None or j is None else factor(frame, i, frame, j) for i, j in ends]
             others = [one for one in found if one is None or abs(one - usual) > self._limit() * abs(usual)]
             times = [one for one in others if one]

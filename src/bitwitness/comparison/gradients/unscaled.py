@@ -13,7 +13,7 @@ from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.gradients.causes import GradientChains
 from bitwitness.comparison.gradients.chains import Chain, row_at
 from bitwitness.comparison.gradients.losses import loss_ratio
-from bitwitness.comparison.gradients.scalers import scale_of_one
+from bitwitness.comparison.gradients.scalers import is_power_of_two, scale_of_one
 from bitwitness.comparison.matching.align import Pair
 from bitwitness.comparison.matching.frame import Floats, Node, StepFrame
 from bitwitness.comparison.measuring.allowance import rms
@@ -23,6 +23,8 @@ _NEAR = 0.01
 """Relative deviation from a power of two up to which a loss scale is one."""
 _LARGE = 10.0
 """Times as large, at most, that half of a scaled run's gradients are from which the scale was taken: scales are larger."""
+_LARGEST_TAKEN = 1 / 16
+"""What gradients are multiplied by between backward and step, at most, that is a loss scale's inverse."""
 _MULTIPLY = ("mul", "div")
 _SCALED = ("min", "max", "mean", "l2", "sketch")
 
@@ -40,13 +42,32 @@ def loss_scale(differences: Differences) -> float | None:
 
 def _of_scaler(differences: Differences, chains: GradientChains) -> float | None:
     """Return the scale of the one run that has a scaler, unless its optimizer reads gradients that are as much too large."""
-    scale = None if differences.parted_before else scale_of_one(differences)
+    scale = None if differences.parted_before else scale_of_one(differences) or _taken_out(differences, chains)
     ends = [(row_at(chain.a, 2), row_at(chain.b, 2)) for chain in chains.chains]
     sizes = [(rms(differences.a, i), rms(differences.b, j)) for i, j in ends if i is not None and j is not None]
     if scale is None or not sizes:
         return None
     scaled = median((y / x if x else 0.0) if scale > 1 else (x / y if y else 0.0) for x, y in sizes)
     return scale if scaled < _LARGE else None
+
+
+def _taken_out(differences: Differences, chains: GradientChains) -> float | None:
+    """Return the scale that the one run in float16 divides its gradients by, where no operators show what it multiplies by.
+
+    Its inverse is what they are multiplied by; where they are clipped as well, the losses tell it.
+    """
+    if differences.precisions is None or differences.has_operators:
+        return None
+    ratio = loss_ratio(differences)
+    for frame, by, sign in zip((differences.a, differences.b), chains.multiplied, (-1, 1), strict=True):
+        if frame.computed != "float16" or by is None or not 0 < by <= _LARGEST_TAKEN:
+            continue
+        scale = ratio**sign if ratio is not None and ratio > 0 else 1.0
+        power = 2.0 ** round(math.log2(scale))
+        found = 1.0 / by if is_power_of_two(by) else power
+        if found * _LARGEST_TAKEN >= 1.0 and (found != power or abs(scale / power - 1.0) < _NEAR):
+            return float(found**sign)
+    return None
 
 
 def _of_losses_alone(differences: Differences, chains: GradientChains) -> float | None:

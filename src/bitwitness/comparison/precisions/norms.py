@@ -22,10 +22,11 @@ from bitwitness.oracle.names import PRODUCTS, canonical, is_random
 _OF_INPUTS, _OF_CHANGE, _OF_ROUNDOFF = 2.0, 0.25, 0.5
 """Times its inputs' norms, their largest change and the coarser unit roundoff that the norm of a product may change by. Seen in
 first steps in bfloat16, of thirty architectures: at the most 1.4e-3, a third of that bound."""
-_MANY = 256
-"""Numbers, at least, that a norm is of."""
-_FAR = {"forward": 10.0, "backward": 48.0}
-"""Times what inputs differ by, that a result does not. Seen in first steps, of fifty pairs: 5.6, in a backward 24 (a ReLU)."""
+_MANY, _SOME = 256, 128
+"""Numbers, at least, that a norm is of, and that a change is seen in."""
+_FAR = {"forward": 10.0, "backward": 48.0, "module": 48.0}
+"""Times what inputs differ by, that a result does not. Seen in first steps, of fifty pairs: 5.6, in a backward 24 (a ReLU). The
+last of a module of which no operators were recorded."""
 _JUMPS = frozenset(
     ("threshold_backward", "hardtanh_backward", "hardswish_backward", "hardsigmoid_backward", "leaky_relu_backward")
 )
@@ -102,15 +103,16 @@ def _of_another_norm(differences: Differences, pair: Pair, rows: tuple[int, int]
 
 def _by_far(differences: Differences, pair: Pair, rows: tuple[int, int]) -> _Away | None:
     """Return that an operator's first result differs by many times what its inputs do."""
-    if pair.a.kind != "op" or rows != pair.outputs[0] or is_random(pair.a.op) or canonical(pair.a.op) in _JUMPS:
+    alone = (pair.a.kind, pair.a.phase) == ("module", "forward") and not differences.has_operators
+    jumps = is_random(pair.a.op) or canonical(pair.a.op) in _JUMPS
+    if not (pair.a.kind == "op" or alone) or rows != pair.outputs[0] or jumps:
         return None
     unit = differences.slack * differences.roundoff_inside
     change, carried = differences.change_of[rows[0]], max(unit, *(differences.change_of[i] for i, _ in pair.inputs))
-    if differences.a.count[rows[0]] < _MANY or change <= max(_LEAST_FAR * unit, _FAR[pair.a.phase] * carried):
+    explained = _FAR["module" if alone else pair.a.phase] * carried
+    if differences.a.count[rows[0]] < _SOME or change <= max(_LEAST_FAR * unit, explained):
         return None
-    return _Away(
-        f"does not: it differs by {change / carried:.0f} times what they do", change, _FAR[pair.a.phase] * carried
-    )
+    return _Away(f"does not: it differs by {change / carried:.0f} times what they do", change, explained)
 
 
 def _is_one_operation(pair: Pair, leaves: Collection[str]) -> bool:

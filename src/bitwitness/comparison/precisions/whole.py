@@ -6,15 +6,19 @@ in which rounding errors cancel, and gradients of many parameters differ by much
 
 from __future__ import annotations
 
+import math
+
 from bitwitness.comparison.differences import NEGLIGIBLE, Differences
 from bitwitness.comparison.matching.align import Pair
 from bitwitness.comparison.matching.operands import Operands
-from bitwitness.comparison.measuring.describe import in_chain
+from bitwitness.comparison.measuring.allowance import roundoff
+from bitwitness.comparison.measuring.describe import RECORD_OPERATORS, in_chain
 from bitwitness.comparison.measuring.relation import in_words
 from bitwitness.comparison.precisions.otherwise import computed_alone
 from bitwitness.comparison.reasons.reason import OUTSIDE
 from bitwitness.comparison.rewriting.outcome import gradients_of
 from bitwitness.comparison.suspect import Exceeding, Suspect, suspect_of
+from bitwitness.oracle.names import is_random
 
 _GRADIENTS = 16.0
 """Unit roundoffs that half of the gradients stay within. Seen in healthy first steps in bfloat16, of twenty architectures: up
@@ -25,6 +29,12 @@ _FLOAT16 = "float16"
 _GRADIENTS_ALONE = (56.0, 112.0)
 """The same of the first step, whatever the loss does; the second of float16, in which small gradients have fewer digits.
 Seen: 19 in bfloat16, 58 in float16, both of a ResNet."""
+
+_SHARE_OF_LOSS = 0.25
+"""Of a loss's change, up to which what modules return differs, where something behind them makes the loss another one."""
+_ELEMENTS, _SMALL, _MUCH = 16, 4.0, 0.25
+"""Of how many numbers at least, up to how many unit roundoffs of its inputs, and from which change on an operator counts as one
+that rounding does not leave right."""
 
 
 def beyond_precision(differences: Differences, rank: int, step: int) -> list[Exceeding]:
@@ -56,9 +66,14 @@ def _exceeding(differences: Differences, pair: Pair, rank: int, step: int, chang
 
 
 def why_beyond(differences: Differences, beyond: Exceeding) -> list[Suspect]:
-    """Return what explains that: another input of the model, what one run alone computes in one module, or reads elsewhere."""
+    """Return what explains that.
+
+    Another input of the model, an operator that makes much of a rounding, what one run alone computes in one module, or reads
+    elsewhere.
+    """
     return (
         other_input(differences, beyond.rank, beyond.step)
+        or _sensitive(differences, beyond)
         or _lone_operator(differences, beyond)
         or _other_operand(differences, beyond)
     )
@@ -78,6 +93,63 @@ def other_input(differences: Differences, rank: int, step: int) -> list[Suspect]
                         change=differences.change_of[i], explained=NEGLIGIBLE,
                     )
                 ]  # fmt: skip
+    return []
+
+
+def other_loss(differences: Differences, rank: int, step: int) -> list[Suspect]:
+    """Return a loss that differs by far more than all that modules return, of which it is made, where no operators tell why."""
+    a, b = differences.a, differences.b
+    least = _GRADIENTS * differences.slack * differences.roundoff_inside
+    returned = [
+        differences.change_of[row]
+        for pair in differences.alignment.pairs
+        for row, _ in (pair.outputs if (pair.a.kind, pair.a.phase) == ("module", "forward") else ())
+    ]
+    if differences.precisions is None or differences.parted_before or differences.other_losses or not returned:
+        return []
+    for pair in () if differences.has_operators else differences.alignment.losses:
+        (i, j), most = pair.outputs[0], _SHARE_OF_LOSS * differences.change_of[pair.outputs[0][0]]
+        if least < differences.change_of[i] < math.inf and max(returned) < most:
+            text = (
+                f"the loss differs ({in_words(a, b, i, j)}), and what the modules return agrees within rounding: it is "
+                f"computed otherwise, or of other targets: {RECORD_OPERATORS}"
+            )
+            return [
+                suspect_of(
+                    pair,
+                    a,
+                    i,
+                    rank=rank,
+                    step=step,
+                    reason="loss",
+                    text=text,
+                    change=differences.change_of[i],
+                    explained=least,
+                )
+            ]
+    return []
+
+
+def _sensitive(differences: Differences, beyond: Exceeding) -> list[Suspect]:
+    """Return the first operator that makes another result of inputs that rounding alone moved apart: a sine of large angles."""
+    unit = differences.roundoff_inside
+    for pair in differences.alignment.pairs:
+        if (pair.a.kind, pair.a.phase) != ("op", "forward") or not pair.outputs or is_random(pair.a.op):
+            continue
+        row, inputs = pair.outputs[0][0], [differences.change_of[i] for i, _ in pair.inputs]
+        change, carried = differences.change_of[row], max([unit, *inputs])
+        if differences.a.count[row] >= _ELEMENTS and carried <= _SMALL * unit and change > _MUCH and change < math.inf:
+            coarse = max(differences.precisions or (), key=roundoff)
+            text = (
+                f"its inputs differ by {max(inputs, default=0.0):.2g}, which rounding to {coarse} explains, and its result by "
+                f"{change:.2g}: what it reads needs a finer dtype"
+            )
+            return [
+                suspect_of(
+                    pair, differences.a, row, rank=beyond.rank, step=beyond.step, reason="dtype", text=text, change=change,
+                    explained=carried,
+                )
+            ]  # fmt: skip
     return []
 
 

@@ -42,6 +42,8 @@ def given_behind_casts(differences: Differences, row_a: int, row_b: int) -> tupl
             return None
         given.append(row if node is None else node.inputs[0])
     i, j = given
-    if differences.a.producer[i] >= 0 or differences.b.producer[j] >= 0:
+    name = differences.a.text("name", i)
+    is_given = not name or name.startswith("input ")  # weights are looked at by themselves
+    if not is_given or differences.a.producer[i] >= 0 or differences.b.producer[j] >= 0:
         return None
     return i, j, float(changes(differences.a, differences.b, np.array([i]), np.array([j]))[0])

@@ -39,6 +39,13 @@ def choice_first(suspects: list[Suspect], differences: Differences) -> list[Susp
     return suspects
 
 
+def chooses_otherwise(differences: Differences, module: str) -> bool:
+    """Return whether integers that a module computes (an order of tokens) are others in each run of two precisions."""
+    pairs = differences.alignment.pairs if differences.precisions is not None else ()
+    found = (rows[0] for pair in pairs if pair.a.kind == "op" and pair.a.module == module for rows in pair.outputs)
+    return any(differences.a.text("dtype", row) == "int64" and differences.change_of[row] > 0 for row in found)
+
+
 def _tipped(pair: Pair, differences: Differences) -> tuple[tuple[int, int], tuple[int, int]] | None:
     """Return the values that a choice went by and what was chosen, rows of A and B, if rounding tipped it."""
     a, b = differences.a, differences.b

@@ -14,6 +14,7 @@ from bitwitness.comparison.measuring.changes import moved
 from bitwitness.comparison.measuring.describe import by_each, in_chain, made_by_nothing
 from bitwitness.comparison.measuring.relation import and_so, in_words
 from bitwitness.comparison.reasons.casts import given_behind_casts
+from bitwitness.comparison.reasons.choices import chooses_otherwise
 from bitwitness.comparison.reasons.inplace import changed_since, is_into_bucket, is_written, is_written_over
 from bitwitness.comparison.reasons.reason import OUTSIDE, SINCE, Reason
 
@@ -206,7 +207,7 @@ class Reasons:
             return None
         if (edited := changed_since(self.a, self.b, pair, row_a, row_b)) is not None:
             return Reason("edited", edited) if edited else None
-        if self._earlier.parted:
+        if self._earlier.parted or chooses_otherwise(differences, pair.a.module):
             return None  # what is behind a difference already shows more of it in a part than in the whole
         slot = self.a.text("slot", row_a)
         said = f"{slot} differs although what it is taken from agrees: another view (a transpose, a slice)"
