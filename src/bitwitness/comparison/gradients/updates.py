@@ -123,7 +123,8 @@ class Updates:
     def _of_loss(self, pair: Pair) -> Reason | None:
         """Return that a loss is computed otherwise of what the modules return, where that agrees and no operators tell."""
         differences = self._differences
-        if not pair.is_loss or self.cause is not None or differences.has_operators or not self._settled.forward_agrees:
+        told = differences.has_operators and max(differences.a.producer[row] for row, _ in pair.outputs) >= 0
+        if not pair.is_loss or self.cause is not None or told or not self._settled.forward_agrees:
             return None
         words = in_words(differences.a, differences.b, *pair.outputs[0])
         why = f"it is computed otherwise, or of other targets: {RECORD_OPERATORS}"

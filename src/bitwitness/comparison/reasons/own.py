@@ -11,6 +11,7 @@ from bitwitness.comparison.measuring.changes import BITS_DIFFER
 from bitwitness.comparison.measuring.describe import argument_differences, is_another_class_alone
 from bitwitness.comparison.measuring.relation import not_finite, numbers_of
 from bitwitness.comparison.reasons.casts import other_dtype
+from bitwitness.comparison.reasons.given import given_alone
 from bitwitness.comparison.reasons.reason import Reason
 from bitwitness.oracle.names import is_random
 from bitwitness.oracle.recorded import arguments
@@ -88,25 +89,11 @@ class OwnReasons:
         return Reason("computed", (_COMPUTED_UPDATE if stateless else self._computed(pair)) + self._overflow(pair))
 
     def _other_module(self, pair: Pair) -> str:
-        """Say that a module is another one, or is given a tensor in one run alone; empty for one that is neither.
-
-        What each run gives in a slot of its own may be one thing, by position in one and by name in the other.
-        """
+        """Say that a module is another one, or is given a tensor in one run alone; empty for one that is neither."""
         if pair.a.op != pair.b.op:
             return f"another module: {pair.a.op} in run A, {pair.b.op} in run B"
-        first, second = (
-            {
-                frame.text("slot", row).removeprefix("in."): row
-                for row in node.inputs
-                if frame.text("slot", row)[:2] == "in"
-            }
-            for frame, node in ((self._differences.a, pair.a), (self._differences.b, pair.b))
-        )
-        alone = first.keys() - second.keys(), second.keys() - first.keys()
-        told = [
-            f"{', '.join(sorted(names))} in run {side} alone" for names, side in zip(alone, "AB", strict=True) if names
-        ]
-        return f"called with other arguments: {told[0]}" if len(told) == 1 else ""
+        given = given_alone(self._differences, pair)
+        return f"called with other arguments: {given}" if given else ""
 
     def _computed(self, pair: Pair) -> str:
         """Say that a result does not agree; statistics of what lies otherwise in memory do not tell the order of its values."""

@@ -12,6 +12,7 @@ from bitwitness.comparison.matching.frame import Node
 from bitwitness.comparison.measuring.describe import by_each
 from bitwitness.comparison.measuring.relation import in_words
 from bitwitness.comparison.precisions.otherwise import computing
+from bitwitness.comparison.reasons.given import given_alone
 from bitwitness.comparison.suspect import Suspect
 
 _OF_OPERATORS = ("missing", "source", "view")
@@ -62,7 +63,8 @@ def with_module(suspect: Suspect, apart: Mapping[str, Suspect], differences: Dif
         Modules whose inputs agree and whose results do not, by path.
 
     """
-    if (given := _given_another(suspect, differences)) is not None:
+    given = _given_another(suspect, differences) or _given_more(suspect, differences)
+    if given is not None:
         return given
     path = suspect.site.rpartition("/")[0]
     while path not in apart and "." in path:
@@ -75,6 +77,23 @@ def with_module(suspect: Suspect, apart: Mapping[str, Suspect], differences: Dif
         return suspect
     module = apart[path].site.rpartition("#")[0]
     return replace(suspect, text=f"{module}: {APART}, of which the first that matters is this: {suspect.text}")
+
+
+def _given_more(suspect: Suspect, differences: Differences) -> Suspect | None:
+    """Return that the module which an operator of one run alone is in is given something in one run alone."""
+    if suspect.reason != "missing" or suspect.lone is None or suspect.lone.module == ".":
+        return None
+    place = "module", "forward", suspect.lone.module, suspect.lone.micro
+    for pair in differences.alignment.pairs:
+        if (pair.a.kind, pair.a.phase, pair.a.module, pair.a.micro) == place and (
+            text := given_alone(differences, pair)
+        ):
+            module = pair.a.site.rpartition("#")[0]
+            said = (
+                f"{module}: called with other arguments: {text}; inside, the first that matters is this: {suspect.text}"
+            )
+            return replace(suspect, text=said)
+    return None
 
 
 def _given_another(suspect: Suspect, differences: Differences) -> Suspect | None:
