@@ -15,7 +15,9 @@ def count_compared(report: Report, differences: Differences, settled: SettledMod
     alignment = differences.alignment
     report.rows += len(differences.change_of)
     report.differing += sum(change > 0 for change in differences.change_of.values())
-    lone_a, lone_b = list(alignment.only_a), list(alignment.only_b)
+    # A batch that only one run computes is told of as a whole.
+    both = min(differences.a.micros, differences.b.micros)
+    lone_a, lone_b = ([n for n in nodes if n.micro < both] for nodes in (alignment.only_a, alignment.only_b))
     report.matched += len(alignment.pairs)
     for group in alignment.groups:
         if group_agrees(differences.a, differences.b, group):

@@ -195,6 +195,10 @@ class EarlierSteps:
     cut_short: dict[str, str] = field(default_factory=dict)
     skipped: bool = False
 
+    def note_read(self, name: str, changes: list[float]) -> None:
+        """Note by how much the gradients of a parameter differ that an optimizer reads."""
+        self.read[name] = max([self.read.get(name, 0.0), *changes])
+
     def add(self, a: StepFrame, b: StepFrame) -> None:
         """Note that a step was compared."""
         self.last = a, b

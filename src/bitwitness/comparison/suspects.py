@@ -117,12 +117,12 @@ class SuspectSearch:
         results = [differences.change_of[row] for row, _ in pair.outputs]
         differences.largest[pair.a.number] = max(results, default=0.0)
         if pair.a.kind == "optimizer":
-            read = [differences.change_of[row] for row in self._read(pair)]
-            self._earlier.read[pair.a.module] = max([self._earlier.read.get(pair.a.module, 0.0), *read])
+            self._earlier.note_read(pair.a.module, [differences.change_of[row] for row in self._read(pair)])
         if any(is_filled(differences.a, row) for row, _ in pair.outputs):
             self._hidden[pair.a.number] = max(self._carried(pair), default=0.0)
         if not any(results) or self._is_no_counterpart(pair):
-            return None
+            edited = self._updates.of_vain_edit(pair) if results and not any(results) else None
+            return edited and self._suspect(pair, edited, 0.0, NEGLIGIBLE, clean=True)
         # By noise that was seen so far, and by what the inputs brought along; rounding alone explains less.
         explained, worst, self._out = self._worst(pair, results)
         if not pair.inputs:

@@ -72,7 +72,7 @@ def _why_more(differences: Differences, counts: Sequence[int], more: int) -> str
             f"both computed {counts[1 - more]} in the step before, so that run {'AB'[more]} leaves an optimizer step out "
             "between them, or accumulates gradients"
         )
-    return "an optimizer step was left out between them, or gradients are accumulated"
+    return f"an optimizer step was left out between them, gradients are accumulated, or run {'BA'[more]} loses batches"
 
 
 def _own_parameters(differences: Differences) -> Iterable[Absence]:

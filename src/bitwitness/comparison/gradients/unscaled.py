@@ -17,6 +17,7 @@ from bitwitness.comparison.gradients.scalers import is_power_of_two, scale_of_on
 from bitwitness.comparison.matching.align import Pair
 from bitwitness.comparison.matching.frame import Floats, Node, StepFrame
 from bitwitness.comparison.measuring.allowance import rms
+from bitwitness.comparison.measuring.relation import not_finite
 from bitwitness.oracle.names import canonical
 
 _NEAR = 0.01
@@ -44,9 +45,10 @@ def _of_scaler(differences: Differences, chains: GradientChains) -> float | None
     """Return the scale of the one run that has a scaler, unless its optimizer reads gradients that are as much too large."""
     scale = None if differences.parted_before else scale_of_one(differences) or _taken_out(differences, chains)
     ends = [(row_at(chain.a, 2), row_at(chain.b, 2)) for chain in chains.chains]
-    sizes = [(rms(differences.a, i), rms(differences.b, j)) for i, j in ends if i is not None and j is not None]
-    if scale is None or not sizes:
-        return None
+    rows = [(i, j) for i, j in ends if i is not None and j is not None]
+    sizes = [(rms(differences.a, i), rms(differences.b, j)) for i, j in rows]
+    if scale is None or not sizes or any(not_finite(differences.a, differences.b, *one) for one in rows):
+        return None  # the last: it is too large
     scaled = median((y / x if x else 0.0) if scale > 1 else (x / y if y else 0.0) for x, y in sizes)
     return scale if scaled < _LARGE else None
 

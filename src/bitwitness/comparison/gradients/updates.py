@@ -127,7 +127,8 @@ class Updates:
         if not pair.is_loss or self.cause is not None or told or not self._settled.forward_agrees:
             return None
         words = in_words(differences.a, differences.b, *pair.outputs[0])
-        why = f"it is computed otherwise, or of other targets: {RECORD_OPERATORS}"
+        unseen = "by what was not recorded (compiled, perhaps)" if differences.has_operators else RECORD_OPERATORS
+        why = f"it is computed otherwise, or of other targets: {unseen}"
         return Reason("loss", f"the loss differs ({words}), and what the modules return agrees: {why}")
 
     def of_update(self, pair: Pair) -> Reason | None:
@@ -149,6 +150,17 @@ class Updates:
         ):
             return self._untraced(pair, read[0])
         return self._edited(pair.a.module) if differs > _GRADIENT else None
+
+    def of_vain_edit(self, pair: Pair) -> Reason | None:
+        """Return that the gradient was edited in one run that an optimizer reads, though its update does not show it as yet."""
+        if pair.a.kind != "optimizer" or self.cause is not None or self._differences.earlier.parted:
+            return None
+        read = [row for row, _ in pair.inputs if self._differences.a.text("slot", row) == "grad"]
+        differs = max((self._differences.change_of[row] for row in read), default=0.0)
+        found = self._edited(pair.a.module) if differs > max(_GRADIENT, self._of_precision) else None
+        return found and Reason(
+            found.kind, f"{found.text}; the update is the same (as of an optimizer that looks at signs)"
+        )
 
     def _untraced(self, pair: Pair, rows: tuple[int, int]) -> Reason | None:
         """Return that a gradient differs of which no more is known than that the optimizer reads it."""

@@ -125,3 +125,16 @@ def _input_rows(frame: StepFrame) -> dict[str, list[int]]:
         if given.any() or not rows:
             rows.append(row)
     return found
+
+
+def leaves_out(more: StepFrame, fewer: StepFrame) -> bool:
+    """Return whether a step with fewer micro-batches was given the first ones of the other's, and not all of them together."""
+    first, second = _input_rows(more), _input_rows(fewer)
+    if more.micros <= fewer.micros or not second or first.keys() != second.keys():
+        return False
+    held = [  # single numbers may count the samples of a whole step
+        {name: [numbers_of(frame, row) for row in rows if frame.count[row] > 1] for name, rows in of.items()}
+        for frame, of in ((more, first), (fewer, second))
+    ]
+    first_ones = all(held[0][name][: len(rows)] == rows for name, rows in held[1].items())
+    return first_ones and any(len(rows) < len(held[0][name]) for name, rows in held[1].items())

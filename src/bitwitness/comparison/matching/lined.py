@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from bitwitness.comparison.matching.batches import leaves_out
 from bitwitness.comparison.matching.evaluations import FirstMicros
 from bitwitness.comparison.matching.frame import StepFrame
 from bitwitness.comparison.matching.idle import WithoutIdle
@@ -248,6 +249,8 @@ def _join_micros(found: Lined) -> None:
             f"{second.micros} times in run B: the first {least} are compared"
         )
         return
+    if leaves_out(first, second) or leaves_out(second, first):
+        return  # told of the batches that one run has alone
     found.a, found.b = MergedMicros(found.a), MergedMicros(found.b)
     found.notes.append(
         f"run A has {first.micros} and run B {second.micros} micro-batches a step: they were put together, and modules and "

@@ -49,21 +49,23 @@ def moved_otherwise(differences: Differences, rank: int, step: int) -> list[Susp
     """
     if differences.precisions is None or differences.parted_before:
         return []
-    updates = _updates(differences)
-    of_a, of_b = math.hypot(*(one.of_a for one in updates)), math.hypot(*(one.of_b for one in updates))
-    if len(updates) < _FEWEST or not max(of_a, of_b):
-        return []
-    apart = math.hypot(*(one.apart for one in updates)) / max(of_a, of_b)
     limit = _APART[differences.earlier.last is not None]
-    if apart <= limit:
-        return []
-    worst = max(updates, key=lambda one: one.apart)
-    row, text = worst.pair.outputs[0][0], _in_words(differences, worst, of_a, of_b, apart)
-    return other_input(differences, rank, step) or [
-        suspect_of(
-            worst.pair, differences.a, row, rank=rank, step=step, reason="computed", text=text, change=apart, explained=limit
-        )
-    ]  # fmt: skip
+    for moved, in_words in ((_updates(differences), _in_words), (_followers(differences), _in_words_of_followers)):
+        of_a, of_b = math.hypot(*(one.of_a for one in moved)), math.hypot(*(one.of_b for one in moved))
+        if len(moved) < _FEWEST or not max(of_a, of_b):
+            continue
+        apart = math.hypot(*(one.apart for one in moved)) / max(of_a, of_b)
+        if apart <= limit:
+            continue
+        worst = max(moved, key=lambda one: one.apart)
+        row, text = worst.pair.outputs[0][0], in_words(differences, worst, of_a, of_b, apart)
+        return other_input(differences, rank, step) or [
+            suspect_of(
+                worst.pair, differences.a, row, rank=rank, step=step, reason="computed", text=text, change=apart,
+                explained=limit,
+            )
+        ]  # fmt: skip
+    return []
 
 
 def _in_words(differences: Differences, worst: _Update, of_a: float, of_b: float, apart: float) -> str:
@@ -80,6 +82,39 @@ def _in_words(differences: Differences, worst: _Update, of_a: float, of_b: float
     )
 
 
+def _in_words_of_followers(differences: Differences, worst: _Update, of_a: float, of_b: float, apart: float) -> str:
+    dtypes = differences.dtypes(*worst.pair.outputs[0])
+    in_dtypes = (
+        f"they are {dtypes[0]} in run A and {dtypes[1]} in run B" if dtypes[0] != dtypes[1] else f"{dtypes[0]} in both"
+    )
+    size = f"they move {in_times(of_b / of_a)} as much in run B" if of_a else "they do not move in run A"
+    return (
+        "the weights that no optimizer updates (of a teacher, an average) were moved otherwise since the step before: all of "
+        f"them together differ by {apart:.2g} of what they move ({size}; {in_dtypes})"
+    )
+
+
+def _followers(differences: Differences) -> list[_Update]:
+    """Return how far the weights moved since the step before that no optimizer updates."""
+    if differences.earlier.last is None:
+        return []
+    frames = list(zip(differences.earlier.last, (differences.a, differences.b), strict=True))
+    begun = [(weights_begun(before), weights_begun(now)) for before, now in frames]
+    updated = [last_updates(before).keys() for before, _ in frames]
+    found = []
+    for pair in differences.alignment.weights:
+        names = pair.a.parameter, pair.b.parameter
+        sides = list(zip(names, frames, begun, updated, strict=True))
+        if any(name in theirs or name not in rows[0] or name not in rows[1] for name, _, rows, theirs in sides):
+            continue
+        moved = [
+            float(now.numbers["sketch"][rows[1][name]] - before.numbers["sketch"][rows[0][name]])
+            for name, (before, now), rows, _ in sides
+        ]
+        found.append(_Update(pair, *moved))
+    return _comparable(differences, found)
+
+
 def _updates(differences: Differences) -> list[_Update]:
     moved = [_sketches(frame) for frame in (differences.a, differences.b)]
     both = [
@@ -87,9 +122,14 @@ def _updates(differences: Differences) -> list[_Update]:
         for pair in differences.alignment.pairs
         if pair.a.kind == "optimizer" and pair.outputs and pair.a.module in moved[0] and pair.b.module in moved[1]
     ]
-    rows = np.array([one.pair.outputs[0] for one in both], dtype=np.int64).reshape(-1, 2)
-    comparable = same_order(differences.a, differences.b, rows[:, 0], rows[:, 1]).tolist()  # else sketches say nothing
-    return [one for one, is_one in zip(both, comparable, strict=True) if is_one and math.isfinite(one.apart)]
+    return _comparable(differences, both)
+
+
+def _comparable(differences: Differences, found: list[_Update]) -> list[_Update]:
+    """Return those that lie in memory in the same order in both runs, else their sketches say nothing of each other."""
+    rows = np.array([one.pair.outputs[0] for one in found], dtype=np.int64).reshape(-1, 2)
+    comparable = same_order(differences.a, differences.b, rows[:, 0], rows[:, 1]).tolist()
+    return [one for one, is_one in zip(found, comparable, strict=True) if is_one and math.isfinite(one.apart)]
 
 
 def _sketches(frame: StepFrame) -> dict[str, float]:
