@@ -224,6 +224,12 @@ class Differences:
         products, weights = ([self.dtypes(*pair.outputs[0]) for pair in pairs] for pairs in both)
         return computed_in(products, weights)
 
+    @cached_property
+    def copies(self) -> float:
+        """The unit roundoff of what weights and inputs may be copies of, where weights are held in other dtypes; else 0."""
+        dtypes = (self.dtypes(*pair.outputs[0]) for pair in self.alignment.weights if self.precisions is not None)
+        return self.roundoff_inside if any(first != second for first, second in dtypes) else 0.0
+
     @property
     def slack(self) -> float:
         """Times what rounding explains of operators that is left to them: more than one in later steps of coarse dtypes.
@@ -262,7 +268,7 @@ class Differences:
             return 0.0
         if self.b.factors is not None:  # another loss scale, which has been taken out
             return coarse
-        alone = [[node for node in self.alignment.lone(first=first) if node.kind == "op"] for first in (True, False)]
+        alone = [any(node.kind == "op" for node in self.alignment.lone(first=first)) for first in (True, False)]
         recast = (pair for pair in self.alignment.pairs if pair.a.kind == "op" and pair.outputs)
         other = all(alone) or any(len(set(self.dtypes(*pair.outputs[0]))) > 1 for pair in recast)
         return coarse if other else 0.0
@@ -271,11 +277,6 @@ class Differences:
     def coarse(self) -> float:
         """The unit roundoff of the dtype that both runs compute their products in; 0 where it is not the same."""
         return roundoff(self.a.computed) if self.a.computed == self.b.computed else 0.0
-
-    @cached_property
-    def other_losses(self) -> bool:
-        """Whether the runs' backwards start from other numbers of losses."""
-        return self.makers.has_lone("saved", "loss")
 
     @cached_property
     def has_operators(self) -> bool:

@@ -254,7 +254,7 @@ class SuspectSearch:
     def _without_inputs(self, pair: Pair, worst: float) -> Suspect | None:
         """Return a value that stands alone as a suspect, if it is one: a gradient, a saved point."""
         differences, number = self.differences, pair.a.number
-        if pair.is_loss and (differences.other_losses or math.isinf(worst)):
+        if pair.is_loss and (differences.makers.other_losses or math.isinf(worst)):
             return None  # one run's is a sum, or goes back in pieces
         if pair.a.kind == "op":
             differences.real.add(number)

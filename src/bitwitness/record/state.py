@@ -259,8 +259,15 @@ def _age(state: dict[str, object]) -> str:
     if isinstance(step, torch.Tensor):
         step = step.item() if step.numel() == 1 and step.device.type == "cpu" else None
     if isinstance(step, int | float):
-        return f"of {int(step)} steps" if step else "none"
+        # Made before the first step, it is as good as none; set back to zero later, it has averages of its own.
+        return f"of {int(step)} steps" if step or _holds_averages(state) else "none"
     return ", ".join(sorted(key for key, value in state.items() if value is not None)) or "none"
+
+
+def _holds_averages(state: dict[str, object]) -> bool:
+    """Return whether a state on the CPU holds anything but zeros beside the number of its steps."""
+    found = [value for key, value in state.items() if key != "step" and isinstance(value, torch.Tensor)]
+    return any(value.device.type == "cpu" and bool(value.any()) for value in found)
 
 
 def _settings(group: dict[str, object]) -> dict[str, object]:

@@ -62,13 +62,14 @@ def _taken_out(differences: Differences, chains: GradientChains) -> float | None
         return None
     ratio = loss_ratio(differences)
     for frame, by, sign in zip((differences.a, differences.b), chains.multiplied, (-1, 1), strict=True):
-        if frame.computed != "float16" or by is None or not 0 < by <= _LARGEST_TAKEN:
+        if frame.computed != "float16":
             continue
+        if by is not None and 0 < by <= _LARGEST_TAKEN and is_power_of_two(by):
+            return float((1.0 / by) ** sign)
         scale = ratio**sign if ratio is not None and ratio > 0 else 1.0
         power = 2.0 ** round(math.log2(scale))
-        found = 1.0 / by if is_power_of_two(by) else power
-        if found * _LARGEST_TAKEN >= 1.0 and (found != power or abs(scale / power - 1.0) < _NEAR):
-            return float(found**sign)
+        if power * _LARGEST_TAKEN >= 1.0 and abs(scale / power - 1.0) < _NEAR:
+            return float(power**sign)
     return None
 
 

@@ -106,6 +106,11 @@ class Makers:
         """Return whether one run alone has such a node."""
         return any(node.kind == kind and node.op == op for lone in self._lone for node in lone.values())
 
+    @cached_property
+    def other_losses(self) -> bool:
+        """Whether the runs' backwards start from other numbers of losses."""
+        return self.has_lone("saved", "loss")
+
     def origins(self, lone: Node, *, first: bool) -> tuple[list[Pair], set[str]]:
         """Return what led to a node that only run A (``first``) or only run B has: matched nodes, and what has a name.
 

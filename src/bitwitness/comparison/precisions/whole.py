@@ -30,6 +30,8 @@ _GRADIENTS_ALONE = (56.0, 112.0)
 """The same of the first step, whatever the loss does; the second of float16, in which small gradients have fewer digits.
 Seen: 19 in bfloat16, 58 in float16, both of a ResNet."""
 
+_COPIED = 4.0
+"""Unit roundoffs by which an input may differ that is a copy of what was rounded before."""
 _SHARE_OF_LOSS = 0.25
 """Of a loss's change, up to which what modules return differs, where something behind them makes the loss another one."""
 _ELEMENTS, _SMALL, _MUCH = 16, 4.0, 0.25
@@ -44,7 +46,7 @@ def beyond_precision(differences: Differences, rank: int, step: int) -> list[Exc
     """
     losses = differences.alignment.losses
     gradients = [(differences.change_of[pair.outputs[0][0]], pair) for pair in gradients_of(differences)]
-    apart = differences.parted_before or differences.other_losses
+    apart = differences.parted_before or differences.makers.other_losses
     if differences.precisions is None or apart or not losses or not gradients:
         return []
     limit = differences.slack * differences.roundoff_inside
@@ -81,16 +83,16 @@ def why_beyond(differences: Differences, beyond: Exceeding) -> list[Suspect]:
 
 def other_input(differences: Differences, rank: int, step: int) -> list[Suspect]:
     """Return what the model was given otherwise, if it was."""
-    a, b = differences.a, differences.b
+    a, b, limit = differences.a, differences.b, NEGLIGIBLE + _COPIED * differences.copies
     for pair in differences.alignment.pairs:
         for i, j in pair.inputs if (pair.a.kind, pair.a.phase) == ("module", "forward") else ():
             name, alike = a.text("name", i), a.text("dtype", i) == b.text("dtype", j)
-            if name.startswith("input ") and alike and differences.change_of[i] > NEGLIGIBLE:
+            if name.startswith("input ") and alike and differences.change_of[i] > limit:
                 text = f"{name} differs: {in_words(a, b, i, j)}{OUTSIDE}"
                 return [
                     suspect_of(
                         pair, a, i, rank=rank, step=step, reason="source", text=text,
-                        change=differences.change_of[i], explained=NEGLIGIBLE,
+                        change=differences.change_of[i], explained=limit,
                     )
                 ]  # fmt: skip
     return []
@@ -105,7 +107,7 @@ def other_loss(differences: Differences, rank: int, step: int) -> list[Suspect]:
         for pair in differences.alignment.pairs
         for row, _ in (pair.outputs if (pair.a.kind, pair.a.phase) == ("module", "forward") else ())
     ]
-    if differences.precisions is None or differences.parted_before or differences.other_losses or not returned:
+    if differences.precisions is None or differences.parted_before or differences.makers.other_losses or not returned:
         return []
     for pair in () if differences.has_operators else differences.alignment.losses:
         (i, j), most = pair.outputs[0], _SHARE_OF_LOSS * differences.change_of[pair.outputs[0][0]]

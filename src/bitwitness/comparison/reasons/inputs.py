@@ -99,7 +99,7 @@ class Reasons:
         return Reason("source", f"{name} differs: {words}", rows=(row_a, row_b))
 
     def _of_dtype(self, *rows: int) -> float:
-        return NEGLIGIBLE + _ROUNDED * self._differences.roundoff(*rows)
+        return NEGLIGIBLE + _ROUNDED * max(self._differences.roundoff(*rows), self._differences.copies)
 
     # -- where an input's difference comes from --------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ def outcome_of(differences: Differences) -> float:
     losses = differences.alignment.losses
     whole = [pair for pair in losses if all(differences.a.count[i] == differences.b.count[j] for i, j in pair.outputs)]
     # One run's is a sum, or goes back in pieces, or unreduced.
-    other = differences.other_losses or len(whole) < len(losses)
+    other = differences.makers.other_losses or len(whole) < len(losses)
     if not gradients or not (losses or other) or _has_lone_state(differences):
         return math.inf
     rows = _rows_of_gradients(differences) + [row for pair in losses if not other for row, _ in pair.outputs]

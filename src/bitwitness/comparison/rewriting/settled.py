@@ -125,7 +125,7 @@ class SettledModules:
     @cached_property
     def _losses_agree(self) -> bool:
         """Whether the losses that both runs go back from agree: a script may compute them behind the model."""
-        return self._differences.other_losses or all(map(self.agrees, self._losses))
+        return self._differences.makers.other_losses or all(map(self.agrees, self._losses))
 
     @cached_property
     def loss_is_the_same(self) -> bool:
