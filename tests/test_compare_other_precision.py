@@ -1,4 +1,4 @@
-"""Behind another precision, as strangers plant it: clipping beside a loss scale, other inputs, followers; and what is healthy."""
+"""Behind another precision, as strangers plant it: clipping beside a loss scale, other inputs, followers; what is healthy."""
 
 from __future__ import annotations
 

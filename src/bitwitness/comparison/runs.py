@@ -214,7 +214,7 @@ def _add(report: Report, differences: Differences, search: SuspectSearch, values
     """Add to the report what a step showed beside its suspects."""
     report.kept |= values is not None
     if not report.conditions:
-        report.conditions = conditions(differences, parts=bool(report.suspects))
+        report.conditions = conditions(differences)
     report.precisions = report.precisions or differences.precisions
     report.otherwise |= {} if len(report.otherwise) > LISTED else dict.fromkeys(written_otherwise(differences))
     report.operators = differences.has_operators

@@ -153,7 +153,8 @@ class Updates:
 
     def of_vain_edit(self, pair: Pair) -> Reason | None:
         """Return that the gradient was edited in one run that an optimizer reads, though its update does not show it as yet."""
-        if pair.a.kind != "optimizer" or self.cause is not None or self._differences.earlier.parted:
+        decayed = pair.a.module in self._decayed
+        if pair.a.kind != "optimizer" or self.cause is not None or self._differences.earlier.parted or decayed:
             return None
         read = [row for row, _ in pair.inputs if self._differences.a.text("slot", row) == "grad"]
         differs = max((self._differences.change_of[row] for row in read), default=0.0)

@@ -18,11 +18,8 @@ _MOST = 0.5
 """Share of the parameters in another dtype from which on it is all of them, and not one layer's own."""
 
 
-def conditions(differences: Differences, *, parts: bool) -> str:
-    """Say what is otherwise before anything is computed: training, the model's arguments, its parameters' dtype; or nothing.
-
-    ``parts``: the runs part in this step.
-    """
+def conditions(differences: Differences) -> str:
+    """Say what is otherwise before anything is computed: training, the model's arguments, its parameters' dtype; or nothing."""
     for pair in differences.alignment.pairs:
         if pair.a.module == "." and (pair.a.kind == "module" or pair.a.op == "loss") and pair.a.phase == "forward":
             frames = (differences.a, pair.a), (differences.b, pair.b)
@@ -32,7 +29,7 @@ def conditions(differences: Differences, *, parts: bool) -> str:
     given_a, given_b = _given(differences.a), _given(differences.b)
     loss = loss_ratio(differences)
     # Whatever only one is given: the loss is the same with it, or was until the runs parted by something else.
-    agrees = differences.parted_before or (loss is not None and abs(loss - 1.0) <= _AGREES and not parts)
+    agrees = differences.parted_before or (loss is not None and abs(loss - 1.0) <= _AGREES)
     for names, others, run, other in ((given_a, given_b, "A", "B"), (given_b, given_a, "B", "A")):
         there = set(others.values())  # by position perhaps what the other run gives by name
         more = sorted(name for name in names.keys() - others.keys() if names[name] not in there)
