@@ -26,6 +26,8 @@ def count_compared(report: Report, differences: Differences, settled: SettledMod
         else:
             lone_a += group.a
             lone_b += group.b
+    report.shared_parts += sum(pair.a.kind != "op" for pair in alignment.pairs)
+    report.lone_parts += sum(node.kind != "op" for node in (*lone_a, *lone_b))
     names = {pair.b.module: pair.a.module for pair in alignment.pairs if pair.a.module != pair.b.module}
     # What is inside a module whose results agree is matched by these, however it is written there.
     cleared = sum(map(settled.clears, lone_a)) + sum(settled.clears(node, names) for node in lone_b)

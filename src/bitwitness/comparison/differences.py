@@ -15,9 +15,10 @@ from bitwitness.comparison.measuring.allowance import rms, roundoff
 from bitwitness.comparison.measuring.changes import changes
 from bitwitness.comparison.measuring.drift import COARSE, drift
 from bitwitness.comparison.measuring.faint import faint_rows, not_set, nothing_of, sparse_in_one, vanish
-from bitwitness.comparison.precisions.which import computed_in
+from bitwitness.comparison.measuring.sums import BiasSums
+from bitwitness.comparison.precisions.which import computed_in, multiplies
 from bitwitness.comparison.suspect import EarlierSteps
-from bitwitness.oracle.names import CONSTANT, PRODUCTS, canonical
+from bitwitness.oracle.names import CONSTANT
 
 NEGLIGIBLE = 1e-6
 """Relative change by which statistics of equal numbers may differ, taken by another number of threads."""
@@ -177,6 +178,8 @@ class Differences:
 
         Of two precisions an operator's, too, and an update that is made of such gradients.
         """
+        if not self.has_operators and self._sums.come_to_nothing(pair, self._rounded):
+            return True
         rows = [pair.outputs[0]] if pair.a.kind == "gradient" else []
         if self.precisions is not None and pair.a.kind == "optimizer":
             rows = [rows for rows in pair.inputs if self.a.text("slot", rows[0]) == "grad"]
@@ -186,6 +189,10 @@ class Differences:
         if self.precisions is None:
             return any(size < nothing_of(*usual) for size, _ in sizes)
         return bool(sizes) and all(vanish(size, *usual, self.roundoff_inside) for size in sizes)
+
+    @cached_property
+    def _sums(self) -> BiasSums:
+        return BiasSums(self.a, self.b, self.alignment.pairs)
 
     @cached_property
     def _rounded(self) -> float:
@@ -219,7 +226,7 @@ class Differences:
     @cached_property
     def precisions(self) -> tuple[str, str] | None:
         """The dtypes in which the runs compute, A's and B's, where these are not the same; see `which.computed_in`."""
-        made = [pair for pair in self.alignment.pairs if pair.outputs and self._multiplies(pair)]
+        made = [pair for pair in self.alignment.pairs if pair.outputs and multiplies(self.a, pair)]
         both = (made, self.alignment.weights)
         products, weights = ([self.dtypes(*pair.outputs[0]) for pair in pairs] for pairs in both)
         return computed_in(products, weights)
@@ -249,7 +256,7 @@ class Differences:
         """
         if self.precisions is not None:
             return max(map(roundoff, self.precisions))
-        products = [pair.outputs[0] for pair in self.alignment.pairs if pair.outputs and self._multiplies(pair)]
+        products = [pair.outputs[0] for pair in self.alignment.pairs if pair.outputs and multiplies(self.a, pair)]
         if not products and (self.a.is_part or self.b.is_part):
             return self.coarse
         if (self.a.ranks, self.a.micros) == (self.b.ranks, self.b.micros):
@@ -282,14 +289,6 @@ class Differences:
     def has_operators(self) -> bool:
         """Whether single operators were recorded."""
         return any(pair.a.kind == "op" for pair in self.alignment.pairs)
-
-    def _multiplies(self, pair: Pair) -> bool:
-        if pair.a.kind == "op":
-            return canonical(pair.a.op) in PRODUCTS
-        weights = [row for row, _ in pair.inputs if self.a.text("slot", row) == "weight"]
-        return (
-            pair.a.kind == "module" and "Embedding" not in pair.a.op and any(len(self.a.shapes[w]) > 1 for w in weights)
-        )
 
     @cached_property
     def usual_gradient(self) -> float:

@@ -45,7 +45,8 @@ class Report:
     rows, differing
         Compared values, and those of them that differ at all.
     matched, lone
-        Operators (of all steps) that have a counterpart, and those that have none.
+        Operators (of all steps) that have a counterpart, and those that have none. ``shared_parts``, ``lone_parts``: the same
+        of modules, parameters, gradients and updates.
     exceeding
         Results that differ by more than rounding explains and have no recorded reason, in order.
     unexplained
@@ -117,6 +118,8 @@ class Report:
     kept: bool = False
     matched: int = 0
     lone: int = 0
+    shared_parts: int = 0
+    lone_parts: int = 0
     cleared: int = 0
     made_up_for: Exceeding | None = None
     otherwise: dict[Otherwise, None] = field(default_factory=dict)
@@ -135,8 +138,14 @@ class Report:
 
     @property
     def unlike(self) -> bool:
-        """Whether the two structures share too little to be compared."""
-        return self.matched < _SHARED_ENOUGH * (self.matched + self.lone)
+        """Whether the two structures share too little to be compared: of operators, and of modules, parameters and gradients.
+
+        A loop, or a kernel that is taken apart in one run, has many operators in one module that both have.
+        """
+        parts = self.shared_parts + self.lone_parts
+        return self.matched < _SHARED_ENOUGH * (self.matched + self.lone) and self.shared_parts < _SHARED_ENOUGH * (
+            parts or 1
+        )
 
     @property
     def conclusion(self) -> str:

@@ -36,7 +36,7 @@ from bitwitness.comparison.precisions.doubted import contradicted
 from bitwitness.comparison.precisions.moved import moved_otherwise
 from bitwitness.comparison.precisions.norms import wrong_norm
 from bitwitness.comparison.precisions.otherwise import written_otherwise
-from bitwitness.comparison.precisions.whole import beyond_precision, other_loss, why_beyond
+from bitwitness.comparison.precisions.whole import angles_too_coarse, beyond_precision, other_loss, why_beyond
 from bitwitness.comparison.reasons.choices import choice_first
 from bitwitness.comparison.reasons.conditions import conditions
 from bitwitness.comparison.reasons.unseen import changed_past_torch
@@ -199,7 +199,9 @@ def _without_operator(
     if not apart and differences.precisions is not None:
         search.exceeding += [] if search.exceeding else beyond_precision(differences, place.rank, place.step)
         apart = [one for exceeding in search.exceeding[:1] for one in why_beyond(differences, exceeding)]
-        apart = apart or ([] if search.exceeding else moved_otherwise(differences, place.rank, place.step))
+        at = place.rank, place.step
+        apart = apart or angles_too_coarse(differences, *at)
+        apart = apart or ([] if search.exceeding else moved_otherwise(differences, *at))
     differences.earlier.parted |= bool(apart or search.exceeding)
     return apart[:1]
 

@@ -182,7 +182,8 @@ class EarlierSteps:
     largest change so far that rounding explained; ``parted``: something differed by more; ``last``: the step before, of both
     runs; ``trained``: run A's parameters that have had a gradient; ``beside``: how far those of the process's other models are
     apart by now, by name; ``cut_short``: of a run of which this step is the last one, how it ended before its time, in a few
-    words, by its letter; ``skipped``: a step before was not compared.
+    words, by its letter; ``skipped``: a step before was not compared; ``moves``: the sketches
+    of what optimizers added to few weights, in both runs.
     """
 
     named: dict[str, float] = field(default_factory=dict)
@@ -194,6 +195,7 @@ class EarlierSteps:
     beside: Callable[[], dict[str, float]] = dict
     cut_short: dict[str, str] = field(default_factory=dict)
     skipped: bool = False
+    moves: list[tuple[float, float]] = field(default_factory=list)
 
     def note_read(self, name: str, changes: list[float]) -> None:
         """Note by how much the gradients of a parameter differ that an optimizer reads."""

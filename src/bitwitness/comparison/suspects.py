@@ -137,7 +137,7 @@ class SuspectSearch:
             return None  # the one computes nothing, the other's operators are looked at themselves
         if pair.a.kind == "module" and self._reasons.moved:
             return None  # its parts read other weights
-        reason = self._reasons.of_inputs(pair) if worst > 0 else None
+        reason = self._reasons.of_inputs(pair) if worst > 0 and pair.a.kind != "optimizer" else None
         rounding = self._rounding(pair)
         if reason is not None and (reason.kind != "view" or worst > max(differences.noise_limit(), rounding)):
             differences.real.add(pair.a.number)

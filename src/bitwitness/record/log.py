@@ -69,7 +69,9 @@ class Log:
         self._seq = 0
         self._nodes = 0
         self.backward = False
-        """Whether a backward is running: what runs forward in it is recomputed."""
+        """Whether a backward is running: what runs forward in it is recomputed,"""
+        self.twice = False
+        """unless it makes a graph of its own: then it is the backward itself, to be differentiated once more."""
 
     @property
     def micro(self) -> int:
@@ -117,7 +119,7 @@ class Log:
                 args,
                 stack,
                 noted.tensor,
-                self.backward and site.phase == "forward",
+                self.backward and not self.twice and site.phase == "forward",
             )
         )
 

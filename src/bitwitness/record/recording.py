@@ -232,7 +232,8 @@ class ModelRecording(Instrument):
                     if isinstance(root, torch.Tensor):
                         site = Site(".", "loss", i, "forward", "value")
                         self._log.record(site, root, self._log.node(), "saved", args=mode_text(self.session.root))
-            self._log.backward = True
+            self._log.backward, self._log.twice = True, call.create_graph
+            self._window.mend()
         try:
             yield
         finally:

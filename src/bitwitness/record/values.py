@@ -126,7 +126,7 @@ class Values:
             self._makers.get(storage, -1),
             self._named(storage, values),
             kept,
-            layout_of(values),
+            layout_of(values) if tensor.layout is torch.strided else _layout_name(tensor),
         )
 
     @staticmethod
@@ -188,6 +188,12 @@ class Values:
         self._makers.clear()
         self._names.clear()
         self._changes.clear()
+
+
+def _layout_name(tensor: torch.Tensor) -> str | None:
+    """Return what is said of a tensor of which stored values alone are measured; None for one that holds all of its own."""
+    name = str(tensor.layout).removeprefix("torch.")
+    return name if name.startswith("sparse") else None
 
 
 def _place(storage: int, values: torch.Tensor) -> Hashable:

@@ -52,6 +52,15 @@ class OperatorWindow:
         else:
             self._tap.__enter__()
 
+    def mend(self) -> None:
+        """Show them again where a compiled wrapper around the model's call has undone it.
+
+        It restores the thread's dispatch keys as they were before the call, with the mode still on the stack.
+        """
+        if self._eager is not None and self._tap.is_on_here and not _reaches_modes():
+            self.close()
+            self._open()
+
     def close(self) -> None:
         """Show them no more; other modes stay as they are."""
         eager, self._eager = self._eager, None
@@ -67,6 +76,12 @@ class OperatorWindow:
         else:
             self._tap.sleep()
         eager.close()
+
+
+def _reaches_modes() -> bool:
+    """Return whether operators of this thread are shown to the modes on torch's stack."""
+    included: bool = torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.Python)
+    return included
 
 
 def run_eagerly(stack: ExitStack) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 OF_ALL_GRADIENTS = ("scaled", "clipped", "kept", "dropped", "weighed", "loss", "nonfinite", "underflow")
 """Kinds of what happened to all gradients at once."""
-SOME_FACTOR = "a factor of the loss, of its gradient, or another number of terms in its mean"
+SOME_FACTOR = "a factor of the loss, of its gradient (a hook), or another number of terms in its mean"
 """What is said of a factor whose cause is not known."""
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.gradients.chains import Chain
-from bitwitness.comparison.matching.frame import StepFrame
+from bitwitness.comparison.matching.frame import Node, StepFrame
+from bitwitness.comparison.matching.tokens import CASTS
 from bitwitness.comparison.suspect import Suspect
 from bitwitness.oracle.names import canonical
 
@@ -34,9 +35,17 @@ def keeps_last_alone(frame: StepFrame) -> bool:
         return False
     by_number = {node.number: node for node in frame.nodes if node.kind == "op" and node.phase == "backward"}
     complete = frame.texts["kind"].equals("gradient") & frame.texts["slot"].equals("reduced")
-    makers = [by_number.get(int(number)) for number in frame.producer[complete]]
+    makers = [_behind_casts(frame, by_number, int(number)) for number in frame.producer[complete]]
     last = [m for m in makers if m is not None and m.micro == micros[-1] and canonical(m.op) != _ADDS]
     return len(makers) > 1 and len(last) >= _MOST * len(makers)
+
+
+def _behind_casts(frame: StepFrame, nodes: Mapping[int, Node], number: int) -> Node | None:
+    """Return what made a gradient: behind a cast, for under autocast two micro-batches may share the copy of a weight."""
+    node = nodes.get(number)
+    while node is not None and node.op in CASTS and node.inputs:
+        node = nodes.get(int(frame.producer[node.inputs[0]]))
+    return node
 
 
 def last_alone(differences: Differences, chains: Sequence[Chain]) -> str:

@@ -70,10 +70,17 @@ def sparse_in_one(a: StepFrame, b: StepFrame, pairs: Sequence[Pair]) -> list[int
         name = pair.a.parameter if pair.a.kind == "gradient" else pair.a.module
         for i, j in pair.inputs if pair.a.kind == "optimizer" else pair.outputs if pair.a.kind == "gradient" else ():
             is_gradient = pair.a.kind == "gradient" or a.text("slot", i) == "grad"
-            counts, dense = (int(a.count[i]), int(b.count[j])), sizes.get(name, 0)
-            if is_gradient and counts[0] != counts[1] and dense in counts and a.shapes[i][1:] == b.shapes[j][1:]:
+            if is_gradient and sizes.get(name, 0) in (a.count[i], b.count[j]) and _has_other_rows(a, i, b, j):
                 found.append(i)
+        if (pair.a.kind, pair.a.phase) == ("op", "backward") and "embedding" in pair.a.op:
+            found += [i for i, j in pair.outputs if _has_other_rows(a, i, b, j)]
     return found
+
+
+def _has_other_rows(a: StepFrame, row_a: int, b: StepFrame, row_b: int) -> bool:
+    sparse = [frame.text("layout", row).startswith("sparse") for frame, row in ((a, row_a), (b, row_b))]
+    other = bool(a.count[row_a] != b.count[row_b]) or sparse[0] != sparse[1]
+    return other and a.shapes[row_a][1:] == b.shapes[row_b][1:]
 
 
 def not_set(a: StepFrame, pairs: Sequence[Pair]) -> list[int]:

@@ -51,10 +51,14 @@ def moved_otherwise(differences: Differences, rank: int, step: int) -> list[Susp
         return []
     limit = _APART[differences.earlier.last is not None]
     for moved, in_words in ((_updates(differences), _in_words), (_followers(differences), _in_words_of_followers)):
-        of_a, of_b = math.hypot(*(one.of_a for one in moved)), math.hypot(*(one.of_b for one in moved))
-        if len(moved) < _FEWEST or not max(of_a, of_b):
+        known = [(one.of_a, one.of_b) for one in moved]
+        if 0 < len(moved) < _FEWEST and in_words is _in_words:  # of few weights those of all steps are taken together
+            differences.earlier.moves += known
+            known = differences.earlier.moves
+        of_a, of_b = (math.hypot(*side) for side in zip(*known, strict=True)) if known else (0.0, 0.0)
+        if len(known) < _FEWEST or not max(of_a, of_b):
             continue
-        apart = math.hypot(*(one.apart for one in moved)) / max(of_a, of_b)
+        apart = math.hypot(*(x - y for x, y in known)) / max(of_a, of_b)
         if apart <= limit:
             continue
         worst = max(moved, key=lambda one: one.apart)
@@ -89,8 +93,8 @@ def _in_words_of_followers(differences: Differences, worst: _Update, of_a: float
     )
     size = f"they move {in_times(of_b / of_a)} as much in run B" if of_a else "they do not move in run A"
     return (
-        "the weights that no optimizer updates (of a teacher, an average) were moved otherwise since the step before: all of "
-        f"them together differ by {apart:.2g} of what they move ({size}; {in_dtypes})"
+        "the weights that no optimizer updates (of a teacher, an average), or none that is seen, were moved otherwise since "
+        f"the step before: all of them together differ by {apart:.2g} of what they move ({size}; {in_dtypes})"
     )
 
 
@@ -105,8 +109,9 @@ def _followers(differences: Differences) -> list[_Update]:
     for pair in differences.alignment.weights:
         names = pair.a.parameter, pair.b.parameter
         sides = list(zip(names, frames, begun, updated, strict=True))
-        if any(name in theirs or name not in rows[0] or name not in rows[1] for name, _, rows, theirs in sides):
-            continue
+        known = all(name in rows[0] and name in rows[1] for name, _, rows, _ in sides)
+        if not known or all(name in theirs for name, _, _, theirs in sides):
+            continue  # an optimizer that holds copies updates none of a model's own
         moved = [
             float(now.numbers["sketch"][rows[1][name]] - before.numbers["sketch"][rows[0][name]])
             for name, (before, now), rows, _ in sides

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from bitwitness.comparison.differences import FINE, Differences
 from bitwitness.comparison.matching.align import Pair
+from bitwitness.comparison.measuring.allowance import roundoff
 from bitwitness.comparison.measuring.relation import factor, in_times, is_filled, numbers_of
 from bitwitness.comparison.measuring.values import KeptValues
 from bitwitness.comparison.suspect import Suspect, suspect_of
@@ -35,6 +36,8 @@ _LEAST_FAR = 8.0
 """Unit roundoffs of the coarser dtype that it differs by then, at least."""
 _LEAST_FACTOR = 8.0
 """Unit roundoffs of the coarser dtype, at least, that a factor is away from 1 by. Seen in healthy pairs: 6, of a bias."""
+_LEAST_AWAY = 0.01
+"""The same whatever the dtype. Seen in float16: 0.0044, of a convolution's weight."""
 _SHARE, _MOST = 0.25, 0.4
 """Of a factor's distance from 1 (of the second at most): how far its statistics may be from it, and its inputs from 1."""
 _ELEMENTS = 16
@@ -80,7 +83,7 @@ class _Away(NamedTuple):
 
 def _multiplied(differences: Differences, pair: Pair, rows: tuple[int, int]) -> _Away | None:
     """Return by what number a result is multiplied in run B, if it is and its inputs are not."""
-    explained = _LEAST_FACTOR * differences.slack * differences.roundoff_inside
+    explained = max(_LEAST_FACTOR * differences.roundoff_inside, _LEAST_AWAY) * differences.slack
     away = abs(_ratio(differences, *rows) - 1.0)
     if differences.a.count[rows[0]] < _ELEMENTS or not explained <= away < math.inf or _adds_up(differences, pair):
         return None
@@ -104,7 +107,7 @@ def _of_another_norm(differences: Differences, pair: Pair, rows: tuple[int, int]
 def _by_far(differences: Differences, pair: Pair, rows: tuple[int, int]) -> _Away | None:
     """Return that an operator's first result differs by many times what its inputs do."""
     alone = (pair.a.kind, pair.a.phase) == ("module", "forward") and not differences.has_operators
-    jumps = is_random(pair.a.op) or canonical(pair.a.op) in _JUMPS
+    jumps = is_random(pair.a.op) or canonical(pair.a.op) in _JUMPS or not roundoff(differences.a.text("dtype", rows[0]))
     if not (pair.a.kind == "op" or alone) or rows != pair.outputs[0] or jumps:
         return None
     unit = differences.slack * differences.roundoff_inside

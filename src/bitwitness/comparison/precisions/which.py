@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from bitwitness.comparison.matching.align import Pair
+from bitwitness.comparison.matching.frame import StepFrame
+from bitwitness.oracle.names import PRODUCTS, canonical
+
 _MOST = 0.5
 """Share of the products in other dtypes, from which on two runs compute in different precisions throughout."""
 
@@ -16,7 +20,8 @@ def computed_in(products: Sequence[Dtypes], weights: Sequence[Dtypes]) -> Dtypes
     """Return the dtypes in which the runs compute, A's and B's, where most of their products are in different ones; else None.
 
     Most: one layer in another dtype than the rest is a difference of its own, and not the runs' precision. A model that casts
-    to float32 in many places computes in its weights' dtype all the same, if some products do.
+    to float32 in many places computes in its weights' dtype all the same; and what keeps its weights in float32 and computes in
+    bfloat16 differs from what keeps them in that by the same roundings.
 
     Parameters
     ----------
@@ -25,7 +30,16 @@ def computed_in(products: Sequence[Dtypes], weights: Sequence[Dtypes]) -> Dtypes
 
     """
     other = [pair for pair in products if pair[0] != pair[1]]
-    if other and len(other) < _MOST * len(products):
+    if len(other) < _MOST * len(products):
         held = [pair for pair in weights if pair[0] != pair[1]]
-        other = [pair for pair in other if pair in held] if len(held) >= _MOST * len(weights) else []
+        other = ([pair for pair in other if pair in held] or held) if len(held) > _MOST * len(weights) else []
     return Counter(other).most_common(1)[0][0] if other else None
+
+
+def multiplies(frame: StepFrame, pair: Pair) -> bool:
+    """Return whether a node of run A's ``frame`` is a product, or a module that multiplies by a weight of its own."""
+    if pair.a.kind == "op":
+        return canonical(pair.a.op) in PRODUCTS
+    weights = [row for row, _ in pair.inputs if frame.text("slot", row) == "weight"]
+    is_product = pair.a.kind == "module" and "Embedding" not in pair.a.op
+    return is_product and any(len(frame.shapes[weight]) > 1 for weight in weights)

@@ -7,6 +7,7 @@ in which rounding errors cancel, and gradients of many parameters differ by much
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 from bitwitness.comparison.differences import NEGLIGIBLE, Differences
 from bitwitness.comparison.matching.align import Pair
@@ -32,6 +33,7 @@ Seen: 19 in bfloat16, 58 in float16, both of a ResNet."""
 
 _COPIED = 4.0
 """Unit roundoffs by which an input may differ that is a copy of what was rounded before."""
+_PERIODIC = ("sin", "cos", "tan")
 _SHARE_OF_LOSS = 0.25
 """Of a loss's change, up to which what modules return differs, where something behind them makes the loss another one."""
 _ELEMENTS, _SMALL, _MUCH = 16, 4.0, 0.25
@@ -75,7 +77,7 @@ def why_beyond(differences: Differences, beyond: Exceeding) -> list[Suspect]:
     """
     return (
         other_input(differences, beyond.rank, beyond.step)
-        or _sensitive(differences, beyond)
+        or _sensitive(differences, beyond.rank, beyond.step)
         or _lone_operator(differences, beyond)
         or _other_operand(differences, beyond)
     )
@@ -132,11 +134,19 @@ def other_loss(differences: Differences, rank: int, step: int) -> list[Suspect]:
     return []
 
 
-def _sensitive(differences: Differences, beyond: Exceeding) -> list[Suspect]:
-    """Return the first operator that makes another result of inputs that rounding alone moved apart: a sine of large angles."""
+def angles_too_coarse(differences: Differences, rank: int, step: int) -> list[Suspect]:
+    """Return the first sine or cosine of angles so large that the coarser dtype holds no part of a turn."""
+    if differences.precisions is None or differences.parted_before:
+        return []
+    return _sensitive(differences, rank, step, _PERIODIC)
+
+
+def _sensitive(differences: Differences, rank: int, step: int, ops: Collection[str] = ()) -> list[Suspect]:
+    """Return the first operator (one of ``ops``, if given) that makes another result of inputs that rounding moved apart."""
     unit = differences.roundoff_inside
     for pair in differences.alignment.pairs:
-        if (pair.a.kind, pair.a.phase) != ("op", "forward") or not pair.outputs or is_random(pair.a.op):
+        other = (ops and pair.a.op not in ops) or is_random(pair.a.op)
+        if (pair.a.kind, pair.a.phase) != ("op", "forward") or not pair.outputs or other:
             continue
         row, inputs = pair.outputs[0][0], [differences.change_of[i] for i, _ in pair.inputs]
         change, carried = differences.change_of[row], max([unit, *inputs])
@@ -148,8 +158,7 @@ def _sensitive(differences: Differences, beyond: Exceeding) -> list[Suspect]:
             )
             return [
                 suspect_of(
-                    pair, differences.a, row, rank=beyond.rank, step=beyond.step, reason="dtype", text=text, change=change,
-                    explained=carried,
+                    pair, differences.a, row, rank=rank, step=step, reason="dtype", text=text, change=change, explained=carried
                 )
             ]  # fmt: skip
     return []

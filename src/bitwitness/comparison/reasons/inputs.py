@@ -58,16 +58,17 @@ class Reasons:
     @property
     def named(self) -> dict[str, float]:
         """The latest change of each parameter and buffer of this step, by name; infinite where one run alone updated it."""
-        sides = (True, False) if self._both_step else ()
-        lone = (node for first in sides for node in self._differences.alignment.lone(first=first))
+        lone = (n for first in (True, False) if all(self._step) for n in self._differences.alignment.lone(first=first))
         alone = {node.module: math.inf for node in lone if node.kind == "optimizer"}
+        if self._differences.precisions and len(set(self._step)) > 1:  # of copies in another dtype, say
+            alone |= dict.fromkeys(self._begun_weights, math.inf)
         return self._begun | self._written | alone
 
     @property
-    def _both_step(self) -> bool:
-        """Whether the optimizers of both runs were seen to step by now: a script may update its weights itself."""
+    def _step(self) -> list[bool]:
+        """Whether the optimizers of A and of B were seen to step by now: a script may update its weights itself."""
         frames = zip((self.a, self.b), self._earlier.last or (self.a, self.b), strict=True)
-        return all(any(frame.texts["kind"].equals("optimizer").any() for frame in both) for both in frames)
+        return [any(frame.texts["kind"].equals("optimizer").any() for frame in both) for both in frames]
 
     def remember(self, pair: Pair) -> None:
         """Keep how far apart a parameter or buffer is that was just written: the next step reads it."""
@@ -105,8 +106,6 @@ class Reasons:
 
     def of_inputs(self, pair: Pair) -> Reason | None:
         """Return why an input differs, if no matched operator made the difference."""
-        if pair.a.kind == "optimizer":
-            return None
         if pair.a.kind == "module" and "BatchNorm" in pair.a.op and self.a.micros != self.b.micros:
             counts = f"{self.a.micros} against {self.b.micros} micro-batches"
             return Reason(
@@ -235,7 +234,8 @@ class Reasons:
             return None  # the optimizer did, which comes last in the step
         # What the runs begin with has no noise yet, but that of its own dtype.
         begun = name and known is None and not late
-        limit = self._of_dtype(row_a, row_b) if begun else self._differences.noise_limit()
+        copied = _ROUNDED * self._differences.copies if name else 0.0
+        limit = self._of_dtype(row_a, row_b) if begun else max(self._differences.noise_limit(), copied)
         limit = max(limit, self._differences.handed_beside(name))
         if change <= limit:
             return None

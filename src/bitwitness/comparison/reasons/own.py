@@ -23,6 +23,7 @@ _OTHER_CLASS = 4e-6
 _BEHIND = 10.0
 """Times what is explained, up to which a result behind another suspect is that one's doing: statistics of what was handed on
 say little of how far single elements are apart. Seen: healthy products up to 6."""
+_LAID = ("batch_first ",)
 _RANDOM = "it draws random numbers, and drew others: another seed or another number of draws before"
 _COMPUTED_UPDATE = (
     "parameter, gradient and settings agree and the update does not: the optimizer's state does (moments, step counts), "
@@ -64,13 +65,8 @@ class OwnReasons:
             self._differences.b.text("args", pair.b.rows[0]),
         )
         if first != second and worst > max(NEGLIGIBLE * _SURE, FOLLOWED * carried * (carried < NEGLIGIBLE)):
-            rank = len(self._differences.a.shapes[pair.inputs[0][0]]) if pair.inputs else 0
-            differing = argument_differences(arguments(first), arguments(second), differences.precisions, rank=rank)
-            same_formula = is_another_class_alone(arguments(first), arguments(second)) and (
-                worst <= _OTHER_CLASS or self._is_one_formula
-            )
             matters = over or carried == 0.0 or worst > differences.roundoff(*pair.outputs[0])
-            if differing and matters and not same_formula:
+            if differing := self._other_arguments(pair, first, second, worst, over=over) if matters else []:
                 return Reason("argument", f"called with other arguments: {'; '.join(differing)}")
         if not over or (not pair.inputs and differences.precisions is not None):
             return None  # the latter: a constant of each run's own dtype
@@ -87,6 +83,16 @@ class OwnReasons:
         slots = {self._differences.a.text("slot", row) for row, _ in pair.inputs}
         stateless = pair.a.kind == "optimizer" and slots <= {"param", "grad"}
         return Reason("computed", (_COMPUTED_UPDATE if stateless else self._computed(pair)) + self._overflow(pair))
+
+    def _other_arguments(self, pair: Pair, first: str, second: str, worst: float, *, over: bool) -> list[str]:
+        """Return the arguments that differ and matter; of optimizers of other classes none where they have one formula."""
+        rank = len(self._differences.a.shapes[pair.inputs[0][0]]) if pair.inputs else 0
+        called = arguments(first), arguments(second)
+        if is_another_class_alone(*called) and (worst <= _OTHER_CLASS or self._is_one_formula):
+            return []
+        differing = argument_differences(*called, self._differences.precisions, rank=rank)
+        # Some say how what is given lies in memory, which is no matter where what is computed agrees.
+        return [one for one in differing if over or not one.startswith(_LAID)]
 
     def _other_module(self, pair: Pair) -> str:
         """Say that a module is another one, or is given a tensor in one run alone; empty for one that is neither."""
