@@ -1,8 +1,8 @@
 """Biases' gradients that are sums of many numbers, of which nothing is left but rounding, where modules alone were recorded.
 
 A bias before a batch norm, or before a softmax over positions, gets the sum of what comes back to its module's result, which
-is zero in exact numbers. What rounding leaves of such a sum is relative to its terms, and not to other gradients (Higham, "Accuracy
-and Stability of Numerical Algorithms", 4.2).
+is zero in exact numbers. What rounding leaves of such a sum is relative to its terms, and not to other gradients (Higham,
+"Accuracy and Stability of Numerical Algorithms", 4.2).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class BiasSums:
         }
 
     def come_to_nothing(self, pair: Pair, rounded: float) -> bool:
-        """Return whether a gradient is one of a bias that is rounding errors alone in both runs; ``rounded``: a unit roundoff."""
+        """Return whether a gradient is a bias's and rounding errors alone in both runs; ``rounded``: a unit roundoff."""
         if pair.a.kind != "gradient" or pair.a.parameter.rpartition(".")[2] != _BIAS or pair.a.module not in self._back:
             return False
         return all(

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from bitwitness.comparison.differences import FINE, Differences
 from bitwitness.comparison.matching.align import Pair
 from bitwitness.comparison.measuring.allowance import roundoff
+from bitwitness.comparison.measuring.describe import RECORD_OPERATORS
 from bitwitness.comparison.measuring.relation import factor, in_times, is_filled, numbers_of
 from bitwitness.comparison.measuring.values import KeptValues
 from bitwitness.comparison.suspect import Suspect, suspect_of
@@ -28,6 +29,8 @@ _MANY, _SOME = 256, 128
 _FAR = {"forward": 10.0, "backward": 48.0, "module": 48.0}
 """Times what inputs differ by, that a result does not. Seen in first steps, of fifty pairs: 5.6, in a backward 24 (a ReLU). The
 last of a module of which no operators were recorded."""
+_LEAST_BACK, _OF_CHANGE_BACK = 4.0, 0.5
+"""Unit roundoffs, and times what the model's result differs by, that the norm of what comes back to it may change by."""
 _JUMPS = frozenset(
     ("threshold_backward", "hardtanh_backward", "hardswish_backward", "hardsigmoid_backward", "leaky_relu_backward")
 )
@@ -48,9 +51,40 @@ def wrong_norm(differences: Differences, values: KeptValues | None, rank: int, s
     """Return the first operator or module whose result has a norm that its inputs' do not explain, if there is one."""
     if differences.precisions is None or differences.parted_before or differences.roundoff_inside <= FINE:
         return []
-    found = _suspects(differences, rank, step)
+    found = _suspects(differences, rank, step) if differences.has_operators else _of_modules(differences, rank, step)
     told = found if values is None else (one for one in map(values.refine, found) if one is not None)
     return next(([one] for one in told), [])
+
+
+def _of_modules(differences: Differences, rank: int, step: int) -> Iterator[Suspect]:
+    """Yield modules, and what comes back to the model's result of a loss of which no operators tell."""
+    yield from _suspects(differences, rank, step)
+    returned = [rows for pair in differences.alignment.pairs if _is_root(pair, "forward") for rows in pair.outputs]
+    if not returned:
+        return
+    changes = (
+        max(differences.change_of[i] for i, _ in returned),
+        max(abs(_ratio(differences, *rows) - 1) for rows in returned),
+    )
+    unit = differences.slack * differences.roundoff_inside
+    explained = _LEAST_BACK * unit + _OF_INPUTS * changes[1] + _OF_CHANGE_BACK * changes[0]
+    for pair in differences.alignment.pairs:
+        for rows in pair.inputs if _is_root(pair, "backward") else ():
+            away = abs(_ratio(differences, *rows) - 1.0)
+            if differences.a.count[rows[0]] >= _ELEMENTS and explained < away < math.inf:
+                times = f"its norm is {_ratio(differences, *rows):.4g} times as large in run B"
+                text = (
+                    f"what comes back to the model's result differs ({times}), and the result agrees within rounding: "
+                    f"the loss is computed otherwise, or of other targets: {RECORD_OPERATORS}"
+                )
+                yield suspect_of(
+                    pair, differences.a, rows[0], rank=rank, step=step, reason="loss", text=text, change=away,
+                    explained=explained,
+                )  # fmt: skip
+
+
+def _is_root(pair: Pair, phase: str) -> bool:
+    return (pair.a.kind, pair.a.phase, pair.a.module) == ("module", phase, ".")
 
 
 def _suspects(differences: Differences, rank: int, step: int) -> Iterator[Suspect]:
