@@ -178,7 +178,7 @@ def _compare_step(
     known.parted |= bool(between)
     if differences.precisions and all(one.reason == "unknown" for one in kept):  # gradients that tell of no place
         at = place.rank, place.step
-        kept = [*(wrong_norm(differences, values, *at) or other_loss(differences, *at)), *kept]
+        kept = [*(other_loss(differences, *at) or wrong_norm(differences, values, *at)), *kept]
     kept = kept or _without_operator(search, differences, values, place)
     if found and not kept and not search.exceeding:
         known.parted = differences.parted_before  # float64 told that there was nothing

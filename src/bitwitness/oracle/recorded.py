@@ -169,7 +169,11 @@ def _of_terms(func: OpOverload, call: Mapping[str, Any], inputs: Sequence[Tensor
     args = [argument(value, inputs) for value in call.get("a", [])]
     kwargs = {name: argument(value, inputs) for name, value in call.get("k", {}).items()}
     sizes = term_sizes(func, args, kwargs, run_in_float64(func, args, kwargs))
-    return _GENERAL * accumulation_roundoff(result.dtype) * sizes[out] / math.sqrt(max(result.numel(), 1))
+    inside = (
+        _ROUNDING * unit_roundoff(result.dtype) if result.dtype in HALF else 0.0
+    )  # as some kernels keep their terms
+    each = sizes[out] / math.sqrt(max(result.numel(), 1))
+    return max(_GENERAL * accumulation_roundoff(result.dtype), inside) * each
 
 
 def _largest(tensor: Tensor) -> float:

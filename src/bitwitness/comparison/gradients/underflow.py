@@ -31,10 +31,11 @@ def too_small(differences: Differences, chains: Sequence[Chain]) -> str:
         if frame.computed != "float16" or not left or not read or median(left) > _FEW * _SMALLEST:
             continue
         zeros = sum(size == 0.0 for size in left)
+        below = f"below {median(left):.2g}" if median(left) else "zero"
         nothing = f", those of {zeros} are zero throughout" if zeros else ""
         return (
             f"the gradients ({len(chains)} parameters) of run {side} are smaller than float16 holds: "
-            f"half of them are below {median(left):.2g}{nothing}{'' if is_scaled(frame) else _NOT_SCALED}"
+            f"half of them are {below}{nothing}{'' if is_scaled(frame) else _NOT_SCALED}"
         )
     return ""
 

@@ -102,9 +102,19 @@ def _suspects(differences: Differences, rank: int, step: int) -> Iterator[Suspec
             if found is not None:
                 yield suspect_of(
                     pair, differences.a, rows[0], rank=rank, step=step, reason="computed",
-                    text=f"its inputs agree within rounding, and its result {found.how}",
+                    text=f"its inputs agree {_how_far(differences, pair)}, and its result {found.how}",
                     change=found.away, explained=found.explained,
                 )  # fmt: skip
+
+
+def _how_far(differences: Differences, pair: Pair) -> str:
+    """Say up to what a node's inputs are known to agree: statistics do not tell the order of what lies otherwise in memory."""
+    a, b = differences.a, differences.b
+    other = [i for i, j in pair.inputs if a.text("layout", i) != b.text("layout", j)]
+    if differences.has_values or not other:
+        return "within rounding"
+    slot = a.text("slot", other[0])
+    return f"in their statistics ({slot} lies otherwise in memory in each run, and may hold the same values in another order)"
 
 
 class _Away(NamedTuple):

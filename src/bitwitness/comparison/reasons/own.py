@@ -80,9 +80,18 @@ class OwnReasons:
             return None  # by how much is not known
         if pair.a.kind == "module" and (other := self._other_module(pair)):
             return Reason("argument", other)
-        slots = {self._differences.a.text("slot", row) for row, _ in pair.inputs}
-        stateless = pair.a.kind == "optimizer" and slots <= {"param", "grad"}
-        return Reason("computed", (_COMPUTED_UPDATE if stateless else self._computed(pair)) + self._overflow(pair))
+        return self._of_update(pair, carried) if pair.a.kind == "optimizer" else self._computed_wrongly(pair)
+
+    def _computed_wrongly(self, pair: Pair) -> Reason:
+        return Reason("computed", self._computed(pair) + self._overflow(pair))
+
+    def _of_update(self, pair: Pair, carried: float) -> Reason | None:
+        """Return that an update differs; of two precisions `precisions.moved` looks at all of them together."""
+        if self._differences.precisions is not None and carried > self._differences.roundoff_inside:
+            return None
+        if {self._differences.a.text("slot", row) for row, _ in pair.inputs} <= {"param", "grad"}:
+            return Reason("computed", _COMPUTED_UPDATE + self._overflow(pair))
+        return self._computed_wrongly(pair)
 
     def _other_arguments(self, pair: Pair, first: str, second: str, worst: float, *, over: bool) -> list[str]:
         """Return the arguments that differ and matter; of optimizers of other classes none where they have one formula."""
