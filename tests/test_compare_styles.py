@@ -237,3 +237,46 @@ def test_a_loss_that_no_recorded_operator_made_is_told_as_that(tmp_path: Path) -
     a = trained(tmp_path / "a", lambda: nn.Linear(WIDTH, 2), loss(F.mse_loss))
     report = bw.compare(a, trained(tmp_path / "b", lambda: nn.Linear(WIDTH, 2), loss(F.l1_loss)))
     print(report.conclusion)
+
+
+def test_a_module_of_many_operators_is_no_other_structure(tmp_path: Path) -> None:
+    """A loss that is added up number by number has many operators, in a model that is the same."""
+
+    def one_by_one(model: nn.Module, step: int) -> Tensor:
+        parts = model(noise(32, WIDTH, seed=step)).square().flatten()
+        return sum(parts.unbind(), torch.zeros(())) / len(parts) * 1.5
+
+    def at_once(model: nn.Module, step: int) -> Tensor:
+        return model(noise(32, WIDTH, seed=step)).square().mean()
+
+    a = trained(tmp_path / "a", lambda: nn.Linear(WIDTH, 4), at_once)
+    report = bw.compare(a, trained(tmp_path / "b", lambda: nn.Linear(WIDTH, 4), one_by_one))
+    assert report.status == "findings", report.conclusion
+    assert "too many to be sure" not in report.conclusion
+
+
+def test_a_backward_that_is_differentiated_once_more_is_no_recomputation(tmp_path: Path) -> None:
+    def loss(factor: float) -> Compute:
+        def penalised(model: nn.Module, step: int) -> Tensor:
+            x = noise(4, WIDTH, seed=step).requires_grad_()
+            output = model(x).tanh().sum()
+            (slope,) = torch.autograd.grad(output, x, create_graph=True)
+            return output.square() + factor * (slope * slope).sum()
+
+        return penalised
+
+    a = trained(tmp_path / "a", lambda: nn.Linear(WIDTH, 4), loss(1.0))
+    report = bw.compare(a, trained(tmp_path / "b", lambda: nn.Linear(WIDTH, 4), loss(2.0)))
+    assert report.status == "findings"
+    assert "recomputation" not in " ".join([report.conclusion, *(one.text for one in report.suspects)])
+
+
+def test_of_a_model_inside_a_compiled_wrapper_the_backward_is_recorded(tmp_path: Path) -> None:
+    """The wrapper undoes what was switched on inside its call, with the mode still on torch's stack."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, 2))
+    compiled = torch.compile(model, backend="eager")
+    with bw.Recorder(model, out=str(tmp_path / "run")):
+        compiled(noise(4, WIDTH, seed=1)).square().mean().backward()
+    rows = bw.Run(tmp_path / "run").rows().to_pylist()
+    backward = {(row["module"], row["op"]) for row in rows if (row["kind"], row["phase"]) == ("op", "backward")}
+    assert backward >= {("1", "gelu_backward"), ("2", "mm")}

@@ -93,7 +93,7 @@ def _in_words_of_followers(differences: Differences, worst: _Update, of_a: float
     )
     size = f"they move {in_times(of_b / of_a)} as much in run B" if of_a else "they do not move in run A"
     return (
-        "the weights that no optimizer updates (of a teacher, an average), or none that is seen, were moved otherwise since "
+        "the weights that no optimizer updates (of a teacher, an average) were moved otherwise since "
         f"the step before: all of them together differ by {apart:.2g} of what they move ({size}; {in_dtypes})"
     )
 
@@ -110,8 +110,8 @@ def _followers(differences: Differences) -> list[_Update]:
         names = pair.a.parameter, pair.b.parameter
         sides = list(zip(names, frames, begun, updated, strict=True))
         known = all(name in rows[0] and name in rows[1] for name, _, rows, _ in sides)
-        if not known or all(name in theirs for name, _, _, theirs in sides):
-            continue  # an optimizer that holds copies updates none of a model's own
+        if not known or any(name in theirs for name, _, _, theirs in sides):
+            continue
         moved = [
             float(now.numbers["sketch"][rows[1][name]] - before.numbers["sketch"][rows[0][name]])
             for name, (before, now), rows, _ in sides
