@@ -16,6 +16,7 @@ from bitwitness.comparison.matching.align import Pair
 from bitwitness.comparison.measuring.allowance import allowed
 from bitwitness.comparison.measuring.relation import is_filled
 from bitwitness.comparison.noted import of_absence, of_cause
+from bitwitness.comparison.precisions.which import room_of
 from bitwitness.comparison.reasons.handed import hands_on
 from bitwitness.comparison.reasons.inputs import Reasons
 from bitwitness.comparison.reasons.own import OwnReasons
@@ -203,9 +204,8 @@ class SuspectSearch:
         return self._allowed(pair, 0, [0.0] * len(pair.inputs))
 
     def _allowed(self, pair: Pair, out: int, carried: list[float]) -> float:
-        differences = self.differences
-        inside = max(differences.roundoff_inside, differences.rewritten)
-        return allowed(differences.a, differences.b, pair, out, carried, inside)
+        differences, inside = self.differences, max(self.differences.roundoff_inside, self.differences.rewritten)
+        return room_of(pair, differences.precisions) * allowed(differences.a, differences.b, pair, out, carried, inside)
 
     def _worst(self, pair: Pair, results: list[float]) -> tuple[float, float, int]:
         """Return what is explained and what is seen, of the result that exceeds it most, and which that is."""

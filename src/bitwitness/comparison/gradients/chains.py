@@ -10,11 +10,14 @@ import numpy as np
 
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.matching.frame import StepFrame, parameter_of
+from bitwitness.comparison.measuring.allowance import rms
 from bitwitness.comparison.measuring.relation import factor, numbers_of
 
 STAGES = ("backward", "reduced", "read")
 """As the backward left it; complete, and before any clipping; as the optimizer read it."""
 
+_SMALLEST = 2.0**-14
+"""The smallest number of which float16 holds all digits."""
 _FEW = 4  # groups of parameters that are multiplied by numbers of their own
 _NEARLY = 0.1
 """Relative difference of two norms that are one clipping's."""
@@ -65,6 +68,12 @@ def link_of(frame: StepFrame, rows: Rows) -> float | None:
     """Return by what a gradient is multiplied between backward and optimizer; None: by no one number, or it is not known."""
     last = row_at(rows, 2)
     return None if rows[0] is None or last is None else factor(frame, rows[0], frame, last)
+
+
+def is_rounded_off(frame: StepFrame, rows: Rows, link: float | None) -> bool:
+    """Return whether a gradient in float16, multiplied by no one number, is so small there that digits of it are lost."""
+    last = row_at(rows, 2)
+    return link is None and last is not None and frame.text("dtype", last) == "float16" and rms(frame, last) < _SMALLEST
 
 
 def is_read_alike(a: StepFrame, b: StepFrame, chain: Chain) -> bool:

@@ -7,7 +7,7 @@ from functools import cached_property
 from statistics import median
 
 from bitwitness.comparison.differences import Differences
-from bitwitness.comparison.gradients.chains import Chain, chains_of, link_of, row_at
+from bitwitness.comparison.gradients.chains import Chain, chains_of, is_rounded_off, link_of, row_at
 from bitwitness.comparison.matching.frame import StepFrame
 from bitwitness.comparison.measuring.allowance import rms
 from bitwitness.comparison.measuring.relation import factor, tolerance
@@ -46,6 +46,8 @@ class GradientFactors:
         """Return by what a gradient was multiplied between backward and optimizer in each run, where that differs."""
         first, second = (link_of(frame, rows) for frame, rows in ((self._a, chain.a), (self._b, chain.b)))
         if first is None and second is None:
+            return None
+        if any(is_rounded_off(*one) for one in ((self._a, chain.a, first), (self._b, chain.b, second))):
             return None
         if first is not None and second is not None:
             # Beside what happens to all gradients of a run, as a clipping does.

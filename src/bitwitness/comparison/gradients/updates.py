@@ -26,7 +26,7 @@ Far above rounding in float32, for nothing is known of how many operators' round
 _ROOTS_BACKWARD = ("module", "backward", ".")
 _UNTRACED = 0.01
 """The same of one whose way to the optimizer is not known: a reduction in a coarse dtype leaves less, too."""
-_COARSE = 32.0
+_COARSE = 40.0
 """The same as unit roundoffs of the coarser precision, where two runs compute in different ones."""
 _LIKE_OTHERS, _LIKE_OTHERS_MOST = 8.0, 0.7
 """There, too: times what half of the step's gradients stay within, and up to where; how rounding grows along a depth that was
@@ -151,11 +151,11 @@ class Updates:
             _UNTRACED, self._differences.drifted, self._of_precision
         ):
             return self._untraced(pair, read[0])
-        return self._edited(pair.a.module) if differs > _GRADIENT else None
+        return self._edited(pair.a.module) if differs > _GRADIENT and not self._differences.is_cancelled(pair) else None
 
     def of_vain_edit(self, pair: Pair) -> Reason | None:
         """Return that the gradient was edited in one run that an optimizer reads, though its update does not show it as yet."""
-        decayed = pair.a.module in self._decayed
+        decayed = pair.a.module in self._decayed or self._differences.is_cancelled(pair)
         if pair.a.kind != "optimizer" or self.cause is not None or self._differences.earlier.parted or decayed:
             return None
         read = [row for row, _ in pair.inputs if self._differences.a.text("slot", row) == "grad"]

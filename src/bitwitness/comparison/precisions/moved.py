@@ -59,7 +59,8 @@ def moved_otherwise(differences: Differences, rank: int, step: int) -> list[Susp
         if len(known) < _FEWEST or not max(of_a, of_b):
             continue
         apart = math.hypot(*(x - y for x, y in known)) / max(of_a, of_b)
-        if apart <= limit:
+        lost = in_words is not _in_words or of_b < _LOST * of_a
+        if apart <= limit + (0.0 if lost else _rounded(differences, moved) / max(of_a, of_b)):
             continue
         worst = max(moved, key=lambda one: one.apart)
         row, text = worst.pair.outputs[0][0], in_words(differences, worst, of_a, of_b, apart)
@@ -70,6 +71,20 @@ def moved_otherwise(differences: Differences, rank: int, step: int) -> list[Susp
             )
         ]  # fmt: skip
     return []
+
+
+def _rounded(differences: Differences, moved: list[_Update]) -> float:
+    """Return what rounding to the dtype that weights are kept in makes of all updates, where that is not one dtype."""
+    sizes = []
+    for one in moved:
+        i, j = one.pair.outputs[0]
+        for frame, row, other in (
+            (differences.a, i, differences.b.text("dtype", j)),
+            (differences.b, j, differences.a.text("dtype", i)),
+        ):
+            coarse = roundoff(frame.text("dtype", row))
+            sizes.append(coarse * float(frame.numbers["l2"][row]) if coarse > roundoff(other) else 0.0)
+    return math.hypot(*sizes)
 
 
 def _in_words(differences: Differences, worst: _Update, of_a: float, of_b: float, apart: float) -> str:

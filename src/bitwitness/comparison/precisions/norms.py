@@ -24,6 +24,8 @@ from bitwitness.oracle.names import PRODUCTS, canonical, is_random
 _OF_INPUTS, _OF_CHANGE, _OF_ROUNDOFF = 2.0, 0.25, 0.5
 """Times its inputs' norms, their largest change and the coarser unit roundoff that the norm of a product may change by. Seen in
 first steps in bfloat16, of thirty architectures: at the most 1.4e-3, a third of that bound."""
+_LATER = 3.0
+"""Times as much as in the first step that a norm may change by in a later one, in which weights have moved apart."""
 _MANY, _SOME = 256, 128
 """Numbers, at least, that a norm is of, and that a change is seen in."""
 _FAR = {"forward": 10.0, "backward": 48.0, "module": 48.0}
@@ -32,7 +34,16 @@ last of a module of which no operators were recorded."""
 _LEAST_BACK, _OF_CHANGE_BACK = 4.0, 0.5
 """Unit roundoffs, and times what the model's result differs by, that the norm of what comes back to it may change by."""
 _JUMPS = frozenset(
-    ("threshold_backward", "hardtanh_backward", "hardswish_backward", "hardsigmoid_backward", "leaky_relu_backward")
+    (
+        *(
+            "threshold_backward",
+            "hardtanh_backward",
+            "hardswish_backward",
+            "hardsigmoid_backward",
+            "leaky_relu_backward",
+        ),
+        *("round", "floor", "ceil", "trunc", "fix", "sign", "remainder", "fmod", "frac"),
+    )
 )
 """Whose result takes another branch by a roundoff."""
 _LEAST_FAR = 8.0
@@ -142,6 +153,7 @@ def _of_another_norm(differences: Differences, pair: Pair, rows: tuple[int, int]
     change = max(differences.change_of[i] for i, _ in pair.inputs)
     rounded = _OF_ROUNDOFF * differences.slack * differences.roundoff_inside
     explained = rounded + _OF_INPUTS * _inputs_away(differences, pair) + _OF_CHANGE * change
+    explained *= 1.0 if differences.earlier.last is None else _LATER
     ratio = _ratio(differences, *rows)
     if differences.a.count[rows[0]] < _MANY or not explained < abs(ratio - 1.0) < math.inf:
         return None

@@ -12,6 +12,9 @@ from bitwitness.oracle.names import PRODUCTS, canonical
 _MOST = 0.5
 """Share of the products in other dtypes, from which on two runs compute in different precisions throughout."""
 
+_BACK = 1.5
+"""Seen in first steps: 1.4, of the smallest number of a convolution's weight gradient behind a pooling that chose otherwise."""
+
 Dtypes = tuple[str, str]
 """Run A's and run B's dtype of one value."""
 
@@ -43,3 +46,11 @@ def multiplies(frame: StepFrame, pair: Pair) -> bool:
     weights = [row for row, _ in pair.inputs if frame.text("slot", row) == "weight"]
     is_product = pair.a.kind == "module" and "Embedding" not in pair.a.op
     return is_product and any(len(frame.shapes[weight]) > 1 for weight in weights)
+
+
+def room_of(pair: Pair, precisions: Dtypes | None) -> float:
+    """Return times what is explained of an operator that is left to it; more than one in the backward of two precisions.
+
+    There single elements, the extremes, differ by more than statistics of the inputs tell.
+    """
+    return _BACK if precisions is not None and pair.a.phase == "backward" else 1.0

@@ -31,6 +31,8 @@ _GRADIENTS_ALONE = (56.0, 112.0)
 """The same of the first step, whatever the loss does; the second of float16, in which small gradients have fewer digits.
 Seen: 19 in bfloat16, 58 in float16, both of a ResNet."""
 
+_FINEST = 2.0**-14
+"""The least roundoff that a whole step is held to."""
 _COPIED = 4.0
 """Unit roundoffs by which an input may differ that is a copy of what was rounded before."""
 _PERIODIC = ("sin", "cos", "tan")
@@ -55,6 +57,7 @@ def beyond_precision(differences: Differences, rank: int, step: int) -> list[Exc
     worst = max(losses, key=lambda pair: differences.change_of[pair.outputs[0][0]])
     change = differences.change_of[worst.outputs[0][0]]
     median, middle = sorted(gradients, key=lambda one: one[0])[len(gradients) // 2]
+    limit = max(limit, _FINEST)  # in float32, too, a loss may be the difference of large numbers
     if median <= _GRADIENTS * limit:
         return []
     if change > limit:
