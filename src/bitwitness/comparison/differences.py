@@ -191,7 +191,7 @@ class Differences:
         sizes, usual = [(rms(self.a, i), rms(self.b, j)) for i, j in rows], (self.usual_gradient, self._rounded)
         if self.precisions is None:
             return any(size < nothing_of(*usual) for size, _ in sizes)
-        return bool(sizes) and all(vanish(size, *usual, self.roundoff_inside) for size in sizes)
+        return bool(sizes) and all(vanish(size, *usual, self.precisions) for size in sizes)
 
     @cached_property
     def _sums(self) -> BiasSums:

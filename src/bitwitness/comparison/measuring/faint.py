@@ -31,16 +31,18 @@ def nothing_of(usual: float, rounded: float) -> float:
     return min(_CANCELLED * rounded, _CANCELLED_MOST) * usual
 
 
-def vanish(sizes: tuple[float, float], usual: float, rounded: float, coarse: float) -> bool:
+def vanish(sizes: tuple[float, float], usual: float, rounded: float, dtypes: tuple[str, str]) -> bool:
     """Return whether a gradient may be rounding errors alone in both runs.
 
-    Where one run's, in float32, is nothing at all, the other's may be some times as large as what its dtype rounds the usual
-    gradient by (``coarse``, 0 where both compute in one dtype): 3e-3 was seen in bfloat16, of a convolution's bias before a
-    batch norm, 7e-3 of a mixer's, 0.17 of a norm's bias before a softmax over positions.
+    Where that of the run with the finer precision is nothing at all, the other's may be some times as large as what its dtype
+    rounds the usual gradient by: 3e-3 was seen in bfloat16, of a convolution's bias before a batch norm, 7e-3 of a mixer's,
+    0.17 of a norm's bias before a softmax over positions. ``dtypes``: what the runs compute in.
     """
-    small, large = sorted(sizes)
-    return large < nothing_of(usual, rounded) or (
-        large < _COARSELY * coarse * usual and small < nothing_of(usual, roundoff("float32"))
+    precisions = [roundoff(dtype) for dtype in dtypes]
+    finer = int(precisions[1] < precisions[0])
+    fine, coarse = sizes[finer], sizes[1 - finer]
+    return max(sizes) < nothing_of(usual, rounded) or (
+        coarse < _COARSELY * max(precisions) * usual and fine < nothing_of(usual, roundoff("float32"))
     )
 
 

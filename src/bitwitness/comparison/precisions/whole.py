@@ -15,11 +15,11 @@ from bitwitness.comparison.matching.operands import Operands
 from bitwitness.comparison.measuring.allowance import roundoff
 from bitwitness.comparison.measuring.describe import RECORD_OPERATORS, in_chain
 from bitwitness.comparison.measuring.relation import in_words
-from bitwitness.comparison.precisions.otherwise import computed_alone
+from bitwitness.comparison.precisions.otherwise import MOVES, computed_alone
 from bitwitness.comparison.reasons.reason import OUTSIDE
 from bitwitness.comparison.rewriting.outcome import gradients_of
 from bitwitness.comparison.suspect import Exceeding, Suspect, suspect_of
-from bitwitness.oracle.names import is_random
+from bitwitness.oracle.names import canonical, is_random
 
 _GRADIENTS = 16.0
 """Unit roundoffs that half of the gradients stay within. Seen in healthy first steps in bfloat16, of twenty architectures: up
@@ -35,6 +35,8 @@ _FINEST = 2.0**-14
 """The least roundoff that a whole step is held to."""
 _COPIED = 4.0
 """Unit roundoffs by which an input may differ that is a copy of what was rounded before."""
+_PICK = ("index", "index_select", "gather", "embedding", "cat", "stack", "repeat", "roll", "flip", "tril", "triu")
+"""Operators that hand on what they read, or a part of it."""
 _PERIODIC = ("sin", "cos", "tan")
 _SHARE_OF_LOSS = 0.25
 """Of a loss's change, up to which what modules return differs, where something behind them makes the loss another one."""
@@ -148,7 +150,7 @@ def _sensitive(differences: Differences, rank: int, step: int, ops: Collection[s
     """Return the first operator (one of ``ops``, if given) that makes another result of inputs that rounding moved apart."""
     unit = differences.roundoff_inside
     for pair in differences.alignment.pairs:
-        other = (ops and pair.a.op not in ops) or is_random(pair.a.op)
+        other = (ops and pair.a.op not in ops) or is_random(pair.a.op) or canonical(pair.a.op) in (*MOVES, *_PICK)
         if (pair.a.kind, pair.a.phase) != ("op", "forward") or not pair.outputs or other:
             continue
         row, inputs = pair.outputs[0][0], [differences.change_of[i] for i, _ in pair.inputs]
