@@ -412,3 +412,52 @@ def test_what_comes_back_of_another_loss_is_told_at_level_modules(tmp_path: Path
     assert bw.compare(a, run(tmp_path / "b", torch.bfloat16, 1.0)).status == "fine"
     report = bw.compare(a, run(tmp_path / "c", torch.bfloat16, 0.9))
     assert report.status == "findings", report.conclusion
+
+
+def test_a_gradient_that_a_hook_makes_zero_is_no_rounding(tmp_path: Path) -> None:
+    """Of two precisions the coarser one's may be noise where the finer one's is nothing, and not the other way round."""
+
+    def zeroed_by_hook(model: Net) -> None:
+        model.body.bias.register_hook(torch.zeros_like)
+
+    a = recorded(tmp_path / "a")
+    report = bw.compare(a, recorded(tmp_path / "b", torch.bfloat16, wrong=zeroed_by_hook))
+    assert report.status == "findings", report.conclusion
+    assert "body" in report.conclusion
+
+
+@pytest.mark.parametrize(("rate", "status"), [(3e-2, "fine"), (1e-6, "findings")])
+def test_weights_in_bfloat16_may_be_rounded_but_must_move(tmp_path: Path, rate: float, status: str) -> None:
+    def run(out: Path, dtype: torch.dtype) -> Path:
+        torch.manual_seed(0)
+        layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)]
+        model = nn.Sequential(*layers).to(dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        with bw.Recorder(model, out=str(out)):
+            for step in range(2):
+                x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step)).to(dtype)
+                model(x).float().square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return out
+
+    report = bw.compare(run(tmp_path / "a", torch.float32), run(tmp_path / "b", torch.bfloat16))
+    assert report.status == status, report.conclusion
+    assert ("is lost in bfloat16" in report.conclusion) == (status == "findings")
+
+
+def test_losses_of_float64_and_float32_may_be_differences_of_large_numbers(tmp_path: Path) -> None:
+    def run(out: Path, dtype: torch.dtype) -> Path:
+        torch.manual_seed(0)
+        model = nn.Linear(WIDTH, 4).double().to(dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        with bw.Recorder(model, out=str(out)):
+            for step in range(2):
+                y = model(torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step)).to(dtype)) + 10.0
+                ((y * y).mean() - y.mean() ** 2).backward()  # a variance, of numbers far from zero
+                optimizer.step()
+                optimizer.zero_grad()
+        return out
+
+    report = bw.compare(run(tmp_path / "a", torch.float64), run(tmp_path / "b", torch.float32))
+    assert report.status == "fine", report.conclusion
