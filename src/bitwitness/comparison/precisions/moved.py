@@ -59,8 +59,13 @@ def moved_otherwise(differences: Differences, rank: int, step: int) -> list[Susp
         if len(known) < _FEWEST or not max(of_a, of_b):
             continue
         apart = math.hypot(*(x - y for x, y in known)) / max(of_a, of_b)
-        lost = in_words is not _in_words or of_b < _LOST * of_a
-        if apart <= limit + (0.0 if lost else _rounded(differences, moved) / max(of_a, of_b)):
+        explained = limit
+        if in_words is _in_words and of_b >= _LOST * of_a:
+            # Rounding a weight takes no more from its update than there is: the nearer of two neighbours is taken.
+            first, second = map(roundoff, differences.dtypes(*moved[0].pair.outputs[0]))
+            rounded = min(_rounded(differences, moved), of_a if first < second else of_b)
+            explained = math.hypot(limit, rounded / max(of_a, of_b))
+        if apart <= explained:
             continue
         worst = max(moved, key=lambda one: one.apart)
         row, text = worst.pair.outputs[0][0], in_words(differences, worst, of_a, of_b, apart)

@@ -87,7 +87,8 @@ class OwnReasons:
 
     def _of_update(self, pair: Pair, carried: float) -> Reason | None:
         """Return that an update differs; of two precisions `precisions.moved` looks at all of them together."""
-        if self._differences.precisions is not None and carried > self._differences.roundoff_inside:
+        other = self._differences.precisions is not None and carried > self._differences.roundoff_inside
+        if other and not self._overflow(pair):
             return None
         if {self._differences.a.text("slot", row) for row, _ in pair.inputs} <= {"param", "grad"}:
             return Reason("computed", _COMPUTED_UPDATE + self._overflow(pair))
