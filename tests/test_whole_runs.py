@@ -99,7 +99,7 @@ PLANTED: dict[str, tuple[Training, Training, tuple[str, ...]]] = {
         GPT.but(clip=0.01, scale=8.0),
         ("every gradient", "8 times"),
     ),
-    "a loss of zero": (GPT.but(steps=1), GPT.but(steps=1, scale=0.0), ("0 times",)),
+    "a loss of zero": (GPT.but(steps=1), GPT.but(steps=1, scale=0.0), ("is zero in run B",)),
     "Adam for AdamW at a small rate": (
         GPT.but(lr=1e-5, decay=0.01),
         GPT.but(lr=1e-5, optimizer="Adam"),

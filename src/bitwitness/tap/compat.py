@@ -247,16 +247,18 @@ def fsdp_module() -> ModuleType:
 
 
 def fsdp_groups(module: nn.Module) -> list[Any]:
-    """Return FSDP2's parameter groups of a module; none where it is no FSDP2 module.
-
-    One group a module up to 2.13, perhaps several from 2.14 on.
-    """
+    """Return FSDP2's parameter groups of a module, one up to 2.13, perhaps several later; none where it is no FSDP2 module."""
     ask = getattr(module, "_get_fsdp_state", None)
     if ask is None:
         return []
     state = ask()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group for group in groups if group is not None]
+
+
+def reaches_modes() -> bool:
+    """Tell whether operators of this thread are shown to the modes on torch's stack; nothing public tells it."""
+    return bool(torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.Python))
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:

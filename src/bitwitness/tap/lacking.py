@@ -21,6 +21,7 @@ ATTRIBUTES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
 _LATER = (
     "torch._C._functorch.peek_interpreter_stack",
     "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack",
+    "torch._C._dispatch_tls_is_dispatch_key_included",
     "torch._C._get_tracing_state",
     "torch._C._stash_obj_in_tls",
     "torch._C._is_key_in_tls",

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from bitwitness.tap.compat import dynamo
+from bitwitness.tap.compat import dynamo, reaches_modes
 from bitwitness.tap.modules import in_backward
 from bitwitness.tap.operators import OperatorTap
 
@@ -57,7 +57,7 @@ class OperatorWindow:
 
         It restores the thread's dispatch keys as they were before the call, with the mode still on the stack.
         """
-        if self._eager is not None and self._tap.is_on_here and not _reaches_modes():
+        if self._eager is not None and self._tap.is_on_here and not reaches_modes():
             self.close()
             self._open()
 
@@ -76,12 +76,6 @@ class OperatorWindow:
         else:
             self._tap.sleep()
         eager.close()
-
-
-def _reaches_modes() -> bool:
-    """Return whether operators of this thread are shown to the modes on torch's stack."""
-    included: bool = torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.Python)
-    return included
 
 
 def run_eagerly(stack: ExitStack) -> None:

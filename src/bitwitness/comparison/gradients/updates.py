@@ -128,7 +128,9 @@ class Updates:
             return None
         words = in_words(differences.a, differences.b, *pair.outputs[0])
         unseen = "by what was not recorded (compiled, perhaps)" if differences.has_operators else RECORD_OPERATORS
-        if not differences.usual_gradient:  # a teacher's recording, say, beside the student's
+        if (
+            differences.has_operators and not differences.usual_gradient
+        ):  # a teacher's recording, say, beside the student's
             unseen = "perhaps of another model that the process trains: compare its recordings (RUN-2)"
         why = f"it is computed otherwise, or of other targets: {unseen}"
         return Reason("loss", f"the loss differs ({words}), and what the modules return agrees: {why}")
