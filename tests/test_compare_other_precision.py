@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from step_loop import recorded_steps
 from torch import Tensor, nn
 
 import bitwitness as bw
@@ -169,15 +170,14 @@ def test_an_edit_that_an_update_does_not_show_is_told(tmp_path: Path) -> None:
         torch.manual_seed(0)
         model = Net()
         optimizer = Signs(model.parameters(), lr=1e-3)
-        with bw.Recorder(model, out=str(out)):
-            for step in range(STEPS):
-                model(torch.rand(6, 3, 8, 8, generator=torch.Generator().manual_seed(step))).square().mean().backward()
-                nn.utils.clip_grad_norm_(model.parameters(), 1e9)  # from here on gradients count as complete
-                assert model.body.weight.grad is not None
-                model.body.weight.grad *= times
-                optimizer.step()
-                optimizer.zero_grad()
-        return out
+
+        def backward(step: int) -> None:
+            model(torch.rand(6, 3, 8, 8, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1e9)  # from here on gradients count as complete
+            assert model.body.weight.grad is not None
+            model.body.weight.grad *= times
+
+        return recorded_steps(out, model, optimizer, backward, STEPS)
 
     report = bw.compare(trained(tmp_path / "a", 1.0), trained(tmp_path / "b", 0.01))
     assert report.status == "findings"
@@ -259,16 +259,15 @@ def test_what_cancels_in_a_softmax_backward_is_rounding(tmp_path: Path, content:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4))
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        with bw.Recorder(model, out=str(out), content=content):
-            for step in range(2):
-                x = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
-                with nullcontext() if dtype is None else torch.autocast("cpu", dtype):
-                    logits = model(x).float()
-                entropy = (logits.softmax(-1) * logits.log_softmax(-1)).sum(1).mean()
-                (logits.square().mean() + 0.01 * entropy).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        return out
+
+        def backward(step: int) -> None:
+            x = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
+            with nullcontext() if dtype is None else torch.autocast("cpu", dtype):
+                logits = model(x).float()
+            entropy = (logits.softmax(-1) * logits.log_softmax(-1)).sum(1).mean()
+            (logits.square().mean() + 0.01 * entropy).backward()
+
+        return recorded_steps(out, model, optimizer, backward, 2, content=content)
 
     report = bw.compare(trained(tmp_path / "a", None), trained(tmp_path / "b", torch.bfloat16))
     assert report.status == "fine", report.conclusion
@@ -378,15 +377,14 @@ def test_micro_batches_that_share_a_cast_weight_under_autocast_are_added_up(tmp_
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LeakyReLU(), nn.Linear(WIDTH, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        with bw.Recorder(model, out=str(out)):
-            for step in range(STEPS):
-                real, fake = torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(step))
-                with nullcontext() if dtype is None else torch.autocast("cpu", dtype):
-                    loss = F.softplus(-model(real).float()).mean() + F.softplus(model(fake).float()).mean()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        return out
+
+        def backward(step: int) -> None:
+            real, fake = torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(step))
+            with nullcontext() if dtype is None else torch.autocast("cpu", dtype):
+                loss = F.softplus(-model(real).float()).mean() + F.softplus(model(fake).float()).mean()
+            loss.backward()
+
+        return recorded_steps(out, model, optimizer, backward, STEPS)
 
     report = bw.compare(run(tmp_path / "a", None), run(tmp_path / "b", torch.bfloat16))
     assert report.status == "fine", report.conclusion

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from step_loop import recorded_steps
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
@@ -31,12 +32,7 @@ def trained(
     torch.manual_seed(0)
     model = make()
     optimizer = torch.optim.SGD(list(model.parameters()) if held is None else held(model), lr=0.05)
-    with bw.Recorder(model, out=str(out)):
-        for step in range(STEPS):
-            loss(model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return out
+    return recorded_steps(out, model, optimizer, lambda step: loss(model, step).backward(), STEPS)
 
 
 def test_sparse_gradients_are_a_way_of_writing(tmp_path: Path) -> None:
@@ -190,13 +186,12 @@ def test_a_micro_batch_that_is_lost_is_told_as_that(tmp_path: Path) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        with bw.Recorder(model, out=str(out)):
-            for step in range(STEPS):
-                for micro in range(micros):
-                    (model(noise(4, WIDTH, seed=10 * step + micro)).square().mean() / 2).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        return out
+
+        def backward(step: int) -> None:
+            for micro in range(micros):
+                (model(noise(4, WIDTH, seed=10 * step + micro)).square().mean() / 2).backward()
+
+        return recorded_steps(out, model, optimizer, backward, STEPS)
 
     report = bw.compare(accumulated(tmp_path / "a", 2), accumulated(tmp_path / "b", 1))
     assert report.status == "findings"

@@ -103,9 +103,8 @@ class Differences:
         if not rows:
             return {}
         left, right = (np.array(side, dtype=np.int64) for side in zip(*rows, strict=True))
-        pairs = self.alignment.pairs
-        unsaid = [*sparse_in_one(self.a, self.b, pairs), *not_set(self.a, pairs)]
-        faint = np.isin(left, [*faint_rows(self.a, self.b, pairs), *unsaid])
+        of = self.a, self.b, self.alignment.pairs
+        faint = np.isin(left, [*faint_rows(*of), *sparse_in_one(*of), *not_set(self.a, self.alignment.pairs)])
         found = np.where(faint, 0.0, changes(self.a, self.b, left, right))
         change_of = dict(zip(left.tolist(), found.tolist(), strict=True))
         self.drifted = drift(self.a, self.alignment.weights, change_of, self.earlier)
@@ -229,10 +228,12 @@ class Differences:
     @cached_property
     def precisions(self) -> tuple[str, str] | None:
         """The dtypes in which the runs compute, A's and B's, where these are not the same; see `which.computed_in`."""
-        made = [pair for pair in self.alignment.pairs if pair.outputs and multiplies(self.a, pair)]
-        both = (made, self.alignment.weights)
-        products, weights = ([self.dtypes(*pair.outputs[0]) for pair in pairs] for pairs in both)
-        return computed_in(products, weights)
+        weights = [pair.outputs[0] for pair in self.alignment.weights]
+        return computed_in(*([self.dtypes(*rows) for rows in of] for of in (self._products, weights)))
+
+    @cached_property
+    def _products(self) -> list[tuple[int, int]]:
+        return [pair.outputs[0] for pair in self.alignment.pairs if pair.outputs and multiplies(self.a, pair)]
 
     @cached_property
     def copies(self) -> float:
@@ -259,12 +260,11 @@ class Differences:
         """
         if self.precisions is not None:
             return max(map(roundoff, self.precisions))
-        products = [pair.outputs[0] for pair in self.alignment.pairs if pair.outputs and multiplies(self.a, pair)]
-        if not products and (self.a.is_part or self.b.is_part):
+        if not self._products and (self.a.is_part or self.b.is_part):
             return self.coarse
         if (self.a.ranks, self.a.micros) == (self.b.ranks, self.b.micros):
             return 0.0
-        return max((self.roundoff(*rows) for rows in products), default=0.0)
+        return max((self.roundoff(*rows) for rows in self._products), default=0.0)
 
     @cached_property
     def rewritten(self) -> float:

@@ -77,7 +77,9 @@ def compare_recorded_with_float64(text: str, inputs: Sequence[Tensor], result: T
     if func is None or not inputs or any(t.numel() > _LARGEST for t in inputs) or not result.dtype.is_floating_point:
         return None
     try:
-        exact = _run(func, arguments(text), inputs, out)
+        called = _called(arguments(text), inputs)
+        results = run_in_float64(func, *called)
+        exact = results[out]
         if exact.shape != result.shape:
             return None
         name = canonical(func.overloadpacket.__name__)
@@ -91,15 +93,16 @@ def compare_recorded_with_float64(text: str, inputs: Sequence[Tensor], result: T
         found = worst_element(result.double(), exact, bound)
         if not found.wrong:
             return found
-        return worst_element(result.double(), exact, bound + _of_terms(func, arguments(text), inputs, out, result))
+        terms = term_sizes(func, *called, results)[out]
+        return worst_element(result.double(), exact, bound + _of_terms(terms, result))
     except Exception:  # whatever torch raises for arguments that do not fit: a recording may be damaged
         return None
 
 
-def _run(func: OpOverload, call: Mapping[str, Any], inputs: Sequence[Tensor], out: int) -> Tensor:
+def _called(call: Mapping[str, Any], inputs: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments of a call, by position and by name."""
     args = [argument(value, inputs) for value in call.get("a", [])]
-    kwargs = {name: argument(value, inputs) for name, value in call.get("k", {}).items()}
-    return run_in_float64(func, args, kwargs)[out]
+    return args, {name: argument(value, inputs) for name, value in call.get("k", {}).items()}
 
 
 def argument(value: Any, inputs: Sequence[Tensor], device: torch.device | None = None) -> Any:
@@ -133,7 +136,7 @@ def _contraction_bound(
 ) -> Tensor:
     """Return the bound of a sum of products, whose terms' sizes the same product of magnitudes gives."""
     sizes = [t.double().abs() if t.dtype.is_floating_point else t for t in inputs]
-    magnitudes = _run(func, call, sizes, out).abs()
+    magnitudes = run_in_float64(func, *_called(call, sizes))[out].abs()
     # A matrix sums over its last dimension, a convolution over all of a filter.
     terms = max(max(t.shape[-1] if t.dim() else 1, t[0].numel() if t.dim() > 2 else 1) for t in inputs)
     return sum_bound(exact, magnitudes, dtype, terms, rounding=_ROUNDING, accumulation=_ACCUMULATION)
@@ -164,15 +167,14 @@ def _of_bias(name: str, inputs: Sequence[Tensor], exact: Tensor, dtype: torch.dt
     return _ROUNDING * unit_roundoff(dtype) * bias.double().abs().view(-1, *[1] * (exact.dim() - channels - 1))
 
 
-def _of_terms(func: OpOverload, call: Mapping[str, Any], inputs: Sequence[Tensor], out: int, result: Tensor) -> float:
-    """Return what rounding leaves of an element's terms, where they cancel in it: its own size says nothing of that then."""
-    args = [argument(value, inputs) for value in call.get("a", [])]
-    kwargs = {name: argument(value, inputs) for name, value in call.get("k", {}).items()}
-    sizes = term_sizes(func, args, kwargs, run_in_float64(func, args, kwargs))
-    inside = (
-        _ROUNDING * unit_roundoff(result.dtype) if result.dtype in HALF else 0.0
-    )  # as some kernels keep their terms
-    each = sizes[out] / math.sqrt(max(result.numel(), 1))
+def _of_terms(size: float, result: Tensor) -> float:
+    """Return what rounding leaves of an element's terms, where they cancel in it: its own size says nothing of that then.
+
+    ``size``: the L2 size of the terms of all elements (`terms.term_sizes`).
+    """
+    # Some kernels keep their terms in a half dtype.
+    inside = _ROUNDING * unit_roundoff(result.dtype) if result.dtype in HALF else 0.0
+    each = size / math.sqrt(max(result.numel(), 1))
     return max(_GENERAL * accumulation_roundoff(result.dtype), inside) * each
 
 

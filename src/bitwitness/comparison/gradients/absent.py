@@ -201,9 +201,10 @@ def let_go(run: str) -> str:
 
 def _is_updated(frame: StepFrame, node: Node) -> bool:
     """Return whether an optimizer that holds a parameter has a gradient of it, or changes it without: not of a frozen one."""
-    held = [row for row in node.inputs if frame.text("slot", row) == "param"]
-    changed = not held or not node.outputs or frame.value[held[0]] != frame.value[node.outputs[0]]
-    return _reads_gradient(frame, node) or (changed and (not held or moved(frame, held[0], node.outputs[0])))
+    held = next((row for row in node.inputs if frame.text("slot", row) == "param"), None)
+    if held is None or not node.outputs or _reads_gradient(frame, node):
+        return True
+    return moved(frame, held, node.outputs[0])
 
 
 def _reads_gradient(frame: StepFrame, node: Node) -> bool:

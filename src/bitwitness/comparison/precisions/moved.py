@@ -7,6 +7,7 @@ one vector, agree wherever the trainings do; they show another optimizer, or los
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -42,6 +43,10 @@ class _Update(NamedTuple):
         return abs(self.of_a - self.of_b)
 
 
+_Words = Callable[[Differences, _Update, float, float, float], str]
+"""Says how the weight that differs most moved otherwise: given the size of all moves of A and of B, and how far apart."""
+
+
 def moved_otherwise(differences: Differences, rank: int, step: int) -> list[Suspect]:
     """Return the update that differs most, if those of all weights together differ by more than two precisions explain.
 
@@ -49,33 +54,53 @@ def moved_otherwise(differences: Differences, rank: int, step: int) -> list[Susp
     """
     if differences.precisions is None or differences.parted_before:
         return []
-    limit = _APART[differences.earlier.last is not None]
-    for moved, in_words in ((_updates(differences), _in_words), (_followers(differences), _in_words_of_followers)):
-        known = [(one.of_a, one.of_b) for one in moved]
-        if 0 < len(moved) < _FEWEST and in_words is _in_words:  # of few weights those of all steps are taken together
-            differences.earlier.moves += known
-            known = differences.earlier.moves
-        of_a, of_b = (math.hypot(*side) for side in zip(*known, strict=True)) if known else (0.0, 0.0)
-        if len(known) < _FEWEST or not max(of_a, of_b):
-            continue
-        apart = math.hypot(*(x - y for x, y in known)) / max(of_a, of_b)
-        explained = limit
-        if in_words is _in_words and of_b >= _LOST * of_a:
-            # Rounding a weight takes no more from its update than there is: the nearer of two neighbours is taken.
-            first, second = map(roundoff, differences.dtypes(*moved[0].pair.outputs[0]))
-            rounded = min(_rounded(differences, moved), of_a if first < second else of_b)
-            explained = math.hypot(limit, rounded / max(of_a, of_b))
-        if apart <= explained:
-            continue
-        worst = max(moved, key=lambda one: one.apart)
-        row, text = worst.pair.outputs[0][0], in_words(differences, worst, of_a, of_b, apart)
-        return other_input(differences, rank, step) or [
-            suspect_of(
-                worst.pair, differences.a, row, rank=rank, step=step, reason="computed", text=text, change=apart,
-                explained=limit,
-            )
-        ]  # fmt: skip
-    return []
+    updates = _updates(differences)
+    known = [(one.of_a, one.of_b) for one in updates]
+    if 0 < len(updates) < _FEWEST:  # of few weights those of all steps are taken together
+        differences.earlier.moves += known
+        known = differences.earlier.moves
+    told = _far_apart(differences, updates, known, _rounded(differences, updates), _in_words)
+    if told is None:
+        followers = _followers(differences)
+        known = [(one.of_a, one.of_b) for one in followers]
+        told = _far_apart(differences, followers, known, 0.0, _in_words_of_followers)
+    if told is None:
+        return []
+    pair, text, apart, limit = told
+    return other_input(differences, rank, step) or [
+        suspect_of(
+            pair, differences.a, pair.outputs[0][0], rank=rank, step=step, reason="computed", text=text, change=apart,
+            explained=limit,
+        )
+    ]  # fmt: skip
+
+
+def _far_apart(
+    differences: Differences, moved: list[_Update], known: list[tuple[float, float]], rounded: float, in_words: _Words
+) -> tuple[Pair, str, float, float] | None:
+    """Return the weight that differs most, if all moves together do by more than is explained: it, why, by how much, the limit.
+
+    Parameters
+    ----------
+    known
+        The sketches of what is judged, run A's and run B's of each move.
+    rounded
+        What rounding weights may have made of all of them.
+
+    """
+    of_a, of_b = (math.hypot(*side) for side in zip(*known, strict=True)) if known else (0.0, 0.0)
+    if len(known) < _FEWEST or not max(of_a, of_b):
+        return None
+    apart = math.hypot(*(x - y for x, y in known)) / max(of_a, of_b)
+    explained = limit = _APART[differences.earlier.last is not None]
+    if rounded and of_b >= _LOST * of_a:
+        # Rounding a weight takes no more from its update than there is: the nearer of two neighbours is taken.
+        first, second = map(roundoff, differences.dtypes(*moved[0].pair.outputs[0]))
+        explained = math.hypot(limit, min(rounded, of_a if first < second else of_b) / max(of_a, of_b))
+    if apart <= explained:
+        return None
+    worst = max(moved, key=lambda one: one.apart)
+    return worst.pair, in_words(differences, worst, of_a, of_b, apart), apart, limit
 
 
 def _rounded(differences: Differences, moved: list[_Update]) -> float:

@@ -33,18 +33,10 @@ _FAR = {"forward": 10.0, "backward": 48.0, "module": 48.0}
 last of a module of which no operators were recorded."""
 _LEAST_BACK, _OF_CHANGE_BACK = 4.0, 0.5
 """Unit roundoffs, and times what the model's result differs by, that the norm of what comes back to it may change by."""
-_JUMPS = frozenset(
-    (
-        *(
-            "threshold_backward",
-            "hardtanh_backward",
-            "hardswish_backward",
-            "hardsigmoid_backward",
-            "leaky_relu_backward",
-        ),
-        *("round", "floor", "ceil", "trunc", "fix", "sign", "remainder", "fmod", "frac"),
-    )
-)
+_JUMPS = {
+    *("threshold_backward", "hardtanh_backward", "hardswish_backward", "hardsigmoid_backward", "leaky_relu_backward"),
+    *("round", "floor", "ceil", "trunc", "fix", "sign", "remainder", "fmod", "frac"),
+}
 """Whose result takes another branch by a roundoff."""
 _LEAST_FAR = 8.0
 """Unit roundoffs of the coarser dtype that it differs by then, at least."""
