@@ -59,7 +59,7 @@ class Site:
     def of_parameter(cls, name: str, phase: str) -> Site:
         """Return the site of a parameter or buffer (``phase`` "param") or of its gradient ("grad")."""
         module, _, leaf = name.rpartition(".")
-        return cls(module or ".", leaf, 0, phase, "value" if phase == "param" else "local")
+        return site_at(module or ".", leaf, 0, phase, "value" if phase == "param" else "local")
 
     @classmethod
     def parse(cls, text: str) -> Site:
@@ -83,6 +83,12 @@ class Site:
             step=None if part["step"] is None else int(part["step"]),
             micro=int(part["micro"] or 0),
         )
+
+
+@lru_cache(maxsize=1 << 16)
+def site_at(module: str, op: str, call: int, phase: str, slot: str) -> Site:
+    """Return the place without rank and step: one object for all who name it, for each step of a recording names them all."""
+    return Site(module, op, call, phase, slot)
 
 
 @lru_cache(maxsize=1024)

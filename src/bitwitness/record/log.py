@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -19,12 +20,12 @@ class Selection:
 
     sites: tuple[str, ...] = ()
     phases: tuple[str, ...] = ()
+    all: bool = field(init=False)
+    """Whether nothing is left out."""
     _known: dict[Site, bool] = field(default_factory=dict)
 
-    @property
-    def all(self) -> bool:
-        """Whether nothing is left out."""
-        return not self.sites and not self.phases
+    def __post_init__(self) -> None:
+        self.all = not self.sites and not self.phases
 
     def wants(self, site: Site) -> bool:
         """Tell whether a site is recorded."""
@@ -39,8 +40,7 @@ class Selection:
         return known
 
 
-@dataclass(slots=True)
-class NodeValue:
+class NodeValue(NamedTuple):
     """One value of a node: where it was seen and what is known of it."""
 
     site: Site
@@ -83,15 +83,20 @@ class Log:
         self._nodes += 1
         return self._nodes - 1
 
-    def see(self, site: Site, tensor: torch.Tensor, *, overwritten: bool = False) -> NodeValue | None:
+    def see(
+        self, site: Site, tensor: torch.Tensor, *, overwritten: bool = False, noted: Noted | None = None
+    ) -> NodeValue | None:
         """Note a value now, to be added later; None if its site is not recorded. ``overwritten``: see `Values.note`.
+
+        ``noted``: what was noted of it just now.
 
         Inside a transform of ``torch.func`` the operators beneath it are recorded, and not the tensors that stand for many;
         of a model on the meta device, which holds no numbers, nothing is.
         """
-        if not self.selection.wants(site) or in_transform() or tensor.is_meta:
+        selection = self.selection
+        if not (selection.all or selection.wants(site)) or in_transform() or tensor.is_meta:
             return None
-        return NodeValue(site, self.values.note(tensor, site, overwritten=overwritten))
+        return NodeValue(site, noted or self.values.note(tensor, site, overwritten=overwritten))
 
     def add(self, entry: NodeValue, node: int, kind: str, *, args: str | None = None, stack: int = -1) -> None:
         """Add a row."""
@@ -123,9 +128,18 @@ class Log:
             )
         )
 
-    def record(self, site: Site, tensor: torch.Tensor, node: int, kind: str, *, args: str | None = None) -> None:
-        """Note a value and add its row at once."""
-        entry = self.see(site, tensor)
+    def record(
+        self,
+        site: Site,
+        tensor: torch.Tensor,
+        node: int,
+        kind: str,
+        *,
+        args: str | None = None,
+        noted: Noted | None = None,
+    ) -> None:
+        """Note a value, unless it was ``noted`` just now, and add its row at once."""
+        entry = self.see(site, tensor, noted=noted)
         if entry is not None:
             self.add(entry, node, kind, args=args)
 

@@ -16,12 +16,13 @@ import torch
 from torch import nn
 
 from bitwitness.record.log import Fail, Log, NodeValue
-from bitwitness.site import Site
+from bitwitness.record.values import Noted
+from bitwitness.site import Site, site_at
 from bitwitness.tap.compat import in_transform
 from bitwitness.tap.frames import Stacks
 from bitwitness.tap.hooks import ModuleHook
 from bitwitness.tap.modules import ROOT
-from bitwitness.tap.ownwork import in_replay, own_work
+from bitwitness.tap.ownwork import in_replay, looking, own_work
 from bitwitness.tap.slots import arguments_of, results_of
 
 _MODES = [json.dumps({"f": "", "k": {"training": training}}) for training in (False, True)]
@@ -61,7 +62,7 @@ class ModuleRecorder:
     operators
         Operators are recorded, too: they show what becomes of running statistics.
     reads
-        Told of each module's path before it reads its parameters.
+        Told of each module's path before it reads its parameters; returns what it has noted of them, by their ids.
     enabled
         Record modules; else only names are given, which operators' rows need.
     stacks
@@ -80,7 +81,7 @@ class ModuleRecorder:
         *,
         enabled: bool,
         operators: bool,
-        reads: Callable[[str], None],
+        reads: Callable[[str], dict[int, Noted]],
     ) -> None:
         self._reads = reads
         self._operators = operators
@@ -156,10 +157,10 @@ class ModuleRecorder:
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         log, path = self._log, self._paths[module]
+        read = self._reads(path)
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None:
+            if tensor is not None and id(tensor) not in read:
                 log.values.name(tensor, name if path == ROOT else f"{path}.{name}")
-        self._reads(path)
         if module is self._outermost:
             for slot, tensor in arguments_of(args, kwargs):
                 log.values.name(tensor, f"input {slot.removeprefix('in.')}")
@@ -171,12 +172,12 @@ class ModuleRecorder:
         backward = log.node()
         entries = []
         for slot, tensor in arguments_of(args, kwargs):
-            entry = log.see(Site(path, op, call, "forward", slot), tensor)
+            entry = log.see(site_at(path, op, call, "forward", slot), tensor)
             if entry is not None:
                 entries.append(entry)
-            self._follow(tensor, Site(path, op, call, "backward", f"grad_{slot}"), backward)
+            self._follow(tensor, site_at(path, op, call, "backward", f"grad_{slot}"), backward)
         for name, tensor in _state(module):
-            entry = log.see(Site(path, op, call, "forward", name), tensor)
+            entry = log.see(site_at(path, op, call, "forward", name), tensor, noted=read.get(id(tensor)))
             if entry is not None:
                 entries.append(entry)
         self._open.append((module, call, entries, -1 if self._stacks is None else self._stacks.current(), backward))
@@ -204,14 +205,14 @@ class ModuleRecorder:
             log.add(entry, node, "module", args=args, stack=stack)
             args = None
         for slot, tensor in results_of(result):
-            entry_ = log.see(Site(path, op, call, "forward", slot), tensor)
+            entry_ = log.see(site_at(path, op, call, "forward", slot), tensor)
             if entry_ is not None:
                 log.add(entry_, node, "module", stack=stack)
-            self._follow(tensor, Site(path, op, call, "backward", f"grad_{slot}"), backward)
+            self._follow(tensor, site_at(path, op, call, "backward", f"grad_{slot}"), backward)
         running = [] if self._operators else _running(module)
         log.values.changed(tensor for _, tensor in running)
         for name, tensor in running:
-            log.record(Site(path, op, call, "forward", f"out.{name}"), tensor, node, "module")
+            log.record(site_at(path, op, call, "forward", f"out.{name}"), tensor, node, "module")
 
     def _follow(self, tensor: torch.Tensor, site: Site, node: int) -> None:
         """Record the gradient of a tensor when it passes."""
@@ -222,18 +223,57 @@ class ModuleRecorder:
             or not self._log.selection.wants(site)
         ):
             return
-        alive = self._hooks[0]
+        last = _last_hook(tensor)
+        if last is None or not last.takes(self._hooks[0], tensor):
+            last = _Followed(self._hooks[0], tensor, self._passed)
+            tensor.register_hook(last)
+        last.places.append((site, node))
 
-        def seen(grad: torch.Tensor | None) -> None:
-            if (
-                alive.inert or grad is None
-            ):  # none reaches an output that is unused, past a backward hook of the script's
-                return
-            try:
-                with own_work(), torch.no_grad():
+    def _passed(self, grad: torch.Tensor, places: list[tuple[Site, int]]) -> None:
+        """Record a gradient at each of the places that the tensor entered or left."""
+        try:
+            with looking():
+                for site, node in places:
                     self._log.record(site, grad, node, "module")
-            except Exception as error:
-                self.detach()
-                self._fail("module gradients", error)
+        except Exception as error:
+            self.detach()
+            self._fail("module gradients", error)
 
-        tensor.register_hook(seen)
+
+class _Followed:
+    """The hook of one tensor, for all the modules that it leaves and enters without another hook in between.
+
+    Parameters
+    ----------
+    alive
+        In force as long as the modules' hooks are.
+    tensor
+        Whose gradient this is, as it is now: once it is written in place, that is another one's.
+    passed
+        Takes the gradient, and the places.
+
+    """
+
+    __slots__ = ("_alive", "_passed", "_version", "places")
+
+    def __init__(
+        self, alive: ModuleHook, tensor: torch.Tensor, passed: Callable[[torch.Tensor, list[tuple[Site, int]]], None]
+    ) -> None:
+        self._alive, self._passed, self._version = alive, passed, tensor._version
+        self.places: list[tuple[Site, int]] = []
+
+    def takes(self, alive: ModuleHook, tensor: torch.Tensor) -> bool:
+        """Tell whether a further place of the tensor can be told by this hook."""
+        return self._alive is alive and self._version == tensor._version
+
+    def __call__(self, grad: torch.Tensor | None) -> None:
+        # none reaches an output that is unused, past a backward hook of the script's
+        if grad is not None and not self._alive.inert:
+            self._passed(grad, self.places)
+
+
+def _last_hook(tensor: torch.Tensor) -> _Followed | None:
+    """Return the hook that was put on a tensor last, if it is ours."""
+    hooks = tensor._backward_hooks
+    last = next(reversed(hooks.values()), None) if hooks else None
+    return last if type(last) is _Followed else None

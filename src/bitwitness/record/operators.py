@@ -11,7 +11,7 @@ import torch
 from bitwitness.oracle.limits import factor_precision
 from bitwitness.oracle.names import PRODUCTS, canonical
 from bitwitness.record.log import Fail, Log, NodeValue
-from bitwitness.site import Site
+from bitwitness.site import Site, site_at
 from bitwitness.tap.compat import OpOverload
 from bitwitness.tap.frames import Stacks
 from bitwitness.tap.modules import ModuleTracker, in_backward
@@ -167,7 +167,7 @@ class OperatorRecorder:
 
 def _site(call: OpCall, slot: str) -> Site:
     moved = moves_between_ranks(call.func)
-    return Site(call.module, call.op, call.call, "comm" if moved else call.phase, slot)
+    return site_at(call.module, call.op, call.call, "comm" if moved else call.phase, slot)
 
 
 @cache

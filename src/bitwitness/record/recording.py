@@ -18,6 +18,7 @@ from bitwitness.record.modules import ModuleRecorder, mode_text
 from bitwitness.record.operators import OperatorRecorder
 from bitwitness.record.saved import SavedGradient, as_operator, recording
 from bitwitness.record.state import StateRecorder
+from bitwitness.record.updates import UpdateRecorder
 from bitwitness.record.values import Keeper, Values
 from bitwitness.session.instrument import Forward, Instrument, Kind
 from bitwitness.session.problems import Problems
@@ -66,7 +67,8 @@ class ModelRecording(Instrument):
         self._stacks = Stacks() if config.stacks else None
         self._tracker = ModuleTracker()
         root = session.root
-        self._state = StateRecorder(root, self._log, fail, optimizer_state=config.optimizer_state)
+        self._state = StateRecorder(root, self._log, fail)
+        self._updates = UpdateRecorder(self._state, self._log, optimizer_state=config.optimizer_state)
         what = {"enabled": config.modules, "operators": config.operators}
         self._modules = ModuleRecorder(root, self._log, self._stacks, fail, reads=self._state.read_by, **what)
         self._operators = OperatorRecorder(self._log, self._tracker, self._stacks, fail)
@@ -250,13 +252,14 @@ class ModelRecording(Instrument):
         if not self.records or (optimizer is not None and not self.session.owns(optimizer)):
             return
         with self._safely("gradients"):
+            known = {}
             if not self._gradients_recorded:
                 self._gradients_recorded = True
-                self._state.gradients()
+                known = self._state.gradients()
             elif optimizer is not None and scaler is None:
-                self._state.reread(optimizer)
+                self._updates.reread(optimizer)
             if optimizer is not None and scaler is None:
-                self._state.before_optimizer(optimizer)
+                self._updates.begin(optimizer, known)
 
     def closure_ended(self, optimizer: Optimizer) -> None:
         """Record the gradients that it completed."""
@@ -272,7 +275,7 @@ class ModelRecording(Instrument):
 
     def _note_update(self, optimizer: Optimizer) -> None:
         with self._safely("optimizer"):
-            self._state.after_optimizer(optimizer)
+            self._updates.end(optimizer)
             if all(optimizer is not known for known in self._optimizers):
                 self._optimizers.append(optimizer)
                 self._run.describe(optimizers=hyperparameters(self._optimizers))

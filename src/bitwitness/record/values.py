@@ -87,6 +87,7 @@ class Values:
         self._identities = Identities()
         self._next = 0
         self._known: dict[Hashable, tuple[int, str | None]] = {}
+        self._said: dict[int, dict[Hashable, Noted]] = {}  # of each storage, until something new is learnt of it
         self._makers: dict[int, int] = {}
         self._names: dict[int, dict[int, str]] = {}
         self._changes: dict[int, int] = {}
@@ -104,30 +105,56 @@ class Values:
             An operator has just written it in place; torch counts that as a new version only when the operator returns.
 
         """
-        values = plain(tensor)
-        storage, content = self._identities.key(values)
+        storage, look = self._identities.look(tensor)
+        if look is None:
+            values = plain(tensor)
+            storage, content = self._identities.key(values)
+            return self._noted(values, storage, content, tensor, site, overwritten=overwritten)
+        said = self._said.get(storage)
+        if said is not None and not overwritten and (noted := said.get(look)) is not None:
+            return noted
+        content = self._identities.key_of_look(tensor, look)
+        noted = self._noted(tensor, storage, content, tensor, site, overwritten=overwritten)
+        if not overwritten:
+            self._said.setdefault(storage, {})[look] = noted
+        return noted
+
+    def _noted(
+        self,
+        values: torch.Tensor,
+        storage: int,
+        content: Hashable,
+        tensor: torch.Tensor,
+        site: Site,
+        *,
+        overwritten: bool,
+    ) -> Noted:
         key = content, self._changes.get(storage, 0)
-        known = self._known.get(key)
-        if known is None:
-            number, self._next = self._next, self._next + 1
-            # Expected once: after that, whatever lies there is new.
-            expected = self._before.pop(_place(storage, values), None) if self._before else None
-            self._meter.measure(number, values, expected)
-            kept = None if self._keeper is None else self._keep(self._keeper, number, values, site)
-            known = self._known[key] = number, kept
-            if overwritten:
-                self._known[self._identities.key(values, ahead=1)[1], key[1]] = known
-        number, kept = known
+        number, kept = self._known.get(key) or self._new(values, storage, key, site, overwritten=overwritten)
         return Noted(
             number,
             _DTYPES.get(values.dtype) or _DTYPES.setdefault(values.dtype, str(values.dtype)[6:]),
             tuple(values.shape),
-            placement_of(tensor),
+            None if values is tensor else placement_of(tensor),
             self._makers.get(storage, -1),
             self._named(storage, values),
             kept,
             layout_of(values) if tensor.layout is torch.strided else _layout_name(tensor),
         )
+
+    def _new(
+        self, values: torch.Tensor, storage: int, key: tuple[Hashable, int], site: Site, *, overwritten: bool
+    ) -> tuple[int, str | None]:
+        """Number a content that was not seen before, and have it measured and kept."""
+        number, self._next = self._next, self._next + 1
+        # Expected once: after that, whatever lies there is new.
+        expected = self._before.pop(_place(storage, values), None) if self._before else None
+        self._meter.measure(number, values, expected)
+        kept = None if self._keeper is None else self._keep(self._keeper, number, values, site)
+        known = self._known[key] = number, kept
+        if overwritten:
+            self._known[self._identities.key(values, ahead=1)[1], key[1]] = known
+        return known
 
     @staticmethod
     def _keep(keeper: Keeper, number: int, values: torch.Tensor, site: Site) -> str | None:
@@ -138,12 +165,23 @@ class Values:
         """Say that a node wrote a tensor; what was known of its memory may be outdated."""
         storage = self._identities.storage(plain(tensor))
         self._makers[storage] = node
+        self._said.pop(storage, None)
+
+    def written(self, tensor: torch.Tensor, node: int) -> None:
+        """Say that a node wrote a tensor, which torch may not have counted as a new version."""
+        storage = self._identities.storage(plain(tensor))
+        self._makers[storage] = node
+        self._change(storage)
 
     def changed(self, tensors: Iterable[torch.Tensor]) -> None:
         """Say that tensors may have changed without torch counting it as a new version."""
         for tensor in tensors:
             storage = self._identities.storage(plain(tensor))
-            self._changes[storage] = self._changes.get(storage, 0) + 1
+            self._change(storage)
+
+    def _change(self, storage: int) -> None:
+        self._changes[storage] = self._changes.get(storage, 0) + 1
+        self._said.pop(storage, None)
 
     def reread(self, tensors: Iterable[torch.Tensor]) -> None:
         """Look again at tensors that may have been written without torch counting it; what is new is measured when noted."""
@@ -152,14 +190,17 @@ class Values:
             storage, content = self._identities.key(values)
             known = self._known.get((content, self._changes.get(storage, 0)))
             if known is not None and not self._meter.still(known[0], values):
-                self._changes[storage] = self._changes.get(storage, 0) + 1
+                self._change(storage)
 
     def name(self, tensor: torch.Tensor, name: str) -> None:
         """Give what lies in a tensor's memory a name: a parameter's, a buffer's, an input's."""
         if in_transform():
             return  # such tensors have no memory of their own
-        values = plain(tensor)
-        self._names.setdefault(self._identities.storage(values), {}).setdefault(int(values.storage_offset()), name)
+        storage, place = self._identities.place(plain(tensor))
+        names = self._names.setdefault(storage, {})
+        if place not in names:
+            names[place] = name
+            self._said.pop(storage, None)
 
     def _named(self, storage: int, values: torch.Tensor) -> str | None:
         """Return what a tensor's memory is called; where several lie in it (two parts of a batch), the nearest one before."""
@@ -185,6 +226,7 @@ class Values:
         """Forget what was seen: memory is used anew."""
         self._identities.forget()
         self._known.clear()
+        self._said.clear()
         self._makers.clear()
         self._names.clear()
         self._changes.clear()

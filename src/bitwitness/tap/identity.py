@@ -16,6 +16,9 @@ from bitwitness.stats.local import is_torchs_own, local_values
 from bitwitness.tap.compat import enable_grad, is_traceable_wrapper_subclass, uncast, undispatched
 from bitwitness.tap.storages import StorageRef
 
+Look = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
+"""A tensor's version, offset, shape, strides and type."""
+
 
 def spans_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Tell whether elements lie in memory without gaps and overlaps, in any order of the dimensions."""
@@ -41,22 +44,48 @@ class Identities:
             self._storages[number] = StorageRef(storage)
         return number
 
+    def place(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """Return a plain tensor's storage, and where in it the tensor begins."""
+        return self.storage(tensor), int(tensor.storage_offset())
+
     def key(self, tensor: torch.Tensor, ahead: int = 0) -> tuple[int, Hashable]:
         """Return a plain tensor's storage, and what its content is known by, until `forget`.
 
         ``ahead``: versions that torch is about to count, of an operator in place that it has not seen return.
         """
         storage = self.storage(tensor)
-        version = -1 if tensor.is_inference() else tensor._version + ahead
-        offset, dtype = tensor.storage_offset(), tensor.dtype
-        shape, strides = tensor.shape, tensor.stride()
-        if tensor.is_contiguous() or spans_memory(shape, strides):
-            return storage, (storage, version, offset, tensor.numel(), dtype)
-        return storage, (storage, version, offset, shape, strides, dtype)
+        return storage, _content(storage, _look(tensor), tensor, ahead)
+
+    def look(self, tensor: torch.Tensor) -> tuple[int, Look | None]:
+        """Return a tensor's storage, and all that its values and their order are known by, until `forget`.
+
+        None, and no storage, of a tensor that is not read as it lies there: a wrapper's, a sparse or a lazily negated one.
+        """
+        if not is_torchs_own(tensor) or tensor.layout is not torch.strided or tensor.is_neg() or tensor.is_complex():
+            return 0, None
+        return int(tensor.untyped_storage()._cdata), _look(tensor)
+
+    def key_of_look(self, tensor: torch.Tensor, look: Look) -> Hashable:
+        """Return what the content of a tensor is known by that `look` was taken of."""
+        return _content(self.storage(tensor), look, tensor)
 
     def forget(self) -> None:
         """Forget all storages, and with them all keys."""
         self._storages.clear()
+
+
+def _look(tensor: torch.Tensor) -> Look:
+    version = -1 if tensor.is_inference() else tensor._version
+    return version, int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _content(storage: int, look: Look, tensor: torch.Tensor, ahead: int = 0) -> Hashable:
+    """Return the same for all views of the same values; see `Identities.key`."""
+    version, offset, shape, strides, dtype = look
+    version += ahead
+    if tensor.is_contiguous() or spans_memory(shape, strides):
+        return storage, version, offset, tensor.numel(), dtype
+    return storage, version, offset, shape, strides, dtype
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from types import TracebackType
 
 import torch
 
-from bitwitness.tap.compat import carries, carry, carry_no_more
+from bitwitness.tap.compat import carries, carry, carry_no_more, enable_grad
 from bitwitness.tap.modes import scripts_modes_off
 
 OWN = "(bitwitness)"
@@ -51,6 +51,28 @@ class _Marked:
         place, own = self._tokens
         _own.reset(own)
         _place.reset(place)
+
+
+class looking(_Marked):  # noqa: N801 - a context manager by its use
+    """A context for hooks that read tensors as they pass: own work, of which no graph is made."""
+
+    __slots__ = ("_graph",)
+
+    def __init__(self) -> None:
+        super().__init__((OWN, "forward", 0), own=True)
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._graph = torch.is_grad_enabled()
+        if self._graph:
+            enable_grad(False)  # noqa: FBT003
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._graph:
+            enable_grad(True)  # noqa: FBT003
+        super().__exit__(kind, error, trace)
 
 
 def own_work(module: str = OWN, phase: str = "forward", call: int = 0) -> AbstractContextManager[None]:
