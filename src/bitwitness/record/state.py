@@ -49,7 +49,7 @@ class StateRecorder:
         self._log = log
         self._fail = fail
         self._reduced = False
-        self._local: dict[str, NodeValue] = {}
+        self._local: dict[str, tuple[NodeValue, int]] = {}  # with the gradient's version
         self._pending: dict[str, list[_Found]] = {}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._hooked: list[nn.Parameter] = []
@@ -113,21 +113,11 @@ class StateRecorder:
             with looking():
                 if self._reduced:
                     self._log.record(site, parameter.grad, self._log.node(), "gradient")
-                else:
-                    self._keep_local(name, self._seen_local(site, parameter.grad))
+                elif (entry := self._log.see(site, parameter.grad)) is not None:
+                    self._local[name] = entry, version_of(parameter.grad)
         except Exception as error:
             self.detach()
             self._fail("local gradients", error)
-
-    def _seen_local(self, site: Site, grad: torch.Tensor) -> NodeValue | None:
-        # Of several micro-batches' the sum alone is recorded, at the end; an accelerator has no cache that would help.
-        return None if self._log.micro or grad.device.type != "cpu" else self._log.see(site, grad)
-
-    def _keep_local(self, name: str, entry: NodeValue | None) -> None:
-        if entry is None:
-            self._local.pop(name, None)
-        else:
-            self._local[name] = entry
 
     def begin_step(self, *, reduced: bool) -> None:
         """Learn parameters and buffers as the step finds them; have backward tell of gradients, ``reduced`` or not by then.
@@ -183,14 +173,22 @@ class StateRecorder:
         gradients = [(name, p.grad) for name, p in self._parameters if p.grad is not None]
         self._log.values.reread(grad for _, grad in gradients)
         for name, grad in gradients:
-            entry, local = self._log.see(_reduced(name), grad), self._local.get(name)
-            if local is not None and entry is not None and local.noted.number != entry.noted.number:
-                self._log.add(local, self._log.node(), "gradient")
+            entry = self._log.see(_reduced(name), grad)
+            if entry is not None and (left := self._left_by_backward(name, entry, grad)) is not None:
+                self._log.add(left, self._log.node(), "gradient")
             if entry is not None:
                 self._log.add(entry, self._log.node(), "gradient")
                 known[id(grad)] = entry.noted
         self._local.clear()
         return known
+
+    def _left_by_backward(self, name: str, entry: NodeValue, grad: torch.Tensor) -> NodeValue | None:
+        """Return what the backward left of a gradient that is another one now; of micro-batches, the last backward."""
+        local, version = self._local.get(name, (None, 0))
+        if local is None or local.noted.number == entry.noted.number:
+            return None
+        # What is on an accelerator was read anew, without waiting for what it held.
+        return local if grad.device.type == "cpu" or version != version_of(grad) else None
 
 
 class _LocalHook:

@@ -38,6 +38,7 @@ _OF_REDUCTION = (
 _OF_ZERO = (
     "ranks that send zeros, a clipping whose norm is not finite, or a script that writes zeros behind the backward"
 )
+_OF_SHARDED = "a sum over ranks for a mean, or another divisor: sharded gradients are reduced within the backward"
 _MOST_SCALED = 0.75
 """The same of a loss scale: without one, the small gradients of some are not float16's any more."""
 _MOST_DRIFTED = 0.05
@@ -133,10 +134,18 @@ class GradientChains(GradientFactors):
         elif self._is_one(-ratio):
             why = "the loss is to be lowered in one run, and raised in the other"
         elif kept and (within := scaled_within(self._differences, [chain.name for chain in self._weighty])):
-            why = f"the loss agrees, and so does what comes back to {within}: a factor in there, of what is zero as yet"
+            where = _OF_SHARDED if self._are_sharded else "a factor in there, of what is zero as yet"
+            why = f"the loss agrees, and so does what comes back to {within}: {where}"
         else:
             why = SOME_FACTOR
         return Cause("scaled", STAGES[0], f"{said}: {why}", self._row(0), ratio)
+
+    @property
+    def _are_sharded(self) -> bool:
+        """Whether the gradients are of one rank's shards in both runs: reduced by what is recorded of them first."""
+        first = self._weighty[0]
+        sides = [(self._a, row_at(first.a, 1)), (self._b, row_at(first.b, 1))]
+        return all(row is not None and "S" in frame.text("placement", row).partition(" of ")[0] for frame, row in sides)
 
     def _between(self, stage: int, ratio: float) -> Cause | None:
         since = stage - 1 if self._is_reduced else 0

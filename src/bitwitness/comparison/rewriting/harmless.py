@@ -95,7 +95,8 @@ class Harmless:
         ):
             return False
         # What was computed wrongly may be too small for what follows to show it.
-        nothing = self._settled.holds(pair) or (suspect.reason != "computed" and self._has_no_effect(pair, suspect))
+        settled = self._settled.holds(pair) and not self._is_kept(pair, suspect)
+        nothing = settled or (suspect.reason != "computed" and self._has_no_effect(pair, suspect))
         if nothing and suspect.reason == "dtype":
             self._other_dtypes.setdefault(pair.a.module, suspect)
         return nothing
@@ -136,11 +137,15 @@ class Harmless:
         Positions that are counted from another number, or the rows of a batch in another order, may be such; a running
         statistic is kept, whoever reads it.
         """
-        slot = self._differences.a.text("slot", pair.outputs[0][0]) if pair.outputs else ""
-        kept = suspect.site.rpartition(".")[2].startswith("running") or slot.startswith("running")
         written = suspect.reason == "argument" and canonical(pair.a.op) in _ARITHMETIC
         others = suspect.reason == "computed" and pair.a.kind == "module" and APART in suspect.text
-        return suspect.lone is None and not kept and (written or others) and suspect.change >= _LARGE
+        aside = suspect.lone is None and not self._is_kept(pair, suspect)
+        return aside and (written or others) and suspect.change >= _LARGE
+
+    def _is_kept(self, pair: Pair, suspect: Suspect) -> bool:
+        """Return whether a result is a running statistic."""
+        slot = self._differences.a.text("slot", pair.outputs[0][0]) if pair.outputs else ""
+        return suspect.site.rpartition(".")[2].startswith("running") or slot.startswith("running")
 
     def _is_made_up_for(self, pair: Pair) -> bool:
         """Return whether something else is written otherwise in a node's module, or in the one around it."""

@@ -102,26 +102,31 @@ INLINE double NAMED(there)(const T *x, ptrdiff_t count)
     return found;
 }
 
-/* What the sum of a `block` is worth where a chunk ends it: the block's part of the sketch (stats/sketch.py), and else 0: the sum
-   with the sign of the block, where there are several. */
-INLINE double NAMED(part)(ptrdiff_t start, ptrdiff_t count, double *block)
+/* What the sums of blocks from place `first` on come to: each has the sign of its block, where there are several. */
+INLINE double NAMED(signed_sum)(ptrdiff_t first, ptrdiff_t count, const double *blocks, double total)
 {
-    if ((start + CHUNK) % BLOCK != 0 && start + CHUNK < count)
-        return 0;
-    double whole = count > BLOCK ? *block * sign_of_block((uint64_t)(start / BLOCK)) : *block;
-    *block = 0;
-    return whole;
+    for (ptrdiff_t k = 0; k < BESIDE && first + k * BLOCK < count; k++)
+        total += count > BLOCK ? blocks[k] * sign_of_block((uint64_t)(first / BLOCK + k)) : blocks[k];
+    return total;
 }
+
+/* BESIDE blocks at a time, a chunk of each: their weights are the same, and stay in the nearest cache meanwhile. */
+#define FOR_EACH_CHUNK(count, first, k, start) \
+    for (ptrdiff_t place = 0; place < BLOCK && first + place < count; place += CHUNK) \
+        for (ptrdiff_t k = 0, start = first + place; k < BESIDE && start < count; k++, start += BLOCK)
 
 INLINE double NAMED(sketch)(int kind, const void *values, ptrdiff_t count, const double *weights)
 {
     T wide[CHUNK];
-    double total = 0, block = 0;
-    for (ptrdiff_t start = 0; start < count; start += CHUNK) {
-        ptrdiff_t length = count - start < CHUNK ? count - start : CHUNK;
-        const T *x = NAMED(widened)(kind, values, start, length, wide);
-        block += NAMED(chunk)(0, 1, x, weights + start % BLOCK, length, NULL, NULL, NULL);
-        total += NAMED(part)(start, count, &block);
+    double total = 0;
+    for (ptrdiff_t first = 0; first < count; first += BESIDE * BLOCK) {
+        double blocks[BESIDE] = {0};
+        FOR_EACH_CHUNK(count, first, k, start) {
+            ptrdiff_t length = count - start < CHUNK ? count - start : CHUNK;
+            const T *x = NAMED(widened)(kind, values, start, length, wide);
+            blocks[k] += NAMED(chunk)(0, 1, x, weights + place, length, NULL, NULL, NULL);
+        }
+        total = NAMED(signed_sum)(first, count, blocks, total);
     }
     return total;
 }
@@ -130,27 +135,29 @@ INLINE void NAMED(read)(int kind, const void *values, ptrdiff_t count, const dou
                         double *out)
 {
     T low[LANES], high[LANES], wide[CHUNK], old[CHUNK];
-    double block = 0;
     for (int j = 0; j < LANES; j++) {
         low[j] = (T)__builtin_inf();
         high[j] = -low[j];
     }
-    for (ptrdiff_t start = 0; start < count; start += CHUNK) {
-        ptrdiff_t length = count - start < CHUNK ? count - start : CHUNK;
-        const T *x = NAMED(widened)(kind, values, start, length, wide);
-        if (weights) {
-            block += NAMED(chunk)(1, 1, x, weights + start % BLOCK, length, low, high, out);
-            out[SIGNED] += NAMED(part)(start, count, &block);
-        } else {
-            NAMED(chunk)(1, 0, x, NULL, length, low, high, out);
+    for (ptrdiff_t first = 0; first < count; first += BESIDE * BLOCK) {
+        double blocks[BESIDE] = {0};
+        FOR_EACH_CHUNK(count, first, k, start) {
+            ptrdiff_t length = count - start < CHUNK ? count - start : CHUNK;
+            const T *x = NAMED(widened)(kind, values, start, length, wide);
+            if (weights)
+                blocks[k] += NAMED(chunk)(1, 1, x, weights + place, length, low, high, out);
+            else
+                NAMED(chunk)(1, 0, x, NULL, length, low, high, out);
+            if (zeros)
+                out[THERE] += NAMED(there)(x, length);
+            if (before) {
+                out[MOVED] += NAMED(distance)(x, NAMED(widened)(kind, before, start, length, old), length);
+                memcpy((char *)before + start * size_of(kind), (const char *)values + start * size_of(kind),
+                       (size_t)length * (size_t)size_of(kind));
+            }
         }
-        if (zeros)
-            out[THERE] += NAMED(there)(x, length);
-        if (before) {
-            out[MOVED] += NAMED(distance)(x, NAMED(widened)(kind, before, start, length, old), length);
-            memcpy((char *)before + start * size_of(kind), (const char *)values + start * size_of(kind),
-                   (size_t)length * (size_t)size_of(kind));
-        }
+        if (weights)
+            out[SIGNED] = NAMED(signed_sum)(first, count, blocks, out[SIGNED]);
     }
     out[LOW] = low[0], out[HIGH] = high[0];
     for (int j = 1; j < LANES; j++) {
@@ -158,3 +165,4 @@ INLINE void NAMED(read)(int kind, const void *values, ptrdiff_t count, const dou
         out[HIGH] = high[j] > out[HIGH] ? high[j] : out[HIGH];
     }
 }
+#undef FOR_EACH_CHUNK

@@ -10,7 +10,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { LANES = 16, PIECE = 128, CHUNK = 1024, BLOCK = 1 << 15, LINE = 64 };
+enum { LANES = 16, PIECE = 128, CHUNK = 1024, BLOCK = 1 << 15, BESIDE = 4, LINE = 64 };
 enum { FEW_ROWS = 16, SIDE = 4 };
 enum { FLOAT32, FLOAT64, BFLOAT16, FLOAT16 };
 enum { LOW, HIGH, TOTAL, SQUARES, SIGNED, THERE, MOVED, FIGURES };
