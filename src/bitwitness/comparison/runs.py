@@ -183,7 +183,7 @@ def _compare_step(
     if found and not kept and not search.exceeding:
         known.parted = differences.parted_before  # float64 told that there was nothing
     report.suspects += kept
-    _add(report, differences, search, values)
+    _add(report, differences, search, values, step)
     for sink in sinks:
         sink(rank, step, differences, values)
     known.add(frame_a, frame_b)
@@ -212,11 +212,11 @@ def _begins_apart(differences: Differences) -> bool:
     return any(differences.change_of[pair.outputs[0][0]] > limit for pair in differences.alignment.weights)
 
 
-def _add(report: Report, differences: Differences, search: SuspectSearch, values: KeptValues | None) -> None:
+def _add(report: Report, differences: Differences, search: SuspectSearch, values: KeptValues | None, step: int) -> None:
     """Add to the report what a step showed beside its suspects."""
     report.kept |= values is not None
     if not report.conditions:
-        report.conditions = conditions(differences)
+        report.conditions = conditions(differences, step)
     report.precisions = report.precisions or differences.precisions
     report.otherwise |= {} if len(report.otherwise) > LISTED else dict.fromkeys(written_otherwise(differences))
     report.operators = differences.has_operators

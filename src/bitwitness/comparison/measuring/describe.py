@@ -70,7 +70,7 @@ def argument_differences(
         other = [
             f"{name} {_meant(name, first[name])} against {_meant(name, second[name])}" for name in _other_settings(a, b)
         ]
-        return [] if is_operator else [f"{kinds[0]} against {kinds[1]}", *other]
+        return _along_others(kinds, first, second, rank) if is_operator else [f"{kinds[0]} against {kinds[1]}", *other]
     for name in [*first, *(name for name in second if name not in first)]:
         x, y = first.get(name, "(default)"), second.get(name, "(default)")
         if name in _DIMENSIONS and _counted(x, rank) == _counted(y, rank):
@@ -84,6 +84,19 @@ def argument_differences(
         if not _is_same(x, y) and name not in _UNIMPORTANT and name not in _PLACES and not _is_tensor(x, y):
             found.append(f"{name} {_meant(name, x)} against {_meant(name, y)}")
     return found
+
+
+def _along_others(kinds: tuple[str, str], first: dict[str, Any], second: dict[str, Any], rank: int) -> list[str]:
+    """Return that one run reduces over some dimensions, by the same operator's other kind, and the other over all."""
+    over = first.get("dim"), second.get("dim")
+    same = len({kind.rpartition(".")[0] for kind in kinds}) == 1
+    if not same or rank < 2 or (over[0] is None) == (over[1] is None):
+        return []
+    some = over[1] if over[0] is None else over[0]
+    if not isinstance(some, int | list) or (isinstance(some, list) and len(some) in (0, rank)):
+        return []
+    words = ["all" if one is None else _shown(one).replace(" ", "") for one in over]
+    return [f"dim {words[0]} against {words[1]}"]
 
 
 def _is_same(x: Any, y: Any) -> bool:

@@ -18,8 +18,8 @@ _MOST = 0.5
 """Share of the parameters in another dtype from which on it is all of them, and not one layer's own."""
 
 
-def conditions(differences: Differences) -> str:
-    """Say what is otherwise before anything is computed: training, the model's arguments, its parameters' dtype; or nothing."""
+def conditions(differences: Differences, step: int) -> str:
+    """Say what is otherwise in a step before anything is computed: training, arguments, parameters' dtype; or nothing."""
     for pair in differences.alignment.pairs:
         if pair.a.module == "." and (pair.a.kind == "module" or pair.a.op == "loss") and pair.a.phase == "forward":
             frames = (differences.a, pair.a), (differences.b, pair.b)
@@ -39,7 +39,7 @@ def conditions(differences: Differences) -> str:
         return text
     computed = [_has_forward(frame) for frame in (differences.a, differences.b)]
     if computed in ([True, False], [False, True]):
-        return f"run {'AB'[computed.index(False)]} has no forward in training mode in this step: was it in evaluation mode?"
+        return f"run {'AB'[computed.index(False)]} has no forward in training mode in step {step}: was it in evaluation mode?"
     return ""
 
 

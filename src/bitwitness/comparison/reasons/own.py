@@ -25,6 +25,8 @@ _BEHIND = 10.0
 say little of how far single elements are apart. Seen: healthy products up to 6."""
 _LAID = ("batch_first ",)
 _RANDOM = "it draws random numbers, and drew others: another seed or another number of draws before"
+_ANOTHER_GRADIENT = 1e-3
+"""Relative change of what an optimizer reads from which on its update tells nothing of the optimizer."""
 _COMPUTED_UPDATE = (
     "parameter, gradient and settings agree and the update does not: the optimizer's state does (moments, step counts), "
     "it computed wrongly, or the weight was written past torch before it (p.data)"
@@ -88,7 +90,7 @@ class OwnReasons:
     def _of_update(self, pair: Pair, carried: float) -> Reason | None:
         """Return that an update differs; of two precisions `precisions.moved` looks at all of them together."""
         other = self._differences.precisions is not None and carried > self._differences.roundoff_inside
-        if other and not self._overflow(pair):
+        if (other or carried > _ANOTHER_GRADIENT) and not self._overflow(pair):
             return None
         if {self._differences.a.text("slot", row) for row, _ in pair.inputs} <= {"param", "grad"}:
             return Reason("computed", _COMPUTED_UPDATE + self._overflow(pair))
