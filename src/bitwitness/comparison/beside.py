@@ -67,7 +67,7 @@ def _parts(report: Report, calls: int = 1) -> tuple[float, bool]:
     if report.status != "findings":
         return math.inf, False
     steps = [one.step // calls for one in (report.first, *report.exceeding[:1]) if one is not None]
-    return min(steps, default=math.inf), report.first is None or report.first.reason == "unknown"
+    return min(steps, default=math.inf), report.first is None or report.first.reason in ("unknown", "loss")
 
 
 def _of_model(run: Path) -> str:

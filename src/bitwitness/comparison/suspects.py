@@ -219,7 +219,10 @@ class SuspectSearch:
             if i == 0 or ratio > best[1] / best[0]:
                 best = (explained, change, i)
         explained, change, i = best
-        return (change, change, i) if change > explained and hands_on(differences, pair) else best
+        if change <= explained or not hands_on(differences, pair):
+            return best
+        self._updates.turned = max(self._updates.turned, min(change, 1.0) * (pair.a.phase == "backward"))
+        return change, change, i
 
     def _carried(self, pair: Pair) -> list[float]:
         """Return the change of each of a node's inputs; of one that is masked, that of what was masked."""
@@ -281,11 +284,7 @@ class SuspectSearch:
         out = self._out if node is pair.a and self._out < len(node.outputs) else 0
         slot = frame.text("slot", node.outputs[out]) if node.outputs else "out0"
         return Suspect(
-            site=f"{node.site}.{slot}",
-            rank=self._rank,
-            step=self._step,
-            reason=reason.kind,
-            text=reason.text,
+            site=f"{node.site}.{slot}", rank=self._rank, step=self._step, reason=reason.kind, text=reason.text,
             score=worst / explained if explained else math.inf,
             change=worst,
             explained=explained,
@@ -297,4 +296,4 @@ class SuspectSearch:
             pair=None if reason.lone else pair,
             lone=reason.lone,
             rows=reason.rows,
-        )
+        )  # fmt: skip

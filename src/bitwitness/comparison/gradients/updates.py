@@ -57,6 +57,8 @@ class Updates:
         self._chains = GradientChains(differences)
         self._chain_of = {chain.name: chain for chain in self._chains.chains}
         self.cause = self._chains.cause()
+        self.turned = 0.0
+        """By how much at the most a gradient differs of which rounding turned few elements: those behind it follow."""
 
     def limit(self, pair: Pair) -> float:
         """Return the change up to which a value that stands alone may differ: noise, and what its maker handed on."""
@@ -70,7 +72,7 @@ class Updates:
         """Return the change up to which a gradient may differ of which nothing else is known."""
         own = 0.0 if self._differences.has_operators else self._differences.roundoff(row_a, row_b)
         modules = min(_COARSE * own, _REWRITTEN) if own > FINE else 0.0  # nobody knows how they are written
-        return max(_GRADIENT, self._differences.noise_limit(), modules)
+        return max(_GRADIENT, self._differences.noise_limit(), modules, FOLLOWED * self.turned)
 
     @cached_property
     def _of_precision(self) -> float:

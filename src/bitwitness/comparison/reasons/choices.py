@@ -35,8 +35,14 @@ def choice_first(suspects: list[Suspect], differences: Differences) -> list[Susp
         if not back and not is_regrouped(first):
             continue
         if (found := _tipped(pair, differences)) is not None:
-            return [_suspect(first, pair, *found, differences), *suspects]
+            return [_suspect(first, pair, *found, differences), *_weights_first(suspects, first)]
     return suspects
+
+
+def _weights_first(suspects: list[Suspect], first: Suspect) -> list[Suspect]:
+    """Return suspects, weights that differ from the beginning before all else: of what rounding tips they need not come."""
+    begun = {id(one) for one in suspects if one.reason == "source" and one.pair and one.pair.a.kind == "parameter"}
+    return [replace(one, order=(first.order[0], -1)) if id(one) in begun else one for one in suspects]
 
 
 def chooses_otherwise(differences: Differences, module: str) -> bool:

@@ -15,6 +15,7 @@ from bitwitness.comparison.measuring.describe import by_each, in_chain, made_by_
 from bitwitness.comparison.measuring.relation import and_so, in_words
 from bitwitness.comparison.reasons.casts import given_behind_casts
 from bitwitness.comparison.reasons.choices import chooses_otherwise
+from bitwitness.comparison.reasons.handed import noise_read_by
 from bitwitness.comparison.reasons.inplace import changed_since, is_into_bucket, is_written, is_written_over
 from bitwitness.comparison.reasons.reason import OUTSIDE, SINCE, Reason
 
@@ -102,8 +103,6 @@ class Reasons:
     def _of_dtype(self, *rows: int) -> float:
         return NEGLIGIBLE + _ROUNDED * max(self._differences.roundoff(*rows), self._differences.copies)
 
-    # -- where an input's difference comes from --------------------------------------------------------------------
-
     def of_inputs(self, pair: Pair) -> Reason | None:
         """Return why an input differs, if no matched operator made the difference."""
         if pair.a.kind == "module" and "BatchNorm" in pair.a.op and self.a.micros != self.b.micros:
@@ -164,7 +163,12 @@ class Reasons:
         first, second = differences.dtypes(row_a, row_b)
         own = max(differences.roundoff(row_a, row_b), differences.roundoff_inside)
         deep = _IN_BACKWARD * own if differences.precisions is not None and pair.a.phase == "backward" else 0.0
-        limit = max(differences.viewed(self._earlier.noise + own), differences.noise_limit(), deep)
+        limit = max(
+            differences.viewed(self._earlier.noise + own),
+            differences.noise_limit(),
+            deep,
+            noise_read_by(differences, lone, first=lone_a is not None),
+        )
         if lone.op in CASTS and (first != second or differences.precisions is not None):
             given = given_behind_casts(differences, row_a, row_b) if differences.precisions is not None else None
             # Else it is told as the dtype of what reads it, or of the run.
