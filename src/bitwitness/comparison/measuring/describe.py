@@ -183,3 +183,17 @@ def _shown(value: Any) -> str:
             return "a tensor"
         return str(next(iter(value.values()), value))
     return str(value)
+
+
+def of_one_run(side: str, reader: str, count: int, *, adds: bool) -> str:
+    """Say that only one run computes what ``reader`` reads; ``count``: through how many operators it goes backward to there.
+
+    ``adds``: to a gradient that is there already.
+    """
+    if count > 1:
+        why = "what the other run detaches, makes without gradients, or has another backward of its own for"
+        return f"only run {side} goes backward here, through {count} operators that meet the other gradients in {reader}: {why}"
+    if adds:
+        why = "it was not zeroed (zero_grad), or there is one backward more"
+        return f"only run {side} adds to a gradient that is still there, in {reader}: {why}"
+    return f"only run {side} has it, and its result matters to {reader}"

@@ -11,7 +11,7 @@ from bitwitness.comparison.matching.operands import Operands
 from bitwitness.comparison.matching.tokens import CASTS
 from bitwitness.comparison.measuring.allowance import roundoff
 from bitwitness.comparison.measuring.changes import moved
-from bitwitness.comparison.measuring.describe import by_each, in_chain, made_by_nothing
+from bitwitness.comparison.measuring.describe import by_each, in_chain, made_by_nothing, of_one_run
 from bitwitness.comparison.measuring.relation import and_so, in_words
 from bitwitness.comparison.reasons.casts import given_behind_casts
 from bitwitness.comparison.reasons.choices import chooses_otherwise
@@ -163,12 +163,8 @@ class Reasons:
         first, second = differences.dtypes(row_a, row_b)
         own = max(differences.roundoff(row_a, row_b), differences.roundoff_inside)
         deep = _IN_BACKWARD * own if differences.precisions is not None and pair.a.phase == "backward" else 0.0
-        limit = max(
-            differences.viewed(self._earlier.noise + own),
-            differences.noise_limit(),
-            deep,
-            noise_read_by(differences, lone, first=lone_a is not None),
-        )
+        read = noise_read_by(differences, lone, first=lone_a is not None)
+        limit = max(differences.viewed(self._earlier.noise + own), differences.noise_limit(), deep, read)
         if lone.op in CASTS and (first != second or differences.precisions is not None):
             given = given_behind_casts(differences, row_a, row_b) if differences.precisions is not None else None
             # Else it is told as the dtype of what reads it, or of the run.
@@ -181,22 +177,14 @@ class Reasons:
         reader = f"{pair.a.site}.{self.a.text('slot', row_a)}"
         words = in_words(self.a, self.b, row_a, row_b)
         group = differences.makers.common_group(row_a, row_b)
-        text = f"only run {side.upper()} has it, and its result matters to {reader} ({words})"
         if group is not None:
             ways = by_each(in_chain(group.a), in_chain(group.b))
-            text = f"what {reader} reads is computed {ways}, with other results ({words})"
-        else:
-            lone, count = differences.makers.beginning(lone, first=lone_a is not None)
-            if count > 1:
-                path = f"goes backward here, through {count} operators that meet the other gradients in {reader}"
-                why = "what the other run detaches, makes without gradients, or has another backward of its own for"
-                text = f"only run {side.upper()} {path} ({words}): {why}"
-            elif lone.op == "add_" and pair.a.kind == "gradient":
-                text = (
-                    f"only run {side.upper()} adds to a gradient that is still there, in {reader} ({words}): "
-                    "it was not zeroed (zero_grad), or there is one backward more"
-                )
-        return Reason("missing", text, lone, side)
+            return Reason(
+                "missing", f"what {reader} reads is computed {ways}, with other results ({words})", lone, side
+            )
+        lone, count = differences.makers.beginning(lone, first=lone_a is not None)
+        adds = lone.op == "add_" and pair.a.kind == "gradient"
+        return Reason("missing", of_one_run(side.upper(), f"{reader} ({words})", count, adds=adds), lone, side)
 
     def _from_view(self, pair: Pair, row_a: int, row_b: int, made: float) -> Reason | None:
         """Return the reason of an input whose maker's results differ by ``made``: less than it explains."""
