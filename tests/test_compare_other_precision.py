@@ -459,3 +459,52 @@ def test_losses_of_float64_and_float32_may_be_differences_of_large_numbers(tmp_p
 
     report = bw.compare(run(tmp_path / "a", torch.float64), run(tmp_path / "b", torch.float32))
     assert report.status == "fine", report.conclusion
+
+
+class _Scaled(torch.autograd.Function):
+    """A root mean square norm as people write it; ``whole``: with all terms of its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, whole: bool) -> Tensor:
+        root = (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
+        ctx.save_for_backward(x, root)
+        ctx.whole = whole
+        return x * root
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        x, root = ctx.saved_tensors
+        if not ctx.whole:
+            return grad * root, None
+        return grad * root - x * root.pow(3) * (grad * x).sum(-1, keepdim=True) / x.size(-1), None
+
+
+@pytest.mark.parametrize("content", ["stats", "tensors"])
+def test_a_backward_of_ones_own_that_lacks_a_term_shows_behind_another_precision(tmp_path: Path, content: str) -> None:
+    class Block(nn.Module):
+        def __init__(self, *, whole: bool) -> None:
+            super().__init__()
+            self.up, self.whole = nn.Linear(WIDTH, WIDTH), whole
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.up(_Scaled.apply(x, self.whole))
+
+    def run(out: Path, dtype: torch.dtype, *, whole: bool) -> Path:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(whole=True), Block(whole=whole), nn.Linear(WIDTH, 1)).to(
+            dtype
+        )
+
+        def backward(step: int) -> None:
+            x = torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(step)).to(dtype)
+            (model(x) - x[:, :1]).square().mean().backward()
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+        return recorded_steps(out, model, optimizer, backward, STEPS, content=content)
+
+    a = run(tmp_path / "a", torch.float32, whole=True)
+    report = bw.compare(a, run(tmp_path / "b", torch.bfloat16, whole=False))
+    assert report.status == "findings", report.conclusion
+    assert "2/" in report.conclusion
+    healthy = bw.compare(a, run(tmp_path / "c", torch.bfloat16, whole=True))
+    assert healthy.status == "fine", healthy.conclusion

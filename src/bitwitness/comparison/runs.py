@@ -31,6 +31,7 @@ from bitwitness.comparison.measuring.drift import DriftBeside
 from bitwitness.comparison.measuring.relation import in_times
 from bitwitness.comparison.measuring.values import KeptValues, Side, kept_values
 from bitwitness.comparison.noted import cause_first, in_recomputation
+from bitwitness.comparison.precisions.alone import backward_alone
 from bitwitness.comparison.precisions.betweensteps import written_between
 from bitwitness.comparison.precisions.doubted import contradicted
 from bitwitness.comparison.precisions.moved import moved_otherwise
@@ -200,7 +201,7 @@ def _without_operator(
         search.exceeding += [] if search.exceeding else beyond_precision(differences, place.rank, place.step)
         apart = [one for exceeding in search.exceeding[:1] for one in why_beyond(differences, exceeding)]
         at = place.rank, place.step
-        apart = apart or angles_too_coarse(differences, *at)
+        apart = apart or backward_alone(differences, *at) or angles_too_coarse(differences, *at)
         apart = apart or ([] if search.exceeding else moved_otherwise(differences, *at))
     differences.earlier.parted |= bool(apart or search.exceeding)
     return apart[:1]
