@@ -78,6 +78,16 @@ class Log:
         """The number of the micro-batch."""
         return self._clock.micro
 
+    @property
+    def begun(self) -> bool:
+        """Whether a step runs, and has not ended."""
+        return self._clock.begun
+
+    @property
+    def now(self) -> tuple[int, int]:
+        """The numbers of the step and of its micro-batch."""
+        return self._clock.step, self._clock.micro
+
     def node(self) -> int:
         """Return the number of a new node."""
         self._nodes += 1

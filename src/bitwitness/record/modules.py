@@ -95,6 +95,7 @@ class ModuleRecorder:
         self._open: list[tuple[nn.Module, int, list[NodeValue], int, int]] = []
         self._hooks: list[ModuleHook] = []
         self._outermost = root
+        self._in_parts: tuple[int, int] | None = None  # the step and micro-batch of a part that the script called last
         self._evaluating = False
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
@@ -134,7 +135,10 @@ class ModuleRecorder:
 
         ``listed``: torch has our hook of that part in its list; it has not where the hooks were put on in this very call.
         """
-        self._calls.clear()
+        now = self._log.now
+        if self._in_parts != now:  # else calls are counted as where one call of the model makes them all
+            self._calls.clear()
+        self._in_parts = None if part is None else now
         self._open.clear()
         self._outermost = part or self._root
         if self._hooks and (part is None or not listed):
@@ -146,7 +150,8 @@ class ModuleRecorder:
             self._after(self._root, (), {}, result)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if in_replay() or self._evaluating:
+        # Between two steps a script may call a part whose step nobody knows as yet: it is none of the step's before.
+        if in_replay() or self._evaluating or not self._log.begun:
             return
         try:
             with own_work():

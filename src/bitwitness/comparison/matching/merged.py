@@ -114,7 +114,8 @@ class MergedSource:
         dims = [int(dim) for dim in _SHARD.findall(found["how"])] if found else []
         if found and "P" in re.sub(r"S\(\d+\)", "", found["how"]):
             return None  # partial sums: what they add up to was never held by a rank
-        is_part = first["kind"] == "module" and first["shape"] and first["shape"][0] == batch
+        of_batch = first["kind"] == "module" and (first["name"] or "input ").startswith("input ")  # and no weight
+        is_part = of_batch and first["shape"] and first["shape"][0] == batch
         alike = not is_part and all(same(first, other) for _, other in parts[1:])
         if (found and not dims) or (alike and not dims):
             return row | {"placement": None}
