@@ -27,15 +27,17 @@ def trained(
     make: Callable[[], nn.Module],
     loss: Compute,
     held: Callable[[nn.Module], list[nn.Parameter]] | None = None,
+    **settings: str,
 ) -> Path:
     """Train with SGD, which also takes sparse gradients."""
     torch.manual_seed(0)
     model = make()
     optimizer = torch.optim.SGD(list(model.parameters()) if held is None else held(model), lr=0.05)
-    return recorded_steps(out, model, optimizer, lambda step: loss(model, step).backward(), STEPS)
+    return recorded_steps(out, model, optimizer, lambda step: loss(model, step).backward(), STEPS, **settings)
 
 
-def test_sparse_gradients_are_a_way_of_writing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", ["stats", "tensors"])
+def test_sparse_gradients_are_a_way_of_writing(tmp_path: Path, content: str) -> None:
     class Bags(nn.Module):
         def __init__(self, *, sparse: bool) -> None:
             super().__init__()
@@ -49,9 +51,10 @@ def test_sparse_gradients_are_a_way_of_writing(tmp_path: Path) -> None:
         ids = torch.randint(0, 40, (8, 5), generator=torch.Generator().manual_seed(step))
         return model(ids).square().mean()
 
-    a = trained(tmp_path / "a", lambda: Bags(sparse=False), loss)
-    report = bw.compare(a, trained(tmp_path / "b", lambda: Bags(sparse=True), loss))
+    a = trained(tmp_path / "a", lambda: Bags(sparse=False), loss, content=content)
+    report = bw.compare(a, trained(tmp_path / "b", lambda: Bags(sparse=True), loss, content=content))
     assert report.status == "fine", report.conclusion
+    assert not report.problems
 
 
 def test_frozen_parameters_may_be_given_to_the_optimizer(tmp_path: Path) -> None:
@@ -274,3 +277,72 @@ def test_of_a_model_inside_a_compiled_wrapper_the_backward_is_recorded(tmp_path:
     rows = bw.Run(tmp_path / "run").rows().to_pylist()
     backward = {(row["module"], row["op"]) for row in rows if (row["kind"], row["phase"]) == ("op", "backward")}
     assert backward >= {("1", "gelu_backward"), ("2", "mm")}
+
+
+def test_a_part_that_the_script_calls_first_is_none_of_the_step_before(tmp_path: Path) -> None:
+    """An encoder called by itself, whose result the model is given, as translation models allow."""
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(30, WIDTH)
+            self.encoder, self.decoder = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 30)
+
+        def encode(self, ids: Tensor) -> Tensor:
+            return self.encoder(self.words(ids)).tanh()
+
+        def forward(self, ids: Tensor, encoded: Tensor | None = None) -> Tensor:
+            encoded = self.encode(ids) if encoded is None else encoded
+            return self.decoder(encoded + self.words(ids.flip(1)))
+
+    def run(out: Path, *, first: bool) -> Path:
+        def loss(model: nn.Module, step: int) -> Tensor:
+            ids = torch.randint(0, 30, (8, 5), generator=torch.Generator().manual_seed(step))
+            logits = model(ids, model.encode(ids)) if first else model(ids)
+            return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+        return trained(out, Pair, loss)
+
+    report = bw.compare(run(tmp_path / "a", first=False), run(tmp_path / "b", first=True))
+    assert report.status == "fine", report.conclusion
+
+
+def test_a_resume_is_found_where_most_weights_are_frozen(tmp_path: Path) -> None:
+    saved: dict[str, dict[str, Tensor]] = {}
+
+    def run(out: Path, steps: range) -> Path:
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 2)
+        )
+        model[:4].requires_grad_(requires_grad=False)
+        if steps.start:
+            model.load_state_dict(saved["weights"])
+        optimizer = torch.optim.SGD(model[4].parameters(), lr=0.1)
+
+        def backward(step: int) -> None:
+            if steps.start + step == 2:
+                saved["weights"] = {name: value.clone() for name, value in model.state_dict().items()}
+            model(noise(6, WIDTH, seed=steps.start + step)).square().mean().backward()
+
+        return recorded_steps(out, model, optimizer, backward, len(steps))
+
+    report = bw.compare(run(tmp_path / "a", range(4)), run(tmp_path / "b", range(2, 4)))
+    assert report.status == "fine", report.conclusion
+    assert report.shifted == "step 0 of run B starts from the weights of step 2 of run A"
+
+
+def test_a_weight_as_long_as_a_micro_batch_is_no_part_of_one(tmp_path: Path) -> None:
+    def run(out: Path, micros: int) -> Path:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def backward(step: int) -> None:
+            for part in noise(16, WIDTH, seed=step).chunk(micros):
+                (F.cross_entropy(model(part), part[:, :4].argmax(1), reduction="sum") / 16).backward()
+
+        return recorded_steps(out, model, optimizer, backward, STEPS)
+
+    report = bw.compare(run(tmp_path / "a", 4), run(tmp_path / "b", 2))
+    assert report.status == "fine", report.conclusion

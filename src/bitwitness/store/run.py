@@ -200,7 +200,7 @@ def shaped(
         count *= size
     if count != flat.numel():
         raise UnreadError(f"{where}: the row says shape {list(shape)}, the file holds {flat.numel()} elements")
-    if layout is None:
+    if layout is None or layout.startswith("sparse"):  # of which the stored values were kept
         return flat.view(shape)
     strides = tuple(int(part) for part in layout.split(",") if part.isdigit())
     reach = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=False))

@@ -148,9 +148,9 @@ def _shift(found: Lined, rank: int) -> int:
     here = _agreeing(_weights(found.a, rank, common[0]), _weights(found.b, rank, common[0])) if common else 0.0
     if here == 1.0:
         return 0
-    # A resume that has forgotten some of its weights is one, too, where nothing else agrees as well.
+    # A resume that has forgotten some of its weights is one, too, where nothing else agrees as well (what is frozen does).
     share, shift = max(_shifts(found, rank, steps_a, steps_b), key=lambda one: one[0], default=(0.0, 0))
-    if share < max(_RESUMED, _AS_WELL * here):
+    if share < min(1.0, max(_RESUMED, _AS_WELL * here)):
         return 0
     later, earlier, ahead = ("B", "A", shift) if shift > 0 else ("A", "B", -shift)
     first = steps_b[0] if shift > 0 else steps_a[0]
