@@ -279,34 +279,6 @@ def test_of_a_model_inside_a_compiled_wrapper_the_backward_is_recorded(tmp_path:
     assert backward >= {("1", "gelu_backward"), ("2", "mm")}
 
 
-def test_a_part_that_the_script_calls_first_is_none_of_the_step_before(tmp_path: Path) -> None:
-    """An encoder called by itself, whose result the model is given, as translation models allow."""
-
-    class Pair(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words = nn.Embedding(30, WIDTH)
-            self.encoder, self.decoder = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 30)
-
-        def encode(self, ids: Tensor) -> Tensor:
-            return self.encoder(self.words(ids)).tanh()
-
-        def forward(self, ids: Tensor, encoded: Tensor | None = None) -> Tensor:
-            encoded = self.encode(ids) if encoded is None else encoded
-            return self.decoder(encoded + self.words(ids.flip(1)))
-
-    def run(out: Path, *, first: bool) -> Path:
-        def loss(model: nn.Module, step: int) -> Tensor:
-            ids = torch.randint(0, 30, (8, 5), generator=torch.Generator().manual_seed(step))
-            logits = model(ids, model.encode(ids)) if first else model(ids)
-            return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
-
-        return trained(out, Pair, loss)
-
-    report = bw.compare(run(tmp_path / "a", first=False), run(tmp_path / "b", first=True))
-    assert report.status == "fine", report.conclusion
-
-
 def test_a_resume_is_found_where_most_weights_are_frozen(tmp_path: Path) -> None:
     saved: dict[str, dict[str, Tensor]] = {}
 

@@ -220,3 +220,45 @@ def test_gradients_by_transforms_are_recorded_as_the_optimizer_reads_them(
     if way != "inner step":  # whose inner gradients count as a step's
         assert bw.Run(tmp_path / "a").steps() == [0, 1]
     assert bw.compare(tmp_path / "a", tmp_path / "b").status == "fine"
+
+
+def test_a_part_that_the_script_calls_first_is_none_of_the_step_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An encoder called by itself, whose result the model is given, as translation models allow."""
+
+    class Encoder(nn.Module):
+        def __init__(self, words: nn.Embedding) -> None:
+            super().__init__()
+            self.words, self.mix = words, nn.Linear(6, 6)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.mix(self.words(ids)).tanh()
+
+    class Translator(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(30, 6)
+            self.encoder, self.decoder = Encoder(self.words), nn.Linear(6, 30)
+
+        def forward(
+            self, ids: torch.Tensor | None, labels: torch.Tensor, encoded: torch.Tensor | None = None
+        ) -> torch.Tensor:
+            encoded = self.encoder(ids) if encoded is None else encoded
+            return self.decoder(encoded + self.words(labels.flip(1))).logsumexp(-1).mean()
+
+    def script(*, first: bool) -> None:
+        torch.manual_seed(0)
+        net = Translator()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in range(3):
+            ids, labels = torch.randint(0, 30, (2, 8, 5), generator=torch.Generator().manual_seed(step))
+            (net(None, labels, encoded=net.encoder(ids)) if first else net(ids, labels)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    a, b = (tmp_path / name for name in "ab")
+    for out, first in ((a, False), (b, True)):
+        recorded(lambda first=first: script(first=first), out, capsys)  # type: ignore[misc]
+    report = bw.compare(a, b)
+    assert report.status == "fine", report.conclusion
