@@ -102,10 +102,12 @@ class Meter:
         """Tell whether a plain tensor holds what was measured, as far as its sketch tells; False where that must wait."""
         if self._reads_at_once and number in self._done and (signed := compiled_sketch(values)) is not None:
             return signed == self._done[number].sketch
+        if not self._stats:
+            return number in self._done
+        if self._waits_for_nothing(values):
+            return False
         with unseen():
             before = self.measured(number)
-            if not self._stats:
-                return before is not None
             return before is not None and self._is(in_memory_order(values), before)
 
     def _is(self, values: torch.Tensor, before: Measured) -> bool:
