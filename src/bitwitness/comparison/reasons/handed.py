@@ -17,8 +17,8 @@ _TURNS = frozenset({
 """Operators and modules whose backward hands each element on or not, by what their forward read."""
 _FEW = 4.0
 """Times the largest element that a gradient may differ by, where rounding turns one or two: a sketch tells a norm so well."""
-_OF_READ = 8.0
-"""Times the noise of what an operator reads that only one run has."""
+_OF_READ, _MOST_READ = 8.0, 0.5
+"""Times the noise of what an operator reads that only one run has, and the most that is noise."""
 
 
 def hands_on(differences: Differences, pair: Pair) -> bool:
@@ -40,9 +40,12 @@ def hands_on(differences: Differences, pair: Pair) -> bool:
 
 
 def noise_read_by(differences: Differences, lone: Node, *, first: bool) -> float:
-    """Return what may become of the noise in what a node reads that only A (``first``) or only B has."""
+    """Return what may become of the noise in what a node of a backward reads that only A (``first``) or only B has."""
+    if differences.precisions is not None or lone.phase != "backward":
+        return 0.0
     pairs, _ = differences.makers.origins(lone, first=first)
-    return _OF_READ * max((differences.change_of[row] for pair in pairs for row, _ in pair.outputs), default=0.0)
+    read = [differences.change_of[row] for pair in pairs if pair.a.phase == "backward" for row, _ in pair.outputs]
+    return _OF_READ * max((change for change in read if change <= _MOST_READ), default=0.0)
 
 
 def _turns_few(differences: Differences, pair: Pair) -> bool:
