@@ -177,7 +177,10 @@ def test_a_kill_at_any_moment_loses_nothing(tmp_path: Path) -> None:
         said = job.stdout.split()
         assert len(said) >= 3, job.stderr
         whole = [bw.checkpoint.verify(folder / steps.name_of(step)) for step in steps.steps_in(folder)]
-        assert [one.intact for one in whole] == [True] * max(1, len(whole)), "what has a name and a seal is whole"
+        told = "; ".join(map(str, whole))
+        assert [one.intact for one in whole] == [True] * max(1, len(whole)), (
+            f"what has a name and a seal is whole: {told}"
+        )
         newest = whole[0].step
         # Each line is printed when its save returned: one in the background is at most one behind.
         assert newest is not None
