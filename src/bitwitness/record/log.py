@@ -103,8 +103,7 @@ class Log:
         Inside a transform of ``torch.func`` the operators beneath it are recorded, and not the tensors that stand for many;
         of a model on the meta device, which holds no numbers, nothing is.
         """
-        selection = self.selection
-        if not (selection.all or selection.wants(site)) or in_transform() or tensor.is_meta:
+        if not self.selection.wants(site) or in_transform() or tensor.is_meta:
             return None
         return NodeValue(site, noted or self.values.note(tensor, site, overwritten=overwritten))
 

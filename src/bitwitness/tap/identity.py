@@ -82,7 +82,7 @@ def _look(tensor: torch.Tensor) -> Look:
 def _content(storage: int, look: Look, tensor: torch.Tensor, ahead: int = 0) -> Hashable:
     """Return the same for all views of the same values; see `Identities.key`."""
     version, offset, shape, strides, dtype = look
-    version += ahead
+    version += ahead if version >= 0 else 0  # inference tensors have none
     if tensor.is_contiguous() or spans_memory(shape, strides):
         return storage, version, offset, tensor.numel(), dtype
     return storage, version, offset, shape, strides, dtype

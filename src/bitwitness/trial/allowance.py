@@ -86,7 +86,8 @@ def lean(value: Tensor, truth: Tensor, noisy: Sequence[Tensor], dtype: torch.dty
     off = ((value - truth) / spacing(truth, dtype))[among]
     if off.numel() < _LEANING_NUMBERS or float(off.abs().max()) > 1.0 + _HALF_ROOM:
         return ""
-    if truth[among].to(dtype).double().unique().numel() < _LEANING_NUMBERS:  # what is nearly one number is rounded one way
+    numbers = truth[among].to(dtype).double().unique().numel()  # torch counts none of eight bits
+    if numbers < _LEANING_NUMBERS:  # what is nearly one number is rounded one way
         return ""
     for sign, ways in ((truth.sign(), ("away from zero", "towards zero")), (torch.ones_like(truth), ("up", "down"))):
         error, unit = off * sign[among], (sign / spacing(truth, dtype))[among]
