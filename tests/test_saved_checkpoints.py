@@ -115,6 +115,25 @@ def test_a_save_in_the_background_has_the_values_of_its_call(tmp_path: Path) -> 
     assert mine["weight"].eq(3).all()
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_save_waits_for_the_one_that_is_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+    def slowly(self, metadata, results) -> None:
+        time.sleep(0.3)
+        whole(self, metadata, results)
+
+    whole = FileSystemWriter.finish
+    monkeypatch.setattr(FileSystemWriter, "finish", slowly)
+    first = bw.checkpoint.save(state(1), tmp_path, 1, asynchronous=True)
+    second = bw.checkpoint.save(state(2), tmp_path, 2, asynchronous=asynchronous)
+    assert first.done()
+    assert [one.result(60).name for one in (first, second)] == ["step-00000001", "step-00000002"]
+    assert all(bw.checkpoint.verify(tmp_path / f"step-0000000{step}").intact for step in (1, 2))
+
+
 def test_what_is_damaged_on_its_way_to_the_disk_is_never_a_checkpoint(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import threading
+import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
+from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -32,7 +33,6 @@ class Together:
         self.group: dist.ProcessGroup | None = None
         self._limit = 0.0
         self.pending: Future[Any] | None = None
-        self.one_at_a_time = threading.Lock()
         if self.size > 1 and group is not None:
             self._limit = training_timeout(group)
             self.group = dist.new_group(
@@ -99,10 +99,19 @@ _KNOWN: WeakKeyDictionary[Any, Together] = WeakKeyDictionary()
 
 
 def together(group: dist.ProcessGroup | None = None) -> Together:
-    """Return the ranks of a group, of the job by default; collective the first time."""
+    """Return the ranks of a group, of the job by default; collective the first time.
+
+    The same ones each time: they know of the save that is under way.
+    """
     if not (dist.is_available() and dist.is_initialized()):
-        return Together(None)
+        return _alone(os.getpid())
     own = dist.group.WORLD if group is None else group
     if own not in _KNOWN:
         _KNOWN[own] = Together(own)
     return _KNOWN[own]
+
+
+@cache
+def _alone(_process: int) -> Together:
+    """Return a process by itself. One that was forked waits for no save of its parent's, whose thread it does not have."""
+    return Together(None)
