@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -12,6 +13,8 @@ from torch import nn
 
 import bitwitness as bw
 from bitwitness.cli import main
+from bitwitness.config.recording import RecordConfig
+from bitwitness.record.auto import AutoRecorder
 
 
 def record(out: Path, *rates: float) -> Path:
@@ -94,3 +97,29 @@ def test_a_recording_holds_no_losses_of_what_is_trained_after_it(tmp_path: Path)
         train(second)
     rows = bw.Run(tmp_path / "run").rows().to_pylist()
     assert [row["step"] for row in rows if row["op"] == "loss"] == [0, 1, 2]
+
+
+def test_an_average_that_is_tried_behind_each_step_stands_behind_what_made_it_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(out: Path, scale: float) -> Path:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6))
+        average = copy.deepcopy(net).requires_grad_(False)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        batches = [(x, x * scale) for x in torch.randn(3, 4, 6)]
+        with AutoRecorder(RecordConfig(), str(out)):
+            for x, target in batches:
+                nn.functional.mse_loss(net(x), target).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    for mean, now in zip(average.parameters(), net.parameters(), strict=True):
+                        mean.lerp_(now, 0.1)
+                    average(x)
+        return out
+
+    code, said = compared(train(tmp_path / "a", 1.0), train(tmp_path / "b", -1.0), capsys)
+    assert code == 1
+    assert said.startswith("the runs part at ./mse_loss#0:forward")
+    assert said.count("beside them, a-2 against b-2 (Sequential): the runs part at 0/weight#0:param.value") == 1

@@ -46,7 +46,10 @@ class Beside:
         In one step, one that knows what made the difference before one that reads it from outside: another model's result.
         """
         told = zip(self.reports, self.lines(), strict=False)
-        parted = [(_parts(report, calls_a_step(report.steps, named.steps)), line) for (*_, report), line in told]
+        parted = [
+            (_parts(report, calls_a_step(report.steps, named.steps), _steps_before(a)), line)
+            for (a, _, report), line in told
+        ]
         first, line = min(parted, default=((math.inf, False), ""))
         return line if first < _parts(named) else ""
 
@@ -62,20 +65,34 @@ class Beside:
         return {"beside": reports, "beside_not_compared": self.problems}
 
 
-def _parts(report: Report, calls: int = 1) -> tuple[float, bool]:
-    """Return the step in which two runs of a model part, and whether by something that came from outside it."""
+def _parts(report: Report, calls: int = 1, before: int = 0) -> tuple[float, bool]:
+    """Return the step in which two runs of a model part, and whether by something that came from outside it.
+
+    ``before``: another model's steps that had ended when this one was called for the first time: an average of weights that is
+    tried behind each step holds what that step has made of them.
+    """
     if report.status != "findings":
         return math.inf, False
     steps = [one.step // calls for one in (report.first, *report.exceeding[:1]) if one is not None]
-    return min(steps, default=math.inf), report.first is None or report.first.reason in ("unknown", "loss")
+    return before + min(steps, default=math.inf), report.first is None or report.first.reason in ("unknown", "loss")
 
 
 def _of_model(run: Path) -> str:
-    try:
-        model = read_description(run).get("model")
-    except (UsageError, OSError):
-        return ""
+    model = _described(run).get("model")
     return f" ({model})" if model else ""
+
+
+def _steps_before(run: Path) -> int:
+    """Return how many steps of the other models had ended when a model's recording began."""
+    before = _described(run).get("steps_before", 0)
+    return before if type(before) is int else 0
+
+
+def _described(run: Path) -> dict[str, Any]:
+    try:
+        return read_description(run)
+    except (UsageError, OSError):
+        return {}
 
 
 Folder = str | os.PathLike[str]

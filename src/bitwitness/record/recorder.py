@@ -12,7 +12,7 @@ from torch import nn
 
 from bitwitness.config.recording import RecordConfig
 from bitwitness.record.recording import ModelRecording
-from bitwitness.session.session import Session
+from bitwitness.session.session import Session, sessions
 from bitwitness.session.writing import Writing
 from bitwitness.store.environment import describe
 from bitwitness.store.run import is_recording
@@ -57,7 +57,9 @@ class Recorder(Writing[ModelRecording]):
         _, run = self._open(session)
         rank = run.rank  # ranks that train each by itself have numbers of their own in one folder
         root = session.root
-        run.describe(recording=asdict(self.config), model=type(root).__name__, environment=describe(root))
+        before = max((one.clock.ended for one in sessions() if one is not session), default=0)
+        what = {"model": type(root).__name__, "steps_before": before}
+        run.describe(recording=asdict(self.config), **what, environment=describe(root))
         if self.config.wants_rank(rank):
             self._writer = ModelRecording(session, self.config, run, rank)
             self._join(session, self._writer)
