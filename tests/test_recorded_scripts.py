@@ -262,3 +262,29 @@ def test_a_part_that_the_script_calls_first_is_none_of_the_step_before(
         recorded(lambda first=first: script(first=first), out, capsys)  # type: ignore[misc]
     report = bw.compare(a, b)
     assert report.status == "fine", report.conclusion
+
+
+def test_a_prototype_without_numbers_for_which_stacked_weights_stand_in_keeps_nothing_from_being_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Ensemble(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            members = [nn.Linear(4, 2) for _ in range(3)]
+            stacked, _ = torch.func.stack_module_state(members)
+            for name, weights in stacked.items():
+                self.register_parameter(name, nn.Parameter(weights.detach().clone()))
+            self.prototype = [nn.Linear(4, 2).to("meta")]  # no part of this one, as torch's own ensembles have it
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            def one(weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+                return torch.func.functional_call(self.prototype[0], weights, (x,))
+
+            return torch.vmap(one, (0, None))(dict(self.named_parameters()), x)
+
+    search = AutoRecorder(RecordConfig(), str(tmp_path / "run"))
+    with search:
+        train(Ensemble())
+    search.say()
+    assert "NOT ALL" not in capsys.readouterr().err
+    assert bw.Run(tmp_path / "run").steps() == [0, 1]

@@ -220,9 +220,13 @@ class ModuleRecorder:
             log.record(site_at(path, op, call, "forward", f"out.{name}"), tensor, node, "module")
 
     def _follow(self, tensor: torch.Tensor, site: Site, node: int) -> None:
-        """Record the gradient of a tensor when it passes."""
+        """Record the gradient of a tensor when it passes.
+
+        A parameter that is given to modules has one already, and shows in each backward what all that read it contribute.
+        """
         if (
             not tensor.requires_grad
+            or (tensor.is_leaf and isinstance(tensor, nn.Parameter))
             or not torch.is_grad_enabled()
             or in_transform()
             or not self._log.selection.wants(site)

@@ -129,6 +129,8 @@ class StateRecorder:
         self._pending.clear()
         named = [(name, tensor, "parameter") for name, tensor in self._parameters]
         for name, tensor, kind in [*named, *((name, tensor, "buffer") for name, tensor in self._root.named_buffers())]:
+            if tensor.is_meta:  # a prototype's, for which a transform's own stand in while it is called
+                continue
             self._log.values.name(tensor, name)
             module, _, _ = name.rpartition(".")
             place = tensor.data_ptr() if is_plain(tensor) else None

@@ -46,8 +46,10 @@ class Reasons:
         self._begun_rows = self._by_name(rows for pair in state for rows in pair.outputs)
         self._begun = {name: differences.change_of[row] for name, (row, _) in self._begun_rows.items()}
         self._begun_weights = {pair.a.parameter for pair in state if pair.a.kind == "parameter"}
-        inputs = self._by_name(rows for pair in given for rows in pair.inputs)
-        self._given = {name: differences.change_of[row] for name, (row, _) in inputs.items()}
+        self._given: dict[str, float] = {}  # by most, of several calls
+        for row, _ in (rows for pair in given for rows in pair.inputs):
+            name = self.a.text("name", row)
+            self._given[name] = max(self._given.get(name, 0.0), differences.change_of[row])
         self._written: dict[str, float] = {}
         self._told: set[str] = set()
         self.moved = False

@@ -12,6 +12,7 @@ from bitwitness.comparison.measuring.describe import argument_differences, is_an
 from bitwitness.comparison.measuring.relation import not_finite, numbers_of
 from bitwitness.comparison.reasons.casts import other_dtype
 from bitwitness.comparison.reasons.given import given_alone
+from bitwitness.comparison.reasons.readers import Readers
 from bitwitness.comparison.reasons.reason import Reason
 from bitwitness.oracle.names import is_random
 from bitwitness.oracle.recorded import arguments
@@ -82,10 +83,18 @@ class OwnReasons:
             return None  # by how much is not known
         if pair.a.kind == "module" and (other := self._other_module(pair)):
             return Reason("argument", other)
-        return self._of_update(pair, carried) if pair.a.kind == "optimizer" else self._computed_wrongly(pair)
+        return self._of_update(pair, carried) if pair.a.kind == "optimizer" else self._of_result(pair, explained)
+
+    def _of_result(self, pair: Pair, explained: float) -> Reason | None:
+        return None if self._readers.follows(pair, explained) else self._computed_wrongly(pair)
 
     def _computed_wrongly(self, pair: Pair) -> Reason:
-        return Reason("computed", self._computed(pair) + self._overflow(pair))
+        beside = self._readers.words(pair) if (pair.a.kind, pair.a.phase) == ("module", "backward") else ""
+        return Reason("computed", self._computed(pair) + self._overflow(pair) + beside)
+
+    @cached_property
+    def _readers(self) -> Readers:
+        return Readers(self._differences)
 
     def _of_update(self, pair: Pair, carried: float) -> Reason | None:
         """Return that an update differs; of two precisions `precisions.moved` looks at all of them together."""

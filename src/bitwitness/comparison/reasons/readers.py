@@ -1,0 +1,75 @@
+"""The gradient of a tensor that several modules read: each of them shows the sum, of which it made a part.
+
+Modules' rows hold the gradient of the tensor itself, complete when it passes. What code between the modules contributes is seen
+by nobody where no operators are recorded: so what agrees on the one side of a module and differs on the other is that module's
+doing only if nothing else has differed before.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from bitwitness.comparison.differences import Differences
+from bitwitness.comparison.matching.align import Pair
+
+_SHOWN = 3  # modules that are named in a sentence
+
+
+class Readers:
+    """Knows which modules' backwards show the gradient of one tensor.
+
+    Parameters
+    ----------
+    differences
+        The step's changes.
+
+    """
+
+    def __init__(self, differences: Differences) -> None:
+        self._differences = differences
+        self._shown: dict[int, list[Pair]] = defaultdict(list)
+        for pair in differences.alignment.pairs:
+            if (pair.a.kind, pair.a.phase) == ("module", "backward"):
+                for value in {int(differences.a.value[row]) for row, _ in pair.outputs}:
+                    self._shown[value].append(pair)
+
+    def follows(self, pair: Pair, explained: float) -> bool:
+        """Return whether a module's gradient may differ by what comes from elsewhere: what differed before, or another reader.
+
+        Parameters
+        ----------
+        explained
+            What is explained of its change.
+
+        """
+        if (pair.a.kind, pair.a.phase) != ("module", "backward"):
+            return False
+        if self._differences.earlier.parted:
+            return True
+        return any(
+            self._differences.change_of[row] > explained for other in self._others(pair) for row, _ in other.inputs
+        )
+
+    def words(self, pair: Pair) -> str:
+        """Return what is added where other modules show the same gradient; empty where none does."""
+        others = list(dict.fromkeys(other.a.site.partition("#")[0] for other in self._others(pair)))
+        if not others:
+            return ""
+        more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+        return (
+            f"; {', '.join(others[:_SHOWN])}{more} read the same tensor, of which this is the whole gradient: it may be of "
+            "any of them, or of code beside them (--level mix tells)"
+        )
+
+    def _others(self, pair: Pair) -> Sequence[Pair]:
+        """Return the other calls that show one of a call's gradients, but for what is inside it or around it."""
+        values = {int(self._differences.a.value[row]) for row, _ in pair.outputs}
+        found = (other for value in values for other in self._shown[value])
+        return [other for other in found if other is not pair and not _is_around(pair.a.module, other.a.module)]
+
+
+def _is_around(one: str, other: str) -> bool:
+    """Return whether one of two modules is in the other."""
+    first, second = (f"{path}." if path != "." else "" for path in (one, other))
+    return one != other and (first.startswith(second) or second.startswith(first))
