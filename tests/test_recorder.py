@@ -539,3 +539,17 @@ def test_a_single_element_of_any_stride_is_kept(dtype: torch.dtype, tmp_path: Pa
     assert run.steps() == [0, 1]
     run.check()
     assert run.problems == []
+
+
+@pytest.mark.parametrize("level", ["modules", "mix"])
+def test_a_gradient_that_comes_back_to_the_models_own_input_is_recorded(tmp_path: Path, level: str) -> None:
+    before, model = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    optimizer = torch.optim.SGD([*before.parameters(), *model.parameters()], lr=0.1)
+    with bw.Recorder(model, out=tmp_path / "run", level=level):
+        for _ in range(2):
+            model(before(torch.randn(3, 4))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    rows = bw.Run(tmp_path / "run").rows().to_pylist()
+    back = [row["step"] for row in rows if (row["module"], row["kind"], row["slot"]) == (".", "module", "grad_in0")]
+    assert back == [0, 1]

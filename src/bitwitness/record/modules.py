@@ -17,6 +17,7 @@ from torch import nn
 
 from bitwitness.record.log import Fail, Log, NodeValue
 from bitwitness.record.values import Noted
+from bitwitness.session.instrument import Forward, Kind
 from bitwitness.site import Site, site_at
 from bitwitness.tap.compat import in_transform
 from bitwitness.tap.frames import Stacks
@@ -130,11 +131,12 @@ class ModuleRecorder:
         finally:
             self._evaluating = False
 
-    def begin(self, part: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any], *, listed: bool) -> None:
+    def begin(self, forward: Forward, *, listed: bool) -> None:
         """Begin a forward: a call of the root, or of one of its parts where the script calls these.
 
         ``listed``: torch has our hook of that part in its list; it has not where the hooks were put on in this very call.
         """
+        part = forward.part
         now = self._log.now
         if self._in_parts != now:  # else calls are counted as where one call of the model makes them all
             self._calls.clear()
@@ -142,7 +144,10 @@ class ModuleRecorder:
         self._open.clear()
         self._outermost = part or self._root
         if self._hooks and (part is None or not listed):
-            self._before(self._outermost, args, kwargs)
+            with torch.set_grad_enabled(
+                forward.kind is Kind.TRAINING
+            ):  # as in the forward, for gradients to be followed
+                self._before(self._outermost, forward.args, forward.kwargs)
 
     def end(self, part: nn.Module | None, result: Any) -> None:
         """End a forward; ``result``: None where it raised."""

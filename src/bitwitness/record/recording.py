@@ -192,7 +192,7 @@ class ModelRecording(Instrument):
                     self._focused = True
                 self._window.open()
                 self._tracker.begin(self.session.root)
-            self._modules.begin(forward.part, forward.args, forward.kwargs, listed=not self._hooked_now)
+            self._modules.begin(forward, listed=not self._hooked_now)
             self._hooked_now = False
 
     def _open_step(self) -> None:

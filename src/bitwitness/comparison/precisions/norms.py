@@ -160,10 +160,18 @@ def _by_far(differences: Differences, pair: Pair, rows: tuple[int, int]) -> _Awa
         return None
     unit = differences.slack * differences.roundoff_inside
     change, carried = differences.change_of[rows[0]], max(unit, *(differences.change_of[i] for i, _ in pair.inputs))
-    explained = _FAR["module" if alone else pair.a.phase] * carried
+    explained = _FAR["module" if alone else pair.a.phase] * carried * _cancelled(differences, pair, rows[0])
     if differences.a.count[rows[0]] < _SOME or change <= max(_LEAST_FAR * unit, explained):
         return None
     return _Away(f"does not: it differs by {change / carried:.0f} times what they do", change, explained)
+
+
+def _cancelled(differences: Differences, pair: Pair, row: int) -> float:
+    """Return how many times as large as its result the operands of a sum are: so much more of their rounding is left in it."""
+    size = numbers_of(differences.a, row).l2
+    if canonical(pair.a.op) not in ("add", "sub") or not size:
+        return 1.0
+    return max(1.0, *(numbers_of(differences.a, i).l2 / size for i, _ in pair.inputs))
 
 
 def _is_one_operation(pair: Pair, leaves: Collection[str]) -> bool:

@@ -13,6 +13,7 @@ from bitwitness.comparison.measuring.allowance import roundoff
 from bitwitness.comparison.measuring.changes import moved
 from bitwitness.comparison.measuring.describe import by_each, in_chain, made_by_nothing, of_one_run
 from bitwitness.comparison.measuring.relation import and_so, in_words
+from bitwitness.comparison.precisions.inputs import computed_before
 from bitwitness.comparison.reasons.casts import given_behind_casts
 from bitwitness.comparison.reasons.choices import chooses_otherwise
 from bitwitness.comparison.reasons.handed import noise_read_by
@@ -50,6 +51,7 @@ class Reasons:
         for row, _ in (rows for pair in given for rows in pair.inputs):
             name = self.a.text("name", row)
             self._given[name] = max(self._given.get(name, 0.0), differences.change_of[row])
+        self._computed_before = computed_before(differences)
         self._written: dict[str, float] = {}
         self._told: set[str] = set()
         self.moved = False
@@ -230,7 +232,7 @@ class Reasons:
         begun = name and known is None and not late
         copied = _ROUNDED * self._differences.copies if name else 0.0
         limit = self._of_dtype(row_a, row_b) if begun else max(self._differences.noise_limit(), copied)
-        limit = max(limit, self._differences.handed_beside(name))
+        limit = max(limit, self._differences.handed_beside(name), self._computed_before.get(name, 0.0))
         if change <= limit:
             return None
         if not name:

@@ -9,11 +9,13 @@ from functools import cached_property
 from bitwitness.comparison.differences import Differences
 from bitwitness.comparison.matching.align import Pair
 from bitwitness.comparison.matching.frame import Node
+from bitwitness.comparison.measuring.allowance import roundoff
 from bitwitness.comparison.measuring.describe import by_each
 from bitwitness.comparison.measuring.relation import in_words
 from bitwitness.comparison.precisions.otherwise import computing
 from bitwitness.comparison.reasons.given import given_alone
 from bitwitness.comparison.suspect import Suspect
+from bitwitness.oracle.names import CONSTANT
 
 _OF_OPERATORS = ("missing", "source", "view")
 """Reasons of a suspect that may be a way of writing."""
@@ -47,9 +49,17 @@ class Inside:
 
 
 def computes_another(differences: Differences, pair: Pair) -> bool:
-    """Return whether two operators in one place are no counterparts: their names differ, and the sizes of their results."""
-    sizes = [(differences.a.count[i], differences.b.count[j]) for i, j in pair.outputs]
-    return pair.a.kind == "op" and pair.a.op != pair.b.op and bool(sizes) and all(x != y for x, y in sizes)
+    """Return whether two operators in one place are no counterparts.
+
+    Their names differ, and the sizes of their results; or they fill a tensor of real numbers in one run alone: a mask that is
+    added, and one that chooses.
+    """
+    if pair.a.kind != "op" or not pair.outputs:
+        return False
+    if pair.a.op != pair.b.op:
+        return all(differences.a.count[i] != differences.b.count[j] for i, j in pair.outputs)
+    real = [roundoff(dtype) > 0.0 for dtype in differences.dtypes(*pair.outputs[0])]
+    return (not pair.inputs or pair.a.op in CONSTANT) and real[0] != real[1]
 
 
 def with_module(suspect: Suspect, apart: Mapping[str, Suspect], differences: Differences) -> Suspect:

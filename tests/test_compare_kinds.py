@@ -1,0 +1,129 @@
+"""Ways of writing that are of another kind in each run, and healthy: masks, an unused result, what was computed before."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from step_loop import recorded_steps
+from torch import nn
+
+import bitwitness as bw
+from bitwitness.config.recording import RecordConfig
+from bitwitness.record.auto import AutoRecorder
+
+STEPS = 3
+
+
+class Reverser(nn.Module):
+    """A transformer whose masks are boolean, or are added."""
+
+    def __init__(self, *, added: bool) -> None:
+        super().__init__()
+        self.added = added
+        self.embedding = nn.Embedding(20, 16)
+        self.both = nn.Transformer(16, 2, 1, 1, 24, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(16, 20)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        n = tokens.size(1)
+        causal, padding = torch.ones(n, n, dtype=torch.bool).triu(1), tokens == 0
+        if self.added:
+            causal, padding = (torch.zeros(m.shape).masked_fill(m, -math.inf) for m in (causal, padding))
+        x = self.embedding(tokens)
+        masks = {"tgt_mask": causal, "src_key_padding_mask": padding, "memory_key_padding_mask": padding}
+        return self.head(self.both(x, x, **masks))
+
+
+def test_masks_that_are_added_are_those_that_choose(tmp_path: Path) -> None:
+    def run(name: str, *, added: bool) -> Path:
+        torch.manual_seed(0)
+        model = Reverser(added=added)
+        tokens = torch.randint(1, 20, (STEPS, 4, 7))
+        tokens[:, 1:, 5:] = 0
+
+        def backward(step: int) -> None:
+            nn.functional.cross_entropy(model(tokens[step]).flatten(0, 1), tokens[step].flatten()).backward()
+
+        return recorded_steps(tmp_path / name, model, torch.optim.SGD(model.parameters(), lr=0.1), backward, STEPS)
+
+    report = bw.compare(run("a", added=False), run("b", added=True))
+    assert report.status == "fine", report.conclusion
+
+
+class Cells(nn.Module):
+    """An LSTM's layers by hand, which hands back the last one's state alone."""
+
+    def __init__(self, lstm: nn.LSTM) -> None:
+        super().__init__()
+        for name, parameter in lstm.named_parameters():
+            self.register_parameter(name, parameter)
+        self.layers, self.hidden = lstm.num_layers, lstm.hidden_size
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        for layer in range(self.layers):
+            names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+            read, kept, first, second = (getattr(self, f"{name}_l{layer}") for name in names)
+            h = c = x.new_zeros(x.size(1), self.hidden)
+            out = []
+            for now in x:
+                i, f, g, o = (now @ read.T + first + h @ kept.T + second).chunk(4, 1)
+                c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+                h = o.sigmoid() * c.tanh()
+                out.append(h)
+            x = torch.stack(out)
+        return x, (h, c)
+
+
+def test_results_of_another_class_that_nobody_reads_are_not_held_against_each_other(tmp_path: Path) -> None:
+    def run(name: str, *, cells: bool) -> Path:
+        torch.manual_seed(0)
+        lstm, head = nn.LSTM(6, 8, 2), nn.Linear(8, 3)
+        model = nn.ModuleDict({"rnn": Cells(lstm) if cells else lstm, "head": head})
+        model.forward = lambda x: model["head"](model["rnn"](x)[0])
+
+        def backward(_step: int) -> None:
+            model(torch.randn(5, 4, 6)).square().mean().backward()
+
+        return recorded_steps(tmp_path / name, model, torch.optim.SGD(model.parameters(), lr=0.1), backward, STEPS)
+
+    report = bw.compare(run("a", cells=False), run("b", cells=True))
+    assert report.status == "fine", report.conclusion
+
+
+def variational(out: Path, *, half: bool, wrong: float = 1.0, **settings: str) -> Path:
+    """Train parts that a script calls one by one, each a recording of its own: the last is given what the others computed."""
+    torch.manual_seed(0)
+    encoder, mean, spread = nn.Sequential(nn.Linear(40, 64), nn.SiLU()), nn.Linear(64, 8), nn.Linear(64, 8)
+    decoder = nn.Sequential(nn.Linear(8, 64), nn.SiLU(), nn.Linear(64, 40))
+    weights = [p for part in (encoder, mean, spread, decoder) for p in part.parameters()]
+    optimizer = torch.optim.SGD(weights, lr=0.01)
+    with AutoRecorder(RecordConfig(**settings), str(out)):
+        for _ in range(STEPS):
+            x, noise = torch.randn(32, 40), torch.randn(32, 8)
+            with torch.autocast("cpu", torch.bfloat16, enabled=half):
+                h = encoder(x)
+                m, v = mean(h), spread(h)
+                z = m + torch.exp(0.5 * v) * noise * (wrong if half else 1.0)
+                made = decoder(z)
+                diverged = -0.5 * (1 + v - m**2 - v.exp()).sum(1).mean()
+            loss = nn.functional.mse_loss(made.float(), x) + 0.1 * diverged.float()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return out
+
+
+@pytest.mark.parametrize("settings", [{}, {"content": "tensors"}, {"level": "modules"}], ids=str)
+def test_what_was_computed_before_a_model_may_be_rounded_behind_another_precision(
+    tmp_path: Path, settings: dict[str, str]
+) -> None:
+    from bitwitness.comparison.beside import compare_processes
+
+    a = variational(tmp_path / "a", half=False, **settings)
+    report, others = compare_processes(a, variational(tmp_path / "b", half=True, **settings))
+    assert {report.status, *(one.status for *_, one in others.reports)} == {"fine"}, (report.conclusion, others.lines())
+    report, others = compare_processes(a, variational(tmp_path / "c", half=True, wrong=1.1, **settings))
+    assert "findings" in {report.status, *(one.status for *_, one in others.reports)}
