@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 import bitwitness as bw
 from bitwitness.cli import main
@@ -123,3 +124,49 @@ def test_an_average_that_is_tried_behind_each_step_stands_behind_what_made_it_di
     assert code == 1
     assert said.startswith("the runs part at ./mse_loss#0:forward")
     assert said.count("beside them, a-2 against b-2 (Sequential): the runs part at 0/weight#0:param.value") == 1
+
+
+class Read(nn.Module):
+    """A judge whose weights a module may make, which torch calls once as it is built: for a time that is a model of its own."""
+
+    def __init__(self, *, bound: bool) -> None:
+        super().__init__()
+        layers = [nn.Linear(6, 8), nn.Linear(8, 8)]
+        self.layers = nn.ModuleList(map(spectral_norm, layers) if bound else layers)
+        self.told = nn.Sequential(
+            nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 1)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.told(x)
+
+
+def test_models_whose_numbers_are_others_are_found_by_their_classes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(out: Path, *, bound: bool) -> Path:
+        with AutoRecorder(RecordConfig(), str(out)):
+            torch.manual_seed(0)
+            maker, judge = nn.Linear(4, 6), Read(bound=bound)
+            optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (judge, maker)]
+            torch.manual_seed(1)
+            for _ in range(3):
+                made = maker(torch.randn(8, 4))
+                (judge(torch.randn(8, 6)).mean() - judge(made.detach()).mean()).backward()
+                optimizers[0].step()
+                judge(made).mean().backward()
+                optimizers[1].step()
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+        return out
+
+    a, b = train(tmp_path / "a", bound=True), train(tmp_path / "b", bound=False)
+    assert [json.loads((run / "run.json").read_text())["model"] for run in (a, b)] == ["Read", "Linear"]
+    assert sorted(path.name for path in tmp_path.iterdir() if list(path.glob("rank*"))) == ["a", "a-3", "b", "b-2"]
+    code, said = compared(a, b, capsys)
+    assert code == 1, said
+    assert "a is held against b-2, which is its model, and so are the others" in said
+    assert "not compared" not in said
+    assert said.startswith("the runs part at layers.0.parametrizations.weight.0/")

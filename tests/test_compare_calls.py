@@ -372,7 +372,7 @@ def test_models_that_are_called_in_another_order_are_known_by_their_weights(tmp_
     a, b = (actor_and_critic(tmp_path / name, actor_first=first) for name, first in (("a", True), ("b", False)))
     code, said = said_of(a, b, capsys)
     assert code == 0, said
-    assert "a is held against b-2, which begins with its weights, as do the others" in said
+    assert "a is held against b-2, which is its model, and so are the others" in said
     assert "beside them, a-2 against b (Sequential): " in said
     assert said_of(a, a.rename(tmp_path / "c"), capsys)[0] != 0  # a folder that is not there
 

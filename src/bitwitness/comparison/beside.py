@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -108,13 +108,13 @@ def compare_processes(
 ) -> tuple[Report, Beside]:
     """Compare two recordings as `compare` does, and all other models of their processes.
 
-    A model is held against the one that begins with its weights, where these tell all of them: scripts call their models in any
-    order, by which they are numbered.
+    A model is held against the one that begins with its weights, where these tell all of them, or has its class: scripts call
+    their models in any order, by which they are numbered.
     """
     left, right = _paired(a, b)
     report = compare(left[0], right[0], **asked, sinks=sinks, progress=progress)
     if right[0] != Path(b):
-        report.note(f"{left[0].name} is held against {right[0].name}, which begins with its weights, as do the others")
+        report.note(f"{left[0].name} is held against {right[0].name}, which is its model, and so are the others")
     return report, _compared(left[1:], right[1:], **asked)
 
 
@@ -131,11 +131,28 @@ def _paired(a: Folder, b: Folder) -> tuple[list[Path], list[Path]]:
     if os.path.realpath(a) in second or os.path.realpath(b) in first:
         return left[:1], right[:1]
     if 1 < len(left) == len(right):
-        with suppress(UsageError, OSError):  # told where that model is compared
-            begun = [[begins_with(open_source(path)) for path in paths] for paths in (left, right)]
-            if all(begun[0]) and len(set(begun[0])) == len(left) and set(begun[0]) == set(begun[1]):
-                right = [right[begun[1].index(weights)] for weights in begun[0]]
+        begun, classes = ([_known_by(paths, what) for paths in (left, right)] for what in (_weights_of, _class_of))
+        for known in (begun, classes):
+            if all(known[0]) and len(set(known[0])) == len(left) and set(known[0]) == set(known[1]):
+                return left, [right[known[1].index(one)] for one in known[0]]
     return left, right
+
+
+def _known_by(paths: Sequence[Path], what: Callable[[Path], Hashable]) -> list[Hashable]:
+    """Return what is known of each of some models; nothing of one that cannot be read, which is told where it is compared."""
+    found: list[Hashable] = []
+    for path in paths:
+        with suppress(UsageError, OSError):
+            found.append(what(path))
+    return found if len(found) == len(paths) else [None]
+
+
+def _weights_of(run: Path) -> Hashable:
+    return begins_with(open_source(run))
+
+
+def _class_of(run: Path) -> Hashable:
+    return _described(run).get("model")
 
 
 def _compared(left: Sequence[Path], right: Sequence[Path], **asked: Any) -> Beside:

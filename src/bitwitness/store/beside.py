@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -11,9 +12,6 @@ from typing import Any
 from bitwitness.errors import UsageError
 from bitwitness.store.claim import clear_run
 from bitwitness.store.reader import read_description
-
-_MOST = 1000
-"""Models of one process: a loop over names that exist needs an end that does not depend on them."""
 
 
 def runs_beside(path: str | os.PathLike[str], description: Mapping[str, Any]) -> list[Path]:
@@ -43,12 +41,10 @@ def _beside(path: str | os.PathLike[str], description: Mapping[str, Any]) -> Ite
     job = description.get("job")
     if not isinstance(process, dict):
         return
-    folder = Path(os.path.abspath(path))
-    for number in range(2, _MOST):
-        beside = folder.with_name(f"{folder.name}-{number}")
+    for beside in _numbered(Path(os.path.abspath(path))):
         try:
             if not (beside / "run.json").is_file():
-                break
+                continue  # of what turned out to be a part of a model
             other = read_description(beside)
             # Another rank of the job may have been the first to claim a folder that its ranks share.
             mine = other.get("process") == process or (job is not None and other.get("job") == job)
@@ -56,6 +52,17 @@ def _beside(path: str | os.PathLike[str], description: Mapping[str, Any]) -> Ite
             yield beside, None if next(beside.glob("rank[0-9]*"), None) is not None else False
         else:
             yield beside, mine
+
+
+def _numbered(folder: Path) -> list[Path]:
+    """Return what lies beside a folder under its name and a number, in order; numbers may be left out."""
+    with suppress(OSError):
+        named = ((one, one.name.removeprefix(f"{folder.name}-")) for one in folder.parent.iterdir())
+        numbers = {
+            int(rest): one for one, rest in named if one.name != rest and re.fullmatch(r"[1-9]\d{0,3}", rest, re.ASCII)
+        }
+        return [numbers[number] for number in sorted(numbers) if number > 1]
+    return []
 
 
 def clear_process(path: str | os.PathLike[str]) -> None:
