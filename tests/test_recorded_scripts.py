@@ -288,3 +288,33 @@ def test_a_prototype_without_numbers_for_which_stacked_weights_stand_in_keeps_no
     search.say()
     assert "NOT ALL" not in capsys.readouterr().err
     assert bw.Run(tmp_path / "run").steps() == [0, 1]
+
+
+class Penalised(nn.Module):
+    """A loss without parameters of its own, as `nn.CrossEntropyLoss` is; ``judge``: a model that it asks, and does not own."""
+
+    def __init__(self, judge: nn.Module | None = None) -> None:
+        super().__init__()
+        self.judge = [judge]
+
+    def forward(self, out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(out, target)
+        return loss if self.judge[0] is None else loss + self.judge[0](out).sigmoid().mean()
+
+
+@pytest.mark.parametrize("command", [True, False])
+def test_the_operators_of_a_loss_that_is_a_module_are_recorded(tmp_path: Path, command: bool) -> None:
+    torch.manual_seed(0)
+    net, judge = nn.Linear(4, 3), nn.Sequential(nn.Linear(3, 2), nn.Hardswish(), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD([*net.parameters(), *judge.parameters()], lr=0.1)
+    out = tmp_path / "run"
+    with AutoRecorder(RecordConfig(), str(out)) if command else bw.Recorder(net, out=out):
+        for criterion in (nn.CrossEntropyLoss(), Penalised(), Penalised(judge)):
+            optimizer.zero_grad()
+            criterion(net(torch.randn(5, 4)), torch.arange(5) % 3).backward()
+            optimizer.step()
+    rows = [row for row in bw.Run(out).rows().to_pylist() if row["kind"] == "op"]
+    for step in range(3):
+        ops = {row["op"] for row in rows if row["step"] == step}
+        assert {"nll_loss_forward", "nll_loss_backward", "_log_softmax"} <= ops
+        assert not {"hardswish", "hardswish_backward"} & ops, "what another model computes is in its own recording"

@@ -72,6 +72,7 @@ class ModuleTracker:
         self._focus: nn.Module | None = None
         self._elsewhere: list[tuple[int, int]] = []
         self._left_focus = 0
+        self._foreign: nn.Module | None = None  # whose call runs that is not the focus's, and no loss without parameters
 
     def __enter__(self) -> Self:
         self._users += 1
@@ -92,6 +93,7 @@ class ModuleTracker:
                 hook.remove()
             self._hooks.clear()
             self._stack.clear()  # the nodes stay: a backward comes after its forward, often in a context of its own
+            self._foreign = None
 
     def name_tree(self, root: nn.Module) -> None:
         """Learn the paths of all modules below ``root`` (wrappers looked through), each by its first name."""
@@ -126,15 +128,19 @@ class ModuleTracker:
 
     @property
     def in_focus(self) -> bool:
-        """Whether what runs now belongs to the module given to `focus_on`, or to code outside of all modules."""
+        """Whether what runs now belongs to the module given to `focus_on`, or to code outside of all models."""
         node = self.backward_node()
         if node is not None:
             number = node._sequence_nr()
             return not any(first <= number < last for first, last in self._elsewhere)
-        return not self._stack or self._focus is None or self._is_focus(self._stack[0])
+        return self._foreign is None
 
     def _is_focus(self, module: nn.Module) -> bool:
         return module in self._names or unwrap(module) is self._focus
+
+    def _is_in_focus(self, module: nn.Module) -> bool:
+        """Tell whether it is of that model, or no model at all: a loss without parameters is the script's own code."""
+        return self._is_focus(module) or next(module.parameters(), None) is None
 
     def _enter_module(self, module: nn.Module, _args: Any) -> None:
         if is_another_thread(self._thread):
@@ -144,10 +150,18 @@ class ModuleTracker:
             self._recomputed_in = None if running is None else running._sequence_nr()
             if module not in self._names and self._focus is None:
                 self.name_tree(module)
-            self._left_focus = sequence_number()
+            self._foreign = None
             if running is None and (self._focus is None or self._is_focus(module)):
                 self.restart_calls()  # a recomputation inside backward goes on counting
+        self._mind_focus(module)
         self._stack.append(module)
+
+    def _mind_focus(self, module: nn.Module) -> None:
+        """Note that another model's call begins, perhaps inside a module that is no model itself."""
+        if self._focus is None or self._foreign is not None or (self._stack and self._is_focus(self._stack[0])):
+            return
+        if not self._is_in_focus(module):
+            self._foreign, self._left_focus = module, sequence_number()
 
     def _leave_module(self, module: nn.Module, _args: Any, _result: Any) -> None:
         if (
@@ -155,8 +169,9 @@ class ModuleTracker:
         ):  # a hook that raised may have kept us from entering
             while self._stack and self._stack.pop() is not module:
                 pass
-            if self._focus is not None and not self._stack and not self._is_focus(module):
+            if self._foreign is not None and self._foreign not in self._stack:
                 self._elsewhere.append((self._left_focus, sequence_number()))
+                self._foreign = None
 
     def restart_calls(self) -> None:
         """Count operator calls from zero: a new forward or a new backward begins."""

@@ -93,13 +93,14 @@ class Updates:
 
     @cached_property
     def _begins_otherwise(self) -> bool:
-        """Whether modules alone were recorded, whose results agree, and the gradient that comes back to the model does not."""
+        """Whether what modules return agrees, and the gradient that comes back to the model does not, which nobody saw made."""
         differences = self._differences
-        if differences.has_operators or differences.precisions or not self._settled.forward_agrees:
+        if differences.precisions or not self._settled.forward_agrees:
             return False
         pairs = differences.alignment.pairs
         roots = [pair for pair in pairs if (pair.a.kind, pair.a.phase, pair.a.module) == _ROOTS_BACKWARD]
-        return any(differences.change_of[rows[0]] > self._unseen(*rows) for pair in roots for rows in pair.inputs)
+        unmade = [rows for pair in roots for rows in pair.inputs if differences.a.producer[rows[0]] < 0]
+        return any(differences.change_of[rows[0]] > self._unseen(*rows) for rows in unmade)
 
     def edited_elsewhere(self, pair: Pair) -> bool:
         """Return whether a gradient was only edited at another place (by hand, by a clipping function) to the same end."""
