@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bitwitness.comparison.matching.lined import begins_with
+from bitwitness.comparison.matching.shifted import begins_with
 from bitwitness.comparison.measuring.drift import calls_a_step
 from bitwitness.comparison.recordings import compare
 from bitwitness.comparison.report import Report

@@ -34,8 +34,7 @@ A view or slice may hold the few elements of a large tensor that differ most, re
 
 FOLLOWED = 4.0
 """Times a known change up to which a later reader sees that same change: statistics of one value vary less than this."""
-_HANDED = 4.0
-"""Times the change of a trained weight up to which a teacher's differs that follows it."""
+_HANDED = 4.0  # times the change of a trained weight up to which a teacher's differs that follows it
 _VIEWED_MOST, _VIEWED_LEAST = 0.02, 4.0
 """Where noise is large, as in bfloat16, the first as a relative change, or the second times the noise, where that is more."""
 
@@ -122,11 +121,11 @@ class Differences:
     def returns_another(self, pair: Pair) -> bool:
         """Return whether results are of other sizes, and nobody's fault.
 
-        Of a module, whose user does what the other's does inside, or nothing; of constants; of a cast to complex numbers.
+        Of a module, whose user does what the other's does inside, or nothing; of constants; of casts to complex; sparse terms.
         """
-        sizes = [(self.a.count[i], self.b.count[j]) for i, j in pair.outputs]
-        may = pair.a.kind == "module" or pair.a.op in (*CONSTANT, *CASTS)
-        return may and bool(sizes) and all(x != y for x, y in sizes)
+        sizes = [self.a.count[i] != self.b.count[j] for i, j in pair.outputs]
+        sparse = any("sparse" in self.a.text("layout", i) for i, _ in pair.outputs)
+        return bool(sizes) and all(sizes) and (sparse or pair.a.kind == "module" or pair.a.op in (*CONSTANT, *CASTS))
 
     def is_noise(self, pair: Pair, row: int) -> bool:
         """Return whether a row's change is what rounding explains; ask after all nodes were looked at."""
@@ -175,12 +174,12 @@ class Differences:
     def is_cancelled(self, pair: Pair) -> bool:
         """Return whether a gradient is so small that it may be rounding errors alone.
 
-        Of two precisions an operator's, too, and an update that is made of such gradients; nor is a module's looked at there
-        whose operators' are: it may be the sum of several backwards'.
+        Of two precisions an operator's, too, and an update made of such gradients; nor is a module's looked at there whose
+        operators' are: it may be the sum of several backwards'.
         """
         if self.precisions is not None and self.has_operators and (pair.a.kind, pair.a.phase) == ("module", "backward"):
             return True
-        if not self.has_operators and self._sums.come_to_nothing(pair, self._rounded):
+        if not self.has_operators and self.sums.come_to_nothing(pair, self._rounded):
             return True
         rows = [pair.outputs[0]] if pair.a.kind == "gradient" else []
         if self.precisions is not None and pair.a.kind == "optimizer":
@@ -193,7 +192,8 @@ class Differences:
         return bool(sizes) and all(vanish(size, *usual, self.precisions) for size in sizes)
 
     @cached_property
-    def _sums(self) -> BiasSums:
+    def sums(self) -> BiasSums:
+        """Of gradients that are sums."""
         return BiasSums(self.a, self.b, self.alignment.pairs)
 
     @cached_property

@@ -66,13 +66,28 @@ class Updates:
         if pair.is_loss and self._begins_otherwise:
             return differences.noise_limit()
         made = differences.made_change(pair.outputs[0][0])
-        return max(self._unseen(*pair.outputs[0]), FOLLOWED * made, self._of_precision)
+        noisy = differences.earlier.noise and not differences.has_operators
+        summed = differences.sums.rounding_of(pair, differences.coarse) if noisy else 0.0
+        return max(self._unseen(*pair.outputs[0]), FOLLOWED * made, self._of_precision, summed)
 
     def _unseen(self, row_a: int, row_b: int) -> float:
         """Return the change up to which a gradient may differ of which nothing else is known."""
-        own = 0.0 if self._differences.has_operators else self._differences.roundoff(row_a, row_b)
-        modules = min(_COARSE * own, _REWRITTEN) if own > FINE else 0.0  # nobody knows how they are written
-        return max(_GRADIENT, self._differences.noise_limit(), modules, FOLLOWED * self.turned)
+        differences = self._differences
+        if differences.has_operators:
+            return max(_GRADIENT, differences.noise_limit(), FOLLOWED * self.turned)
+        # Nobody knows how modules are written, nor what is cast inside them.
+        cast = differences.coarse if differences.earlier.noise else 0.0
+        own = max(differences.roundoff(row_a, row_b), cast)
+        modules = min(_COARSE * own, _REWRITTEN) if own > FINE else 0.0
+        others = self._like_others if cast > FINE else 0.0
+        return max(_GRADIENT, differences.noise_limit(), modules, others, FOLLOWED * self.turned)
+
+    @cached_property
+    def _like_others(self) -> float:
+        """What a gradient may differ by as half of the step's do."""
+        pairs = [pair for pair in self._differences.alignment.pairs if pair.a.kind == "gradient" and pair.outputs]
+        changes = [self._differences.change_of[pair.outputs[0][0]] for pair in pairs]
+        return min(_LIKE_OTHERS * median(changes), _LIKE_OTHERS_MOST) if changes else 0.0
 
     @cached_property
     def _of_precision(self) -> float:
@@ -82,13 +97,7 @@ class Updates:
             return min(_COARSE * differences.rewritten, _REWRITTEN)
         if differences.precisions and not differences.has_operators and differences.earlier.last is not None:
             return math.inf  # by how much weights that rounding moved apart turn gradients, modules alone do not show
-        changes = [
-            differences.change_of[pair.outputs[0][0]]
-            for pair in differences.alignment.pairs
-            if pair.a.kind == "gradient" and pair.outputs
-        ]
-        coarse = differences.roundoff_inside > FINE
-        like_others = min(_LIKE_OTHERS * median(changes), _LIKE_OTHERS_MOST) if changes and coarse else 0.0
+        like_others = self._like_others if differences.roundoff_inside > FINE else 0.0
         return max(_COARSE * differences.roundoff_inside, like_others)
 
     @cached_property

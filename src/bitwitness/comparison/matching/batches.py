@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from bitwitness.comparison.differences import FINE, Differences
+from bitwitness.comparison.matching.align import Pair
 from bitwitness.comparison.matching.frame import COMPUTED, StepFrame
 from bitwitness.comparison.measuring.allowance import roundoff
 from bitwitness.comparison.measuring.changes import changes
@@ -54,6 +55,17 @@ def other_values(a: StepFrame, b: StepFrame) -> tuple[str, float]:
             coarse = ordered and roundoff(a.computed or "") > FINE
             largest = max(largest, math.inf if coarse else float(gaps.max()))
     return " and ".join(reversed(found)), largest
+
+
+def counts_in_parts(differences: Differences, pair: Pair, row: int) -> bool:
+    """Return whether integers are read that may count from where each part of a batch begins: offsets, positions.
+
+    Of parts that were put together, whose reader makes the same of them.
+    """
+    a, change_of = differences.a, differences.change_of
+    if not a.is_part or not a.text("name", row).startswith("input ") or roundoff(a.text("dtype", row)):
+        return False
+    return all(change_of[out] <= differences.noise_limit() for out, _ in pair.outputs)
 
 
 def _are_dealt_otherwise(a: StepFrame, b: StepFrame, pairs: Sequence[tuple[int, int]]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,15 +14,12 @@ from bitwitness.comparison.matching.frame import StepFrame
 from bitwitness.comparison.matching.idle import WithoutIdle
 from bitwitness.comparison.matching.merged import MergedMicros, MergedSource, spread_differently
 from bitwitness.comparison.matching.shares import shared_out_otherwise
+from bitwitness.comparison.matching.shifted import shift_between
 from bitwitness.comparison.measuring.changes import moved
 from bitwitness.errors import UsageError
 from bitwitness.store.life import life_of
 from bitwitness.store.source import Source
 
-_MOST = 4096
-"""Steps of A that are searched for the weights that B begins with."""
-_RESUMED, _AS_WELL = 0.4, 3.0
-"""Share of the weights from which on a step is the one that a run resumed from, and times what else agrees."""
 FAILED = "failed"
 """What is said of a run that an error ended."""
 _CUT_SHORT = {
@@ -34,9 +31,6 @@ _CUT_SHORT = {
     "stopped": "was stopped",
     "terminated": "was terminated",
 }
-
-
-Fingerprint = tuple[tuple[str, float, float], ...]
 
 
 class Place(NamedTuple):
@@ -103,7 +97,9 @@ def line_up(a: Source, b: Source, ranks: Sequence[int] | None, steps: Sequence[i
     chosen = [r for r in found.a.ranks() if r in found.b.ranks() and (ranks is None or r in ranks)]
     if not chosen:
         raise UsageError(f"{a.path} has ranks {a.ranks()}, {b.path} has ranks {b.ranks()}; expected one in common")
-    shift = _shift(found, chosen[0])
+    shift, found.shifted = shift_between(found.a, found.b, chosen[0])
+    if found.shifted:
+        found.notes.append(f"{found.shifted}: these two are compared, and those after them")
     for rank in chosen:
         theirs = set(found.b.steps(rank))
         common = [s for s in found.a.steps(rank) if s - shift in theirs and (steps is None or s in steps)]
@@ -137,68 +133,6 @@ def _note_left_out(found: Lined, rank: int) -> None:
             f"step{'s' * (len(alone) > 1)} {_shortened(alone)} {'are' if len(alone) > 1 else 'is'} in run {run} only, and not "
             f"compared{ended}"
         )
-
-
-def _shift(found: Lined, rank: int) -> int:
-    """Return by how many steps A is ahead of B: a resumed run counts from zero again, and is known by its weights."""
-    steps_a, steps_b = sorted(found.a.steps(rank)), sorted(found.b.steps(rank))
-    if not steps_a or not steps_b:
-        return 0
-    common = sorted(set(steps_a) & set(steps_b))
-    here = _agreeing(_weights(found.a, rank, common[0]), _weights(found.b, rank, common[0])) if common else 0.0
-    if here == 1.0:
-        return 0
-    # A resume that has forgotten some of its weights is one, too, where nothing else agrees as well (what is frozen does).
-    share, shift = max(_shifts(found, rank, steps_a, steps_b), key=lambda one: one[0], default=(0.0, 0))
-    if share < min(1.0, max(_RESUMED, _AS_WELL * here)):
-        return 0
-    later, earlier, ahead = ("B", "A", shift) if shift > 0 else ("A", "B", -shift)
-    first = steps_b[0] if shift > 0 else steps_a[0]
-    some = "" if share == 1.0 else f" ({share:.0%} of them)"
-    found.shifted = (
-        f"step {first} of run {later} starts from the weights{some} of step {first + ahead} of run {earlier}"
-    )
-    found.notes.append(f"{found.shifted}: these two are compared, and those after them")
-    return shift
-
-
-def _shifts(found: Lined, rank: int, steps_a: list[int], steps_b: list[int]) -> Iterator[tuple[float, int]]:
-    """Yield the share of weights that agree, and by how many steps A is ahead then, up to the first that all agree."""
-    begun_b = _weights(found.b, rank, steps_b[0])
-    begun_a = _weights(found.a, rank, steps_a[0])
-    for step in (one for one in steps_a[:_MOST] if one != steps_b[0]):
-        yield (share := _agreeing(_weights(found.a, rank, step), begun_b)), step - steps_b[0]
-        if share == 1.0:
-            return
-    for step in (one for one in steps_b[:_MOST] if one != steps_a[0]):
-        yield _agreeing(begun_a, _weights(found.b, rank, step)), steps_a[0] - step
-
-
-def begins_with(source: Source) -> Fingerprint:
-    """Return what the parameters are known by that a recording's first step begins with; nothing where none were recorded."""
-    for rank in source.ranks()[:1]:
-        for step in source.steps(rank)[:1]:
-            return _weights(source, rank, step)
-    return ()
-
-
-def _weights(source: Source, rank: int, step: int) -> Fingerprint:
-    """Return what a step's parameters are known by, as the step finds them."""
-    frame = StepFrame(source.table(rank, step))
-    rows = np.flatnonzero(frame.texts["kind"].equals("parameter")).tolist()
-    return tuple(
-        sorted(
-            (frame.text("name", row), float(frame.numbers["l2"][row]), float(frame.numbers["mean"][row]))
-            for row in rows
-        )
-    )
-
-
-def _agreeing(a: Fingerprint, b: Fingerprint) -> float:
-    """Return the share of the weights that two steps start from that are the same, to the last bit of their norms and means."""
-    if [one[0] for one in a] != [one[0] for one in b]:
-        return 0.0
-    return sum(x == y for x, y in zip(a, b, strict=True)) / len(a) if a else 0.0
 
 
 def _join_micros_of_ranks(found: Lined) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from bitwitness.comparison.differences import FOLLOWED, NEGLIGIBLE, Differences
 from bitwitness.comparison.matching.align import Pair
+from bitwitness.comparison.matching.batches import counts_in_parts
 from bitwitness.comparison.matching.operands import Operands
 from bitwitness.comparison.matching.tokens import CASTS
 from bitwitness.comparison.measuring.allowance import roundoff
@@ -115,7 +116,11 @@ class Reasons:
                 "argument", f"it normalises each micro-batch by its own statistics: {counts} are not the same to it"
             )
         differences = self._differences
-        differing = [rows for rows in pair.inputs if differences.change_of[rows[0]] > 0.0]
+        differing = [
+            rows
+            for rows in pair.inputs
+            if differences.change_of[rows[0]] > 0.0 and not counts_in_parts(differences, pair, rows[0])
+        ]
         for row_a, row_b in differing:
             if (other := self._of_other(pair, row_a, row_b)) is not None:
                 return other
