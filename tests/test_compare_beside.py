@@ -170,3 +170,40 @@ def test_models_whose_numbers_are_others_are_found_by_their_classes(
     assert "a is held against b-2, which is its model, and so are the others" in said
     assert "not compared" not in said
     assert said.startswith("the runs part at layers.0.parametrizations.weight.0/")
+
+
+class Critic(nn.Module):
+    """Gives the loss itself, so that nothing of it is the generator's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(16, 64), nn.LeakyReLU(0.2), nn.Linear(64, 1))
+
+    def forward(self, x: torch.Tensor, sign: float) -> torch.Tensor:
+        return nn.functional.softplus(sign * self.net(x)).mean()
+
+
+@pytest.mark.parametrize("content", ["stats", "tensors"])
+def test_a_generator_is_not_cleared_whose_judge_is_trained_otherwise(tmp_path: Path, content: str) -> None:
+    def train(out: Path, beta: float) -> Path:
+        torch.manual_seed(0)
+        maker = nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 16), nn.Tanh())
+        judge = Critic()
+        rates = {"lr": 2e-3}
+        made_by = torch.optim.Adam(maker.parameters(), betas=(0.5, 0.999), **rates)
+        judged_by = torch.optim.Adam(judge.parameters(), betas=(beta, 0.999), **rates)
+        with bw.Recorder(maker, out=out, content=content):
+            for _ in range(3):
+                made = maker(torch.randn(32, 8))
+                (judge(made.detach(), 1.0) + judge(torch.randn(32, 16), -1.0)).backward()
+                judged_by.step()
+                made_by.zero_grad()
+                judge(maker(torch.randn(32, 8)), -1.0).backward()
+                made_by.step()
+                judged_by.zero_grad()
+        return out
+
+    report = bw.compare(train(tmp_path / "a", 0.5), train(tmp_path / "b", 0.9))
+    assert report.status == "findings"
+    assert report.conclusion.startswith("the runs part at ./loss#0:forward.value (rank 0, step 1): the loss differs")
+    assert "in another model of the process, perhaps" in report.conclusion

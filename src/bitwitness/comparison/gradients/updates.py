@@ -24,6 +24,7 @@ _GRADIENT = 1e-3
 Far above rounding in float32, for nothing is known of how many operators' roundings it has gathered.
 """
 _ROOTS_BACKWARD = ("module", "backward", ".")
+_BESIDE = "in another model of the process, perhaps, whose recording lies beside (RUN-2), or in compiled code"
 _UNTRACED = 0.01
 """The same of one whose way to the optimizer is not known: a reduction in a coarse dtype leaves less, too."""
 _COARSE = 40.0
@@ -104,7 +105,7 @@ class Updates:
     def _begins_otherwise(self) -> bool:
         """Whether what modules return agrees, and the gradient that comes back to the model does not, which nobody saw made."""
         differences = self._differences
-        if differences.precisions or not self._settled.forward_agrees:
+        if differences.precisions or not self._settled.returned_agrees:
             return False
         pairs = differences.alignment.pairs
         roots = [pair for pair in pairs if (pair.a.kind, pair.a.phase, pair.a.module) == _ROOTS_BACKWARD]
@@ -136,14 +137,10 @@ class Updates:
         """Return that a loss is computed otherwise of what the modules return, where that agrees and no operators tell."""
         differences = self._differences
         told = differences.has_operators and max(differences.a.producer[row] for row, _ in pair.outputs) >= 0
-        if not pair.is_loss or self.cause is not None or told or not self._settled.forward_agrees:
+        if not pair.is_loss or self.cause is not None or told or not self._settled.returned_agrees:
             return None
         words = in_words(differences.a, differences.b, *pair.outputs[0])
-        unseen = "by what was not recorded (compiled, perhaps)" if differences.has_operators else RECORD_OPERATORS
-        if (
-            differences.has_operators and not differences.usual_gradient
-        ):  # a teacher's recording, say, beside the student's
-            unseen = "perhaps of another model that the process trains: compare its recordings (RUN-2)"
+        unseen = _BESIDE if differences.has_operators else RECORD_OPERATORS
         why = f"it is computed otherwise, or of other targets: {unseen}"
         return Reason("loss", f"the loss differs ({words}), and what the modules return agrees: {why}")
 

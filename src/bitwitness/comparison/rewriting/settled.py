@@ -17,6 +17,7 @@ from bitwitness.comparison.precisions.otherwise import computing
 from bitwitness.comparison.rewriting.outcome import leaves_nothing_of, outcome_of
 from bitwitness.comparison.suspect import Exceeding
 
+_RETURNED = ("module", "forward", ".")
 _AGREE = 200.0
 """Unit roundoffs by which a module's results may differ: what some dozen operators' roundings leave."""
 _NOISE = 4.0
@@ -172,6 +173,12 @@ class SettledModules:
         """Whether all that modules returned in the forward agrees, and there was something."""
         pairs = [p for p in self._differences.alignment.pairs if p.a.kind == "module" and p.a.phase == "forward"]
         return any(map(self._says_enough, pairs)) and all(map(self.agrees, pairs))
+
+    @cached_property
+    def returned_agrees(self) -> bool:
+        """Whether all that the model returned agrees, whatever becomes of it inside; where nobody saw it, all modules'."""
+        pairs = [p for p in self._differences.alignment.pairs if (p.a.kind, p.a.phase, p.a.module) == _RETURNED]
+        return self.forward_agrees or (any(map(self._says_enough, pairs)) and all(map(self.agrees, pairs)))
 
     @property
     def _by_losses(self) -> dict[Call, bool]:
