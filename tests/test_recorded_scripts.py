@@ -318,3 +318,19 @@ def test_the_operators_of_a_loss_that_is_a_module_are_recorded(tmp_path: Path, c
         ops = {row["op"] for row in rows if row["step"] == step}
         assert {"nll_loss_forward", "nll_loss_backward", "_log_softmax"} <= ops
         assert not {"hardswish", "hardswish_backward"} & ops, "what another model computes is in its own recording"
+
+
+def test_what_is_hashed_as_a_second_model_begins_is_no_operator_of_the_first(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    maker, judge = nn.Linear(4, 3), nn.Linear(3, 1)
+    optimizer = torch.optim.SGD([*maker.parameters(), *judge.parameters()], lr=0.1)
+    with AutoRecorder(RecordConfig(), str(tmp_path / "run")):
+        for _ in range(2):
+            optimizer.zero_grad()
+            judge(maker(torch.randn(5, 4)).tanh()).mean().backward()
+            optimizer.step()
+    rows = bw.Run(tmp_path / "run").rows().to_pylist()
+    steps = [
+        [row["op"] for row in rows if (row["kind"], row["phase"], row["step"]) == ("op", "forward", n)] for n in (0, 1)
+    ]
+    assert steps[0] == steps[1]

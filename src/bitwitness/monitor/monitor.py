@@ -18,7 +18,6 @@ from bitwitness.monitor.monitoring import ModelMonitoring
 from bitwitness.monitor.outlet import Sink
 from bitwitness.session.session import Session
 from bitwitness.session.writing import Writing
-from bitwitness.store.environment import describe
 from bitwitness.store.monitored import is_monitored
 from bitwitness.tap.modules import ROOT
 
@@ -67,7 +66,7 @@ class Monitor(Writing[ModelMonitoring]):
     def _begin(self, session: Session) -> None:
         ranks, run = self._open(session)
         root = session.root
-        run.describe(monitor=asdict(self.config), model=type(root).__name__, environment=describe(root))
+        run.describe(monitor=asdict(self.config), model=type(root).__name__, environment=self._environment(root))
         if self.config.print_struct and self.is_first_rank:
             self._print_struct(root)
         if self.config.wants_rank(run.rank):

@@ -14,7 +14,6 @@ from bitwitness.config.recording import RecordConfig
 from bitwitness.record.recording import ModelRecording
 from bitwitness.session.session import Session, sessions
 from bitwitness.session.writing import Writing
-from bitwitness.store.environment import describe
 from bitwitness.store.run import is_recording
 
 
@@ -59,7 +58,7 @@ class Recorder(Writing[ModelRecording]):
         root = session.root
         before = max((one.clock.ended for one in sessions() if one is not session), default=0)
         what = {"model": type(root).__name__, "steps_before": before}
-        run.describe(recording=asdict(self.config), **what, environment=describe(root))
+        run.describe(recording=asdict(self.config), **what, environment=self._environment(root))
         if self.config.wants_rank(rank):
             self._writer = ModelRecording(session, self.config, run, rank)
             self._join(session, self._writer)

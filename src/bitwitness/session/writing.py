@@ -14,6 +14,8 @@ from bitwitness.ranks import Ranks
 from bitwitness.session.entered import Entered
 from bitwitness.session.session import Session
 from bitwitness.store import RunWriter
+from bitwitness.store.environment import describe
+from bitwitness.tap.ownwork import own_work
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -87,6 +89,12 @@ class Writing(Entered, Generic[W]):
         self._stack.callback(session.run.leave, run, self.role)
         self.folder, self.is_first_rank = str(run.path), ranks.rank == 0 and run.keeps_run
         return ranks, run
+
+    @staticmethod
+    def _environment(root: nn.Module) -> dict[str, Any]:
+        """Return what is known as a training begins; what is computed for that is none of another model's that is watched."""
+        with own_work():
+            return describe(root)
 
     @property
     def problem(self) -> str | None:

@@ -6,6 +6,7 @@ from functools import cached_property
 
 from bitwitness.comparison.matching.align import Alignment, Group, Pair
 from bitwitness.comparison.matching.frame import Node, StepFrame
+from bitwitness.comparison.matching.tokens import CASTS
 from bitwitness.oracle.names import canonical
 
 _FOLLOWED = 256
@@ -101,6 +102,11 @@ class Makers:
             seen |= new
         known = [node for node in seen.values() if frame.stack[node.rows[0]] >= 0]
         return min(known, key=lambda node: node.rows[0], default=lone), len(seen)
+
+    def behind_cast(self, cast: Node, *, first: bool) -> Node | None:
+        """Return the node that made what a cast of one run reads, if that run alone has it, too."""
+        made = self._lone[not first].get(int(self._frames[not first].producer[cast.inputs[0]])) if cast.inputs else None
+        return None if made is None or made.op in CASTS else made
 
     def has_lone(self, kind: str, op: str) -> bool:
         """Return whether one run alone has such a node."""

@@ -174,7 +174,9 @@ class Reasons:
         deep = _IN_BACKWARD * own if differences.precisions is not None and pair.a.phase == "backward" else 0.0
         read = noise_read_by(differences, lone, first=lone_a is not None)
         limit = max(differences.viewed(self._earlier.noise + own), differences.noise_limit(), deep, read)
-        if lone.op in CASTS and (first != second or differences.precisions is not None):
+        if lone.op in CASTS and (behind := differences.makers.behind_cast(lone, first=lone_a is not None)) is not None:
+            lone = behind
+        elif lone.op in CASTS and (first != second or differences.precisions is not None):
             given = given_behind_casts(differences, row_a, row_b) if differences.precisions is not None else None
             # Else it is told as the dtype of what reads it, or of the run.
             return self._from_outside(pair, *given) if given is not None else None
