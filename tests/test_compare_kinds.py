@@ -127,3 +127,51 @@ def test_what_was_computed_before_a_model_may_be_rounded_behind_another_precisio
     assert {report.status, *(one.status for *_, one in others.reports)} == {"fine"}, (report.conclusion, others.lines())
     report, others = compare_processes(a, variational(tmp_path / "c", half=True, wrong=1.1, **settings))
     assert "findings" in {report.status, *(one.status for *_, one in others.reports)}
+
+
+def test_a_model_that_stays_in_evaluation_mode_is_told_as_that_and_nothing_beside_it(tmp_path: Path) -> None:
+    def run(name: str, *, stays: bool) -> Path:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        images, labels = torch.randn(4, 8, 3, 8, 8), torch.randint(0, 4, (4, 8))
+        criterion = nn.CrossEntropyLoss()
+        with bw.Recorder(model, out=tmp_path / name):
+            for step in range(3):
+                optimizer.zero_grad()
+                criterion(model(images[step]), labels[step]).backward()
+                optimizer.step()
+                model.eval()
+                with torch.no_grad():
+                    model(images[3])
+                model.train(not stays)
+        return tmp_path / name
+
+    report = bw.compare(run("a", stays=False), run("b", stays=True))
+    assert report.conclusion == (
+        "run B has the model in evaluation mode; the runs part at ./Sequential#0:forward.out0 (rank 0, step 1): run B has no "
+        "forward in training mode in this step: was it in evaluation mode?"
+    )
+
+
+def test_a_scale_before_a_cast_that_only_one_run_has_is_named_behind_another_precision(tmp_path: Path) -> None:
+    def run(name: str, *, half: bool, scaled: bool) -> Path:
+        torch.manual_seed(0)
+        body = nn.Sequential(nn.Embedding(40, 32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.LayerNorm(32))
+        head = nn.Linear(32, 40, bias=False)
+        model = nn.Sequential(body, head)
+        if scaled:
+            head.register_forward_pre_hook(lambda _module, args: (args[0] * 32**0.5,))
+        tokens = torch.randint(0, 40, (STEPS, 8, 16))
+
+        def backward(step: int) -> None:
+            with torch.autocast("cpu", torch.bfloat16, enabled=half):
+                out = model(tokens[step])
+            nn.functional.cross_entropy(out.float().flatten(0, 1), tokens[step].flatten()).backward()
+
+        return recorded_steps(tmp_path / name, model, torch.optim.SGD(model.parameters(), lr=0.01), backward, STEPS)
+
+    a = run("a", half=False, scaled=False)
+    assert bw.compare(a, run("b", half=True, scaled=False)).status == "fine"
+    report = bw.compare(a, run("c", half=True, scaled=True))
+    assert report.conclusion.startswith("the runs part at 1/mul#0:forward.out0 (rank 0, step 0): only run B has it")

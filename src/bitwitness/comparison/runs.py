@@ -39,7 +39,7 @@ from bitwitness.comparison.precisions.norms import wrong_norm
 from bitwitness.comparison.precisions.otherwise import written_otherwise
 from bitwitness.comparison.precisions.whole import angles_too_coarse, beyond_precision, other_loss, why_beyond
 from bitwitness.comparison.reasons.choices import choice_first
-from bitwitness.comparison.reasons.conditions import conditions
+from bitwitness.comparison.reasons.conditions import conditions, without_forward
 from bitwitness.comparison.reasons.unseen import changed_past_torch
 from bitwitness.comparison.report import Report
 from bitwitness.comparison.rewriting.inside import with_module
@@ -180,11 +180,11 @@ def _compare_step(
     if differences.precisions and all(one.reason == "unknown" for one in kept):  # gradients that tell of no place
         at = place.rank, place.step
         kept = [*(other_loss(differences, *at) or wrong_norm(differences, values, *at)), *kept]
-    kept = kept or _without_operator(search, differences, values, place)
+    kept = without_forward(differences, rank, step) or kept or _without_operator(search, differences, values, place)
     if found and not kept and not search.exceeding:
         known.parted = differences.parted_before  # float64 told that there was nothing
     report.suspects += kept
-    _add(report, differences, search, values, step)
+    _add(report, differences, search, values)
     for sink in sinks:
         sink(rank, step, differences, values)
     known.add(frame_a, frame_b)
@@ -213,11 +213,11 @@ def _begins_apart(differences: Differences) -> bool:
     return any(differences.change_of[pair.outputs[0][0]] > limit for pair in differences.alignment.weights)
 
 
-def _add(report: Report, differences: Differences, search: SuspectSearch, values: KeptValues | None, step: int) -> None:
+def _add(report: Report, differences: Differences, search: SuspectSearch, values: KeptValues | None) -> None:
     """Add to the report what a step showed beside its suspects."""
     report.kept |= values is not None
     if not report.conditions:
-        report.conditions = conditions(differences, step)
+        report.conditions = conditions(differences)
     report.precisions = report.precisions or differences.precisions
     report.otherwise |= {} if len(report.otherwise) > LISTED else dict.fromkeys(written_otherwise(differences))
     report.operators = differences.has_operators

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import numpy as np
 import numpy.typing as npt
 
-from bitwitness.comparison.differences import Differences
+from bitwitness.comparison.differences import NEGLIGIBLE, Differences
 from bitwitness.comparison.gradients.losses import loss_ratio
 from bitwitness.comparison.matching.frame import StepFrame
+from bitwitness.comparison.suspect import Suspect
 from bitwitness.oracle.recorded import arguments
 
 _AGREES = 1e-5
@@ -18,7 +20,7 @@ _MOST = 0.5
 """Share of the parameters in another dtype from which on it is all of them, and not one layer's own."""
 
 
-def conditions(differences: Differences, step: int) -> str:
+def conditions(differences: Differences) -> str:
     """Say what is otherwise in a step before anything is computed: training, arguments, parameters' dtype; or nothing."""
     for pair in differences.alignment.pairs:
         if pair.a.module == "." and (pair.a.kind == "module" or pair.a.op == "loss") and pair.a.phase == "forward":
@@ -35,12 +37,33 @@ def conditions(differences: Differences, step: int) -> str:
         more = sorted(name for name in names.keys() - others.keys() if names[name] not in there)
         if others and len(given_a) != len(given_b) and more and not agrees:
             return f"run {run}'s model is given {', '.join(more)}, and run {other}'s is not"
-    if text := _other_parameters(differences):
-        return text
+    return _other_parameters(differences)
+
+
+def without_forward(differences: Differences, rank: int, step: int) -> list[Suspect]:
+    """Return the model's call that only one run has in a step, where it has none in the other; all else in it follows."""
     computed = [_has_forward(frame) for frame in (differences.a, differences.b)]
-    if computed in ([True, False], [False, True]):
-        return f"run {'AB'[computed.index(False)]} has no forward in training mode in step {step}: was it in evaluation mode?"
-    return ""
+    forwards = [node for node in differences.alignment.lone(first=computed[0]) if node.phase == "forward"]
+    if all(computed) or not any(computed) or not forwards:
+        return []
+    node = next((node for node in forwards if (node.kind, node.module) == ("module", ".")), forwards[0])
+    frame, run = (differences.a, "B") if computed[0] else (differences.b, "A")
+    found = Suspect(
+        site=f"{node.site}.out0",
+        rank=rank,
+        step=step,
+        reason="missing",
+        text=f"run {run} has no forward in training mode in this step: was it in evaluation mode?",
+        score=math.inf,
+        change=math.inf,
+        explained=NEGLIGIBLE,
+        order=(step, -1),
+        side="ab"[run == "A"],
+        stack=int(frame.stack[node.rows[0]]),
+        micro=node.micro,
+        lone=node,
+    )
+    return [found]
 
 
 def _has_forward(frame: StepFrame) -> bool:

@@ -116,11 +116,8 @@ class Reasons:
                 "argument", f"it normalises each micro-batch by its own statistics: {counts} are not the same to it"
             )
         differences = self._differences
-        differing = [
-            rows
-            for rows in pair.inputs
-            if differences.change_of[rows[0]] > 0.0 and not counts_in_parts(differences, pair, rows[0])
-        ]
+        changed = [rows for rows in pair.inputs if differences.change_of[rows[0]] > 0.0]
+        differing = [rows for rows in changed if not counts_in_parts(differences, pair, rows[0])]
         for row_a, row_b in differing:
             if (other := self._of_other(pair, row_a, row_b)) is not None:
                 return other
