@@ -35,14 +35,27 @@ def choice_first(suspects: list[Suspect], differences: Differences) -> list[Susp
         if not back and not is_regrouped(first):
             continue
         if (found := _tipped(pair, differences)) is not None:
-            return [_suspect(first, pair, *found, differences), *_weights_first(suspects, first)]
+            return [_suspect(first, pair, *found, differences), *_others_first(suspects, first, pair, differences)]
     return suspects
 
 
-def _weights_first(suspects: list[Suspect], first: Suspect) -> list[Suspect]:
-    """Return suspects, weights that differ from the beginning before all else: of what rounding tips they need not come."""
+def _others_first(suspects: list[Suspect], first: Suspect, choice: Pair, differences: Differences) -> list[Suspect]:
+    """Return suspects, those before all else that need not come of what rounding tips.
+
+    Weights that differ from the beginning; operators of the module that chooses of which the other run has none in it.
+    """
     begun = {id(one) for one in suspects if one.reason == "source" and one.pair and one.pair.a.kind == "parameter"}
+    begun |= {id(one) for one in suspects if _is_of_one_run(one, choice.a.module, differences)}
     return [replace(one, order=(first.order[0], -1)) if id(one) in begun else one for one in suspects]
+
+
+def _is_of_one_run(suspect: Suspect, module: str, differences: Differences) -> bool:
+    lone, place = suspect.lone, ("op", "forward", module)
+    if suspect.reason != "missing" or lone is None or (lone.kind, lone.phase, lone.module) != place:
+        return False
+    other = differences.a if suspect.side == "b" else differences.b
+    there = {canonical(node.op) for node in other.nodes if (node.kind, node.phase, node.module) == place}
+    return canonical(lone.op) not in there
 
 
 def chooses_otherwise(differences: Differences, module: str) -> bool:
