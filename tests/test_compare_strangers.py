@@ -289,7 +289,7 @@ def written(model: nn.Module, step: int) -> None:
     [
         ({"edited": weaker}, "changed between the backward and the step: run A leaves it; run B multiplies it by 0.9"),
         ({"written": written}, "layers.1.down.weight was written between the step before and this one in run B (by "),
-        ({"loss": tempered}, "only run B computes div here"),
+        ({"loss": tempered}, "./div#0:forward.out0 (rank 0, step 0): only run B has it"),
     ],
 )  # fmt: skip
 def test_what_is_exact_within_a_run_is_seen_behind_another_precision(tmp_path: Path, planted: Any, said: str) -> None:

@@ -103,6 +103,18 @@ class Makers:
         known = [node for node in seen.values() if frame.stack[node.rows[0]] >= 0]
         return min(known, key=lambda node: node.rows[0], default=lone), len(seen)
 
+    def behind_casts(self, row_a: int, row_b: int) -> int:
+        """Return the number in A of the matched node that made two rows, where one run may have cast its result; or -1."""
+        found = []
+        for side, row in enumerate((row_a, row_b)):
+            number = int(self._frames[side].producer[row])
+            cast = self._lone[side].get(number)
+            if cast is not None and cast.op in CASTS and cast.inputs:
+                number = int(self._frames[side].producer[cast.inputs[0]])
+            pair = self.made[side].get(number)
+            found.append(-1 if pair is None else pair.a.number)
+        return found[0] if found[0] == found[1] else -1
+
     def behind_cast(self, cast: Node, *, first: bool) -> Node | None:
         """Return the node that made what a cast of one run reads, if that run alone has it, too."""
         made = self._lone[not first].get(int(self._frames[not first].producer[cast.inputs[0]])) if cast.inputs else None

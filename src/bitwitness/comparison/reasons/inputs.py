@@ -115,24 +115,24 @@ class Reasons:
             return Reason(
                 "argument", f"it normalises each micro-batch by its own statistics: {counts} are not the same to it"
             )
-        differences = self._differences
+        differences, makers = self._differences, self._differences.makers
         changed = [rows for rows in pair.inputs if differences.change_of[rows[0]] > 0.0]
         differing = [rows for rows in changed if not counts_in_parts(differences, pair, rows[0])]
         for row_a, row_b in differing:
             if (other := self._of_other(pair, row_a, row_b)) is not None:
                 return other
         for row_a, row_b in differing:
-            change = differences.change_of[row_a]
-            # Who made it: a node that only one run has, a matched one, or nobody who is recorded.
-            made = int(self.a.producer[row_a])
+            made = int(self.a.producer[row_a])  # a matched node, one that only one run has, or nobody who is recorded
             if self._operands.other(row_a, row_b) is not None:
                 continue
-            if any(differences.makers.lone(row_a, row_b)):
+            if differences.precisions and (behind := makers.behind_casts(row_a, row_b)) in differences.largest:
+                found = self._from_view(pair, row_a, row_b, differences.largest[behind])
+            elif any(makers.lone(row_a, row_b)):
                 found = self.of_lone(pair, row_a, row_b)
             elif made in differences.largest:
                 found = self._from_view(pair, row_a, row_b, differences.largest[made])
             else:
-                found = self._from_outside(pair, row_a, row_b, change)
+                found = self._from_outside(pair, row_a, row_b, differences.change_of[row_a])
             if found is not None:
                 return found
         return None
