@@ -175,3 +175,81 @@ def test_a_scale_before_a_cast_that_only_one_run_has_is_named_behind_another_pre
     assert bw.compare(a, run("b", half=True, scaled=False)).status == "fine"
     report = bw.compare(a, run("c", half=True, scaled=True))
     assert report.conclusion.startswith("the runs part at 1/mul#0:forward.out0 (rank 0, step 0): only run B has it")
+
+
+class Mixer(nn.Module):
+    """Mixes tokens, whose biases every layer norm behind takes away: their gradients are rounding errors."""
+
+    def __init__(self, tokens: int = 12, width: int = 32) -> None:
+        super().__init__()
+        self.read, self.told = nn.Linear(8, width), nn.Linear(width, 4)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
+        self.mixes = nn.ModuleList(nn.Linear(tokens, tokens) for _ in range(2))
+        self.ups = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.read(x)
+        for norm, mix, up in zip(self.norms, self.mixes, self.ups, strict=False):
+            x = x + mix(torch.nn.functional.gelu(norm(x)).mT).mT
+            x = x + up(norm(x))
+        return self.told(self.norms[2](x).mean(1))
+
+
+@pytest.mark.parametrize("content", ["stats", "tensors"])
+def test_gradients_that_come_to_nothing_are_no_difference_between_two_ways_to_use_bfloat16(
+    tmp_path: Path, content: str
+) -> None:
+    def run(name: str, *, pure: bool) -> Path:
+        torch.manual_seed(0)
+        model = Mixer()
+        x, labels = torch.randn(STEPS, 32, 12, 8), torch.randint(0, 4, (STEPS, 32))
+        if pure:
+            model.bfloat16()
+
+        def backward(step: int) -> None:
+            with torch.autocast("cpu", torch.bfloat16, enabled=not pure):
+                out = model(x[step].to(torch.bfloat16 if pure else torch.float32))
+            nn.functional.cross_entropy(out.float(), labels[step]).backward()
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        return recorded_steps(tmp_path / name, model, optimizer, backward, STEPS, content=content)
+
+    report = bw.compare(run("a", pure=False), run("b", pure=True))
+    assert report.status == "fine", report.conclusion
+
+
+class Centres(nn.Module):
+    """A loss with parameters of its own: a model beside the one whose results it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centres = nn.Parameter(torch.randn(5, 16))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return (x - self.centres[labels]).square().sum(1).mean()
+
+
+@pytest.mark.parametrize("content", ["stats", "tensors"])
+def test_a_loss_with_parameters_is_given_what_the_other_model_rounds(tmp_path: Path, content: str) -> None:
+    from bitwitness.comparison.beside import compare_processes
+
+    def run(name: str, *, fused: bool) -> Path:
+        torch.manual_seed(0)
+        body, centres = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 16)), Centres()
+        optimizer = torch.optim.Adam([*body.parameters(), *centres.parameters()], lr=1e-2)
+        x, labels = torch.randn(4, 32, 8), torch.randint(0, 5, (4, 32))
+        with AutoRecorder(RecordConfig(content=content), str(tmp_path / name)):
+            for step in range(4):
+                out = body(x[step])
+                logits = out if fused else (out.double() * 1.0).float()
+                loss = nn.functional.cross_entropy(logits[:, :5], labels[step])
+                if not fused:
+                    picked = logits[:, :5].gather(1, labels[step, :, None]).squeeze(1)
+                    loss = (logits[:, :5].exp().sum(1).log() - picked).mean()
+                (loss + 0.1 * centres(out, labels[step])).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return tmp_path / name
+
+    report, others = compare_processes(run("a", fused=True), run("b", fused=False))
+    assert {report.status, *(one.status for *_, one in others.reports)} == {"fine"}, (report.conclusion, others.lines())

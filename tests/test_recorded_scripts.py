@@ -334,3 +334,26 @@ def test_what_is_hashed_as_a_second_model_begins_is_no_operator_of_the_first(tmp
         [row["op"] for row in rows if (row["kind"], row["phase"], row["step"]) == ("op", "forward", n)] for n in (0, 1)
     ]
     assert steps[0] == steps[1]
+
+
+@pytest.mark.parametrize("command", [True, False])
+def test_weights_that_an_inner_loop_adapts_end_no_step(tmp_path: Path, command: bool) -> None:
+    torch.manual_seed(0)
+    net, out = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)), tmp_path / "run"
+    meta = torch.optim.Adam(net.parameters())
+    with AutoRecorder(RecordConfig(), str(out)) if command else bw.Recorder(net, out=out):
+        for _ in range(3):
+            total = torch.zeros(())
+            for _task in range(2):
+                x, weights = torch.randn(10, 1), dict(net.named_parameters())
+                for _inner in range(2):
+                    loss = torch.func.functional_call(net, weights, (x,)).square().mean()
+                    grads = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+                    weights = {name: w - 0.1 * g for (name, w), g in zip(weights.items(), grads, strict=True)}
+                total = total + torch.func.functional_call(net, weights, (x,)).sub(1).square().mean()
+            meta.zero_grad()
+            total.backward()
+            meta.step()
+    rows = bw.Run(out).rows().to_pylist()
+    assert sorted({row["step"] for row in rows}) == [0, 1, 2]
+    assert sum(row["kind"] == "gradient" for row in rows) == 3 * 4

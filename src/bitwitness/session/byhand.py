@@ -31,22 +31,25 @@ class StepsByHand:
     def __init__(self, root: nn.Module) -> None:
         self._root = root
         self.optimized = False
-        self._versions: list[int] = []
-        self._marks: torch.Tensor | None = None
+        self._begun: tuple[list[int], torch.Tensor | None] | None = None
 
     def step_begins(self) -> None:
         """Note the weights as they are."""
         if not self.optimized:
-            self._versions, self._marks = self._seen()
+            self._begun = None if self._is_adapted else self._seen()
+
+    @property
+    def _is_adapted(self) -> bool:
+        """Whether weights stand in for the model's own that were computed of these, to be differentiated: no step is over."""
+        return any(not weight.is_leaf for weight in self._root.parameters())
 
     @torch.no_grad()
     def stepped(self) -> bool:
         """Return whether the weights have changed since the step began, and no optimizer holds them."""
-        if self.optimized:
+        if self.optimized or self._begun is None or self._is_adapted:
             return False
-        versions, marks = self._seen()
-        same = self._marks is None or marks is None or torch.equal(self._marks, marks)
-        if versions == self._versions and same:
+        (before, noted), (versions, marks) = self._begun, self._seen()
+        if versions == before and (noted is None or marks is None or torch.equal(noted, marks)):
             return False
         self.optimized = bool(optimizers_of(self._root))  # seen before it has ever stepped: gradients are accumulated
         return not self.optimized

@@ -14,7 +14,7 @@ from bitwitness.comparison.measuring.allowance import roundoff
 from bitwitness.comparison.measuring.changes import moved
 from bitwitness.comparison.measuring.describe import by_each, in_chain, made_by_nothing, of_one_run
 from bitwitness.comparison.measuring.relation import and_so, in_words
-from bitwitness.comparison.precisions.inputs import computed_before
+from bitwitness.comparison.reasons.before import computed_before
 from bitwitness.comparison.reasons.casts import given_behind_casts
 from bitwitness.comparison.reasons.choices import chooses_otherwise
 from bitwitness.comparison.reasons.handed import noise_read_by
