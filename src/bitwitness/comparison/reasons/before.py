@@ -8,7 +8,7 @@ from bitwitness.comparison.measuring.allowance import roundoff
 _ROUNDED = 4.0
 """Roundings of the coarser dtype that are left in it: of noise that is drawn beside two projections, say. Seen: 0.8."""
 _UNSEEN, _MOST = 2048.0, 1e-4
-"""The same of its own dtype, in runs of one precision: nobody knows of what it was computed, and what is wrong is told there."""
+"""The same of its own dtype, in runs of one precision: nobody knows of what it was computed; what is wrong is told there."""
 
 
 def computed_before(differences: Differences) -> dict[str, float]:
