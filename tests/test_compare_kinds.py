@@ -253,3 +253,22 @@ def test_a_loss_with_parameters_is_given_what_the_other_model_rounds(tmp_path: P
 
     report, others = compare_processes(run("a", fused=True), run("b", fused=False))
     assert {report.status, *(one.status for *_, one in others.reports)} == {"fine"}, (report.conclusion, others.lines())
+
+
+def test_another_term_of_a_loss_is_no_scale_of_it(tmp_path: Path) -> None:
+    def run(name: str, weight: float) -> Path:
+        torch.manual_seed(0)
+        critic, actor = nn.Linear(4, 1), nn.Linear(4, 3)
+        optimizer = torch.optim.Adam([*critic.parameters(), *actor.parameters()], lr=1e-3)
+
+        def backward(_step: int) -> None:
+            x = torch.randn(16, 4)
+            entropy = torch.distributions.Categorical(logits=actor(x), validate_args=False).entropy().mean()
+            (critic(x).sub(3.0).square().mean() - weight * entropy).backward()
+
+        return recorded_steps(tmp_path / name, critic, optimizer, backward, STEPS)
+
+    report = bw.compare(run("a", 0.1), run("b", -0.1))
+    assert "called with other arguments" in report.conclusion
+    assert "0.1 against -0.1" in report.conclusion
+    assert not any("scaled" in note for note in report.notes)

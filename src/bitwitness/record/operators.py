@@ -35,10 +35,12 @@ _RUNNING_ARGS = slice(3, 5)
 
 
 def recorded(func: OpOverload) -> bool:
-    """Tell whether an operator is recorded: what computes, and what moves values between ranks; no views."""
+    """Tell whether an operator is recorded: what computes, and what moves values between ranks; no views, and no memory."""
     if moves_between_ranks(func):
         return "wrap_tensor" not in func.overloadpacket.__name__  # what is on its way is not read
     returns = func._schema.returns
+    if func.overloadpacket.__name__ == "set_":  # gives a tensor other memory, as where one is unpickled
+        return False
     if not returns:  # changes its arguments
         return any(
             argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments

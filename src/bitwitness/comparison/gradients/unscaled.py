@@ -82,7 +82,9 @@ def _of_losses_alone(differences: Differences, chains: GradientChains) -> float 
     ratio = loss_ratio(differences)
     if differences.parted_before or not chains.chains or not whole or ratio is None or ratio <= 0.0:
         return None
-    return ratio if abs(ratio - 1.0) > _NEAR and _may_be_multiplied(differences) else None
+    times = max(ratio, 1.0 / ratio)  # micro-batches, or a scale: other ratios come of another term in the loss
+    is_whole = round(times) > 1 and abs(times / round(times) - 1.0) < _NEAR
+    return ratio if is_whole and _may_be_multiplied(differences) else None
 
 
 def _may_be_multiplied(differences: Differences) -> bool:
