@@ -207,3 +207,32 @@ def test_a_generator_is_not_cleared_whose_judge_is_trained_otherwise(tmp_path: P
     assert report.status == "findings"
     assert report.conclusion.startswith("the runs part at ./loss#0:forward.value (rank 0, step 1): the loss differs")
     assert "in another model of the process, perhaps" in report.conclusion
+
+
+def test_operators_of_a_loop_that_is_written_out_are_told_in_a_short_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Steps(nn.Module):
+        def __init__(self, *, one_by_one: bool) -> None:
+            super().__init__()
+            self.layer, self.one_by_one = nn.Linear(6, 6), one_by_one
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not self.one_by_one:
+                return self.layer(x).tanh()
+            return torch.stack([(row @ self.layer.weight.T + self.layer.bias).tanh() for row in x])
+
+    def train(out: Path, *, one_by_one: bool) -> Path:
+        torch.manual_seed(0)
+        net = Steps(one_by_one=one_by_one)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        with bw.Recorder(net, out=out):
+            net(torch.randn(40, 6)).square().mean().backward()
+            optimizer.step()
+        return out
+
+    code, said = compared(train(tmp_path / "a", one_by_one=False), train(tmp_path / "b", one_by_one=True), capsys)
+    assert code == 0, said
+    (line, *_) = [line for line in said.splitlines() if line.startswith("equivalent: ")]
+    assert ", …" in line
+    assert len(line) < 400

@@ -148,14 +148,18 @@ def _show(report: Any) -> None:
         )
     for side, sites in (("A", report.only_a), ("B", report.only_b)):
         if sites:
-            more = ", …" if len(sites) > 4 else ""
-            print(f"only in {side}: {len(sites)} operators: {', '.join(map(harmless, sites[:4]))}{more}")
+            print(f"only in {side}: {len(sites)} operators: {_some(sites)}")
     for ours, theirs in report.groups[:3]:
-        print(f"equivalent: {harmless(', '.join(ours))} in A, {harmless(', '.join(theirs))} in B")
+        print(f"equivalent: {_some(ours)} in A ({len(ours)}), {_some(theirs)} in B ({len(theirs)})")
     for problem in report.problems[:_SHOWN]:
         print(f"not read: {harmless(problem)}")
     if len(report.problems) > _SHOWN:
         print(f"… and {len(report.problems) - _SHOWN} more")
+
+
+def _some(sites: Sequence[str]) -> str:
+    """Return the first of some sites: a loop that is written out has thousands, and --json tells all."""
+    return ", ".join(map(harmless, sites[:4])) + ", …" * (len(sites) > 4)
 
 
 def _show_suspects(report: Any) -> None:
