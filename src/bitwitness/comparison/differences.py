@@ -124,7 +124,7 @@ class Differences:
         Of a module, whose user does what the other's does inside, or nothing; of constants; of casts to complex; sparse terms.
         """
         sizes = [self.a.count[i] != self.b.count[j] for i, j in pair.outputs]
-        sparse = any("sparse" in self.a.text("layout", i) for i, _ in pair.outputs)
+        sparse = self.a.is_part and any("sparse" in self.a.text("layout", i) for i, _ in pair.outputs)
         return bool(sizes) and all(sizes) and (sparse or pair.a.kind == "module" or pair.a.op in (*CONSTANT, *CASTS))
 
     def is_noise(self, pair: Pair, row: int) -> bool:

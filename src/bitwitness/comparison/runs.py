@@ -102,6 +102,7 @@ def compare_sources(
         progress(done, len(lined.places))
         known = earlier.setdefault(place.rank, EarlierSteps())
         known.beside = partial(beside.at, place.rank, place.step, place.step_b)
+        known.has_others = any(len(one) > 1 for one in models)
         known.cut_short = _ended_in(lined, place)
         _compare_step(report, a, b, place, known, settings, sinks)
     progress(len(lined.places), len(lined.places))

@@ -181,9 +181,9 @@ class EarlierSteps:
     optimizer has read, by the parameter's name (its moments hold that, though a later gradient agrees); ``noise``: the
     largest change so far that rounding explained; ``parted``: something differed by more; ``last``: the step before, of both
     runs; ``trained``: run A's parameters that have had a gradient; ``beside``: how far those of the process's other models are
-    apart by now, by name; ``cut_short``: of a run of which this step is the last one, how it ended before its time, in a few
-    words, by its letter; ``skipped``: a step before was not compared; ``moves``: the sketches
-    of what optimizers added to few weights, in both runs.
+    apart by now, by name; ``has_others``: there are such models; ``cut_short``: of a run of which this step is the last one,
+    how it ended before its time, in a few words, by its letter; ``skipped``: a step before was not compared; ``moves``: the
+    sketches of what optimizers added to few weights, in both runs.
     """
 
     named: dict[str, float] = field(default_factory=dict)
@@ -193,6 +193,7 @@ class EarlierSteps:
     last: tuple[StepFrame, StepFrame] | None = None
     trained: set[str] = field(default_factory=set)
     beside: Callable[[], dict[str, float]] = dict
+    has_others: bool = False
     cut_short: dict[str, str] = field(default_factory=dict)
     skipped: bool = False
     moves: list[tuple[float, float]] = field(default_factory=list)

@@ -95,6 +95,7 @@ class ModuleRecorder:
         self._calls: Counter[str] = Counter()
         self._open: list[tuple[nn.Module, int, list[NodeValue], int, int]] = []
         self._hooks: list[ModuleHook] = []
+        self._own: set[int] = set()  # the model's parameters, by their ids
         self._outermost = root
         self._in_parts: tuple[int, int] | None = None  # the step and micro-batch of a part that the script called last
         self._evaluating = False
@@ -104,6 +105,7 @@ class ModuleRecorder:
         """Put hooks on all modules but the root, whose calls `begin` and `end` tell of."""
         if self._hooks:
             return
+        self._own = {id(parameter) for parameter in self._root.parameters()}
         self._hooks = [ModuleHook(self._before), ModuleHook(self._after)]
         for module in self._paths:
             if module is self._root:
@@ -227,11 +229,12 @@ class ModuleRecorder:
     def _follow(self, tensor: torch.Tensor, site: Site, node: int) -> None:
         """Record the gradient of a tensor when it passes.
 
-        A parameter that is given to modules has one already, and shows in each backward what all that read it contribute.
+        A parameter of the model that is given to modules has one already, and shows in each backward what all that read it
+        contribute.
         """
         if (
             not tensor.requires_grad
-            or (tensor.is_leaf and isinstance(tensor, nn.Parameter))
+            or (tensor.is_leaf and id(tensor) in self._own)
             or not torch.is_grad_enabled()
             or in_transform()
             or not self._log.selection.wants(site)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -9,6 +11,9 @@ from bitwitness.stats import marks_of
 from bitwitness.tap.identity import unseen
 from bitwitness.tap.owners import optimizers_of
 from bitwitness.tap.ownwork import own_work
+
+_FOLLOWED = 1000
+"""Nodes of a graph that are followed to what a weight was computed of: an inner loop's steps have a few each."""
 
 
 class StepsByHand:
@@ -40,8 +45,20 @@ class StepsByHand:
 
     @property
     def _is_adapted(self) -> bool:
-        """Whether weights stand in for the model's own that were computed of these, to be differentiated: no step is over."""
-        return any(not weight.is_leaf for weight in self._root.parameters())
+        """Whether weights stand in for the model's own that were computed of these, to be differentiated: no step is over.
+
+        What a hypernetwork makes is computed of others, and of one long vector what is cut out of it.
+        """
+        weight = next((weight for weight in self._root.parameters() if not weight.is_leaf), None)
+        waiting, seen = [] if weight is None else [weight.grad_fn], set[Any]()
+        while waiting and len(seen) < _FOLLOWED:
+            node = waiting.pop(0)  # the nearest first
+            variable = getattr(node, "variable", None)  # of what accumulates a gradient
+            if variable is not None and weight is not None and variable.shape == weight.shape:
+                return True
+            seen.add(node)
+            waiting += [one for one, _ in getattr(node, "next_functions", ()) if one is not None and one not in seen]
+        return False
 
     @torch.no_grad()
     def stepped(self) -> bool:

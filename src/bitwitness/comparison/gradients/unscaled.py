@@ -82,9 +82,11 @@ def _of_losses_alone(differences: Differences, chains: GradientChains) -> float 
     ratio = loss_ratio(differences)
     if differences.parted_before or not chains.chains or not whole or ratio is None or ratio <= 0.0:
         return None
-    times = max(ratio, 1.0 / ratio)  # micro-batches, or a scale: other ratios come of another term in the loss
-    is_whole = round(times) > 1 and abs(times / round(times) - 1.0) < _NEAR
-    return ratio if is_whole and _may_be_multiplied(differences) else None
+    times = max(ratio, 1.0 / ratio)  # a scale, micro-batches, ranks: other ratios come of another term in the loss
+    a, b = differences.a, differences.b
+    known = [max(x, y) / max(min(x, y), 1) for x, y in ((a.micros, b.micros), (a.ranks, b.ranks))]
+    is_scale = any(one > 1 and abs(times / one - 1.0) < _NEAR for one in (round(times), *known))
+    return ratio if is_scale and _may_be_multiplied(differences) else None
 
 
 def _may_be_multiplied(differences: Differences) -> bool:

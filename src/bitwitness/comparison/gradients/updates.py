@@ -67,21 +67,21 @@ class Updates:
         if pair.is_loss and self._begins_otherwise:
             return differences.noise_limit()
         made = differences.made_change(pair.outputs[0][0])
-        noisy = differences.earlier.noise and not differences.has_operators
-        summed = differences.sums.rounding_of(pair, differences.coarse) if noisy else 0.0
+        noisy = pair.a.kind == "gradient" and differences.earlier.noise and not differences.has_operators
+        summed = self._of_noise(pair) if noisy else 0.0
         return max(self._unseen(*pair.outputs[0]), FOLLOWED * made, self._of_precision, summed)
+
+    def _of_noise(self, pair: Pair) -> float:
+        """Return the change of a gradient that noise explains where both runs compute in a coarse dtype that is cast inside."""
+        coarse = self._differences.coarse
+        rounded = min(_COARSE * coarse, _REWRITTEN) if coarse > FINE else 0.0
+        return max(rounded, self._differences.sums.rounding_of(pair, coarse))
 
     def _unseen(self, row_a: int, row_b: int) -> float:
         """Return the change up to which a gradient may differ of which nothing else is known."""
-        differences = self._differences
-        if differences.has_operators:
-            return max(_GRADIENT, differences.noise_limit(), FOLLOWED * self.turned)
-        # Nobody knows how modules are written, nor what is cast inside them.
-        cast = differences.coarse if differences.earlier.noise else 0.0
-        own = max(differences.roundoff(row_a, row_b), cast)
-        modules = min(_COARSE * own, _REWRITTEN) if own > FINE else 0.0
-        others = self._like_others if cast > FINE else 0.0
-        return max(_GRADIENT, differences.noise_limit(), modules, others, FOLLOWED * self.turned)
+        own = 0.0 if self._differences.has_operators else self._differences.roundoff(row_a, row_b)
+        modules = min(_COARSE * own, _REWRITTEN) if own > FINE else 0.0  # nobody knows how they are written
+        return max(_GRADIENT, self._differences.noise_limit(), modules, FOLLOWED * self.turned)
 
     @cached_property
     def _like_others(self) -> float:

@@ -20,6 +20,8 @@ from bitwitness.comparison.measuring.allowance import roundoff
 from bitwitness.comparison.measuring.changes import changes
 from bitwitness.comparison.measuring.relation import is_reordered, numbers_of
 
+_ALIKE = 1e-3
+"""Relative change of gradients up to which they say that nothing else was given."""
 _OF_WEIGHTS = ("parameter", "gradient", "optimizer")
 
 
@@ -60,12 +62,16 @@ def other_values(a: StepFrame, b: StepFrame) -> tuple[str, float]:
 def counts_in_parts(differences: Differences, pair: Pair, row: int) -> bool:
     """Return whether integers are read that may count from where each part of a batch begins: offsets, positions.
 
-    Of parts that were put together, whose reader makes the same of them.
+    Of parts that were put together, whose reader makes the same of them, as do all gradients.
     """
     a, change_of = differences.a, differences.change_of
     if not a.is_part or not a.text("name", row).startswith("input ") or roundoff(a.text("dtype", row)):
         return False
-    return all(change_of[out] <= differences.noise_limit() for out, _ in pair.outputs)
+    gradients = [
+        p for p in differences.alignment.pairs if p.a.kind == "gradient" and not differences.returns_another(p)
+    ]
+    alike = all(change_of[out] <= _ALIKE for one in gradients for out, _ in one.outputs)
+    return alike and all(change_of[out] <= differences.noise_limit() for out, _ in pair.outputs)
 
 
 def _are_dealt_otherwise(a: StepFrame, b: StepFrame, pairs: Sequence[tuple[int, int]]) -> bool:

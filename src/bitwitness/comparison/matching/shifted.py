@@ -14,6 +14,8 @@ Fingerprint = tuple[tuple[str, float, float], ...]
 
 _MOST = 4096
 """Steps of A that are searched for the weights that B begins with."""
+_STILL = 32
+"""Steps that are searched where the weights do not move."""
 _RESUMED, _AS_WELL = 0.4, 3.0
 """Share of the weights from which on a step is the one that a run resumed from, and times what else agrees."""
 
@@ -49,22 +51,28 @@ def shift_between(a: Source, b: Source, rank: int) -> tuple[int, str]:
 def _unmoved(a: Source, b: Source, rank: int, common: list[int]) -> int:
     """Return by how many steps A is ahead where weights do not tell: a warm-up's first step, say, moves none.
 
-    Then the batch tells: of the steps that begin with the same weights the one that both were given the same in.
+    Then the batches tell, of the few steps before the weights move: those that both were given the same in, and from there on.
     """
-    first = common[0]
-    given_a, given_b = _given(a, rank, first), _given(b, rank, first)
-    if given_a == given_b:
+    first, seen = common[0], {}
+
+    def at(source: Source, step: int) -> tuple[Fingerprint, Fingerprint]:
+        if (source.path, step) not in seen:
+            frame = StepFrame(source.table(rank, step))
+            seen[source.path, step] = _weights_of(frame), _given(frame)
+        return seen[source.path, step]
+
+    if at(a, first)[1] == at(b, first)[1]:
         return 0
-    weights = _weights(a, rank, first)
-    for step in common[1:]:
-        still = [_agreeing(weights, _weights(source, rank, step)) == 1.0 for source in (a, b)]
-        if still[0] and _given(a, rank, step) == given_b:
-            return step - first
-        if still[1] and _given(b, rank, step) == given_a:
-            return first - step
+    found, moved = 0, False
+    for step in common[1:_STILL]:
+        still = [at(source, step)[0] == at(source, first)[0] for source in (a, b)]
+        moved |= not all(still)
+        for there, one, other, ahead in ((still[0], a, b, step - first), (still[1], b, a, first - step)):
+            if not found and there and at(one, step)[1] == at(other, first)[1]:
+                found = ahead
         if not any(still):
             break
-    return 0
+    return found if moved else 0  # where nothing ever moves batches may come in any order
 
 
 def _shifts(a: Source, b: Source, rank: int, steps_a: list[int], steps_b: list[int]) -> Iterator[tuple[float, int]]:
@@ -80,13 +88,15 @@ def _shifts(a: Source, b: Source, rank: int, steps_a: list[int], steps_b: list[i
 
 def _weights(source: Source, rank: int, step: int) -> Fingerprint:
     """Return what a step's parameters are known by, as the step finds them."""
-    frame = StepFrame(source.table(rank, step))
+    return _weights_of(StepFrame(source.table(rank, step)))
+
+
+def _weights_of(frame: StepFrame) -> Fingerprint:
     return _known_by(frame, np.flatnonzero(frame.texts["kind"].equals("parameter")).tolist())
 
 
-def _given(source: Source, rank: int, step: int) -> Fingerprint:
+def _given(frame: StepFrame) -> Fingerprint:
     """Return what the model's inputs of a step are known by."""
-    frame = StepFrame(source.table(rank, step))
     named = np.flatnonzero(frame.texts["name"].codes >= 0).tolist()
     return _known_by(frame, [row for row in named if frame.text("name", row).startswith("input ")])
 

@@ -18,6 +18,7 @@ _LEFT = 32.0
 """Unit roundoffs of the root of the sum of the squared terms that count as nothing. Seen: 17, of a convolution in float32."""
 _TERMS = 24.0
 """Times the same that a sum may differ by in two runs, whose terms were rounded several times. Seen: 9, of a layer norm."""
+_MOST = 0.5  # of which the half is another gradient
 _BIAS = "bias"
 
 
@@ -53,8 +54,8 @@ class BiasSums:
         """
         if len(self._frames[0].shapes[pair.outputs[0][0]]) != 1:
             return 0.0
-        around = pair.a.module if pair.a.module in self._back else pair.a.module.rpartition(".")[0]
-        return _TERMS * max(self._left(pair, around, rounded), default=0.0)
+        around = pair.a.module if pair.a.module in self._back else pair.a.module.rpartition(".")[0] or "."
+        return min(_TERMS * min(self._left(pair, around, rounded), default=0.0), _MOST)
 
     def _left(self, pair: Pair, module: str, rounded: float) -> list[float]:
         """Return, of each run, what is left of a sum's rounded terms relative to it; nothing where no terms are known."""
@@ -63,6 +64,8 @@ class BiasSums:
         found = []
         for frame, row, back in zip(self._frames, pair.outputs[0], self._back[module], strict=True):
             terms, size = frame.count[back] / max(int(frame.count[row]), 1), rms(frame, row)
+            if not math.isfinite(frame.numbers["l2"][row]):
+                return []
             left = rounded * math.sqrt(terms) * rms(frame, back)
             found.append(left / size if size else math.inf)
         return found

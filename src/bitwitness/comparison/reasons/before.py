@@ -14,15 +14,14 @@ _UNSEEN, _MOST = 2048.0, 1e-4
 def computed_before(differences: Differences) -> dict[str, float]:
     """Return by how much rounding lets such inputs differ, by their names.
 
-    Gradients come back to them, as modules that read them show: a batch has none.
+    Gradients come back to them, as modules that read them show: a batch has none, as a rule. In runs of one precision rounding
+    counts only where the process has other models, which may have computed them.
     """
     text = differences.a.text
     modules = [pair.a for pair in differences.alignment.pairs if pair.a.kind == "module"]
     back = {(one.module, one.call, text("slot", row)) for one in modules for row in one.outputs}
     read = ((one, row) for one in modules for row in one.inputs if text("name", row).startswith("input "))
+    found = [row for one, row in read if (one.module, one.call, f"grad_{text('slot', row)}") in back]
     rounded = _ROUNDED * max(differences.roundoff_inside, differences.rewritten)
-    return {
-        text("name", row): max(rounded, min(_UNSEEN * roundoff(text("dtype", row)), _MOST))
-        for one, row in read
-        if (one.module, one.call, f"grad_{text('slot', row)}") in back
-    }
+    unseen = _UNSEEN if found and differences.earlier.has_others else 0.0
+    return {text("name", row): max(rounded, min(unseen * roundoff(text("dtype", row)), _MOST)) for row in found}

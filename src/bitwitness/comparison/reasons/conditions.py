@@ -46,6 +46,10 @@ def without_forward(differences: Differences, rank: int, step: int) -> list[Susp
     forwards = [node for node in differences.alignment.lone(first=computed[0]) if node.phase == "forward"]
     if all(computed) or not any(computed) or not forwards:
         return []
+    # Seen before, and not because the run ended: else forwards are not recorded there, as inside a transform.
+    lacking, before = computed.index(False), differences.earlier.last
+    if before is None or not _has_forward(before[lacking]) or "AB"[lacking] in differences.earlier.cut_short:
+        return []
     node = next((node for node in forwards if (node.kind, node.module) == ("module", ".")), forwards[0])
     frame, run = (differences.a, "B") if computed[0] else (differences.b, "A")
     found = Suspect(

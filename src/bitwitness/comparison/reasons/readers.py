@@ -47,13 +47,24 @@ class Readers:
             return False
         if self._differences.earlier.parted:
             return True
+        change_of = self._differences.change_of
+        exceeding = [row for row, _ in pair.outputs if change_of[row] > explained]
+        return bool(exceeding) and all(self._is_anothers(pair, row, explained) for row in exceeding)
+
+    def _is_anothers(self, pair: Pair, row: int, explained: float) -> bool:
+        """Return whether another module that shows this gradient is given one that differs, which this one has not made."""
+        a, change_of = self._differences.a, self._differences.change_of
+        own = {int(a.value[out]) for out, _ in pair.outputs}
         return any(
-            self._differences.change_of[row] > explained for other in self._others(pair) for row, _ in other.inputs
+            change_of[given] > explained and int(a.value[given]) not in own
+            for other in self._others(pair, [row])
+            for given, _ in other.inputs
         )
 
     def words(self, pair: Pair) -> str:
         """Return what is added where other modules show the same gradient; empty where none does."""
-        others = list(dict.fromkeys(other.a.site.partition("#")[0] for other in self._others(pair)))
+        found = self._others(pair, [row for row, _ in pair.outputs])
+        others = list(dict.fromkeys(other.a.site.partition("#")[0] for other in found))
         if not others:
             return ""
         more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
@@ -62,9 +73,9 @@ class Readers:
             "any of them, or of code beside them (--level mix tells)"
         )
 
-    def _others(self, pair: Pair) -> Sequence[Pair]:
-        """Return the other calls that show one of a call's gradients, but for what is inside it or around it."""
-        values = {int(self._differences.a.value[row]) for row, _ in pair.outputs}
+    def _others(self, pair: Pair, rows: Sequence[int]) -> Sequence[Pair]:
+        """Return the other calls that show gradients of a call, but for what is inside it or around it."""
+        values = {int(self._differences.a.value[row]) for row in rows}
         found = (other for value in values for other in self._shown[value])
         return [other for other in found if other is not pair and not _is_around(pair.a.module, other.a.module)]
 

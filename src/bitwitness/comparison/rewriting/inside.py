@@ -19,6 +19,8 @@ from bitwitness.oracle.names import CONSTANT
 
 _OF_OPERATORS = ("missing", "source", "view")
 """Reasons of a suspect that may be a way of writing."""
+_FILLED = ("full", "zeros", "ones", "scalar_tensor")
+"""What holds one number, whatever it is for; positions (``arange``) are computed with."""
 APART = "its inputs agree and its result does not; inside, the runs compute with other operators"
 
 
@@ -59,7 +61,7 @@ def computes_another(differences: Differences, pair: Pair) -> bool:
     if pair.a.op != pair.b.op:
         return all(differences.a.count[i] != differences.b.count[j] for i, j in pair.outputs)
     real = [roundoff(dtype) > 0.0 for dtype in differences.dtypes(*pair.outputs[0])]
-    return (not pair.inputs or pair.a.op in CONSTANT) and real[0] != real[1]
+    return pair.a.op in (*CONSTANT, *_FILLED) and real[0] != real[1]
 
 
 def with_module(suspect: Suspect, apart: Mapping[str, Suspect], differences: Differences) -> Suspect:
