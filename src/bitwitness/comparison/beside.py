@@ -78,7 +78,7 @@ def _parts(report: Report, calls: int = 1, before: int = 0) -> tuple[float, bool
 
 
 def _of_model(run: Path) -> str:
-    model = _described(run).get("model")
+    model = _class_of(run)
     return f" ({model})" if model else ""
 
 

@@ -15,7 +15,7 @@ from bitwitness.comparison.measuring.allowance import rms, roundoff
 from bitwitness.comparison.measuring.changes import changes
 from bitwitness.comparison.measuring.drift import COARSE, drift
 from bitwitness.comparison.measuring.faint import faint_rows, not_set, nothing_of, sparse_in_one, vanish
-from bitwitness.comparison.measuring.sums import BiasSums
+from bitwitness.comparison.measuring.sums import GradientSums
 from bitwitness.comparison.precisions.which import computed_in, multiplies
 from bitwitness.comparison.suspect import EarlierSteps
 from bitwitness.oracle.names import CONSTANT
@@ -192,9 +192,9 @@ class Differences:
         return bool(sizes) and all(vanish(size, *usual, self.precisions) for size in sizes)
 
     @cached_property
-    def sums(self) -> BiasSums:
+    def sums(self) -> GradientSums:
         """Of gradients that are sums."""
-        return BiasSums(self.a, self.b, self.alignment.pairs)
+        return GradientSums(self.a, self.b, self.alignment.pairs)
 
     @cached_property
     def _rounded(self) -> float:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from bitwitness.record.log import Fail, Log, NodeValue
-from bitwitness.record.values import Noted
+from bitwitness.record.state import StateRecorder
 from bitwitness.session.instrument import Forward, Kind
 from bitwitness.site import Site, site_at
 from bitwitness.tap.compat import in_transform
@@ -62,8 +62,8 @@ class ModuleRecorder:
         Takes the rows.
     operators
         Operators are recorded, too: they show what becomes of running statistics.
-    reads
-        Told of each module's path before it reads its parameters; returns what it has noted of them, by their ids.
+    state
+        Told of each module's path before it reads its parameters; knows what these are called.
     enabled
         Record modules; else only names are given, which operators' rows need.
     stacks
@@ -82,9 +82,9 @@ class ModuleRecorder:
         *,
         enabled: bool,
         operators: bool,
-        reads: Callable[[str], dict[int, Noted]],
+        state: StateRecorder,
     ) -> None:
-        self._reads = reads
+        self._state = state
         self._operators = operators
         self._root = root
         self._log = log
@@ -95,7 +95,6 @@ class ModuleRecorder:
         self._calls: Counter[str] = Counter()
         self._open: list[tuple[nn.Module, int, list[NodeValue], int, int]] = []
         self._hooks: list[ModuleHook] = []
-        self._own: set[int] = set()  # the model's parameters, by their ids
         self._outermost = root
         self._in_parts: tuple[int, int] | None = None  # the step and micro-batch of a part that the script called last
         self._evaluating = False
@@ -105,7 +104,6 @@ class ModuleRecorder:
         """Put hooks on all modules but the root, whose calls `begin` and `end` tell of."""
         if self._hooks:
             return
-        self._own = {id(parameter) for parameter in self._root.parameters()}
         self._hooks = [ModuleHook(self._before), ModuleHook(self._after)]
         for module in self._paths:
             if module is self._root:
@@ -146,9 +144,8 @@ class ModuleRecorder:
         self._open.clear()
         self._outermost = part or self._root
         if self._hooks and (part is None or not listed):
-            with torch.set_grad_enabled(
-                forward.kind is Kind.TRAINING
-            ):  # as in the forward, for gradients to be followed
+            # As in the forward, for gradients to be followed.
+            with torch.set_grad_enabled(forward.kind is Kind.TRAINING):
                 self._before(self._outermost, forward.args, forward.kwargs)
 
     def end(self, part: nn.Module | None, result: Any) -> None:
@@ -169,7 +166,7 @@ class ModuleRecorder:
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         log, path = self._log, self._paths[module]
-        read = self._reads(path)
+        read = self._state.read_by(path)
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and id(tensor) not in read:
                 log.values.name(tensor, name if path == ROOT else f"{path}.{name}")
@@ -234,7 +231,7 @@ class ModuleRecorder:
         """
         if (
             not tensor.requires_grad
-            or (tensor.is_leaf and id(tensor) in self._own)
+            or (tensor.is_leaf and id(tensor) in self._state.names)
             or not torch.is_grad_enabled()
             or in_transform()
             or not self._log.selection.wants(site)

@@ -57,8 +57,12 @@ class Recorder(Writing[ModelRecording]):
         rank = run.rank  # ranks that train each by itself have numbers of their own in one folder
         root = session.root
         before = max((one.clock.ended for one in sessions() if one is not session), default=0)
-        what = {"model": type(root).__name__, "steps_before": before}
-        run.describe(recording=asdict(self.config), **what, environment=self._environment(root))
+        run.describe(
+            recording=asdict(self.config),
+            model=type(root).__name__,
+            steps_before=before,
+            environment=self._environment(root),
+        )
         if self.config.wants_rank(rank):
             self._writer = ModelRecording(session, self.config, run, rank)
             self._join(session, self._writer)

@@ -70,7 +70,7 @@ class ModelRecording(Instrument):
         self._state = StateRecorder(root, self._log, fail)
         self._updates = UpdateRecorder(self._state, self._log, optimizer_state=config.optimizer_state)
         what = {"enabled": config.modules, "operators": config.operators}
-        self._modules = ModuleRecorder(root, self._log, self._stacks, fail, reads=self._state.read_by, **what)
+        self._modules = ModuleRecorder(root, self._log, self._stacks, fail, state=self._state, **what)
         self._operators = OperatorRecorder(self._log, self._tracker, self._stacks, fail)
         self._window = OperatorWindow(self._operators.tap())
         self._eager = ExitStack()

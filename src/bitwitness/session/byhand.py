@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import torch
@@ -50,11 +51,13 @@ class StepsByHand:
         What a hypernetwork makes is computed of others, and of one long vector what is cut out of it.
         """
         weight = next((weight for weight in self._root.parameters() if not weight.is_leaf), None)
-        waiting, seen = [] if weight is None else [weight.grad_fn], set[Any]()
+        if weight is None:
+            return False
+        waiting, seen = deque[Any]([weight.grad_fn]), set[Any]()
         while waiting and len(seen) < _FOLLOWED:
-            node = waiting.pop(0)  # the nearest first
+            node = waiting.popleft()  # the nearest first
             variable = getattr(node, "variable", None)  # of what accumulates a gradient
-            if variable is not None and weight is not None and variable.shape == weight.shape:
+            if variable is not None and variable.shape == weight.shape:
                 return True
             seen.add(node)
             waiting += [one for one, _ in getattr(node, "next_functions", ()) if one is not None and one not in seen]

@@ -72,9 +72,7 @@ class ModuleTracker:
         self._focus: nn.Module | None = None
         self._elsewhere: list[tuple[int, int]] = []
         self._left_focus = 0
-        self._foreign: nn.Module | None = (
-            None  # whose call runs that is not the focus's, and no loss without parameters
-        )
+        self._foreign: nn.Module | None = None  # another model, whose call runs
 
     def __enter__(self) -> Self:
         self._users += 1

@@ -23,7 +23,6 @@ _GRADIENT = 1e-3
 
 Far above rounding in float32, for nothing is known of how many operators' roundings it has gathered.
 """
-_ROOTS_BACKWARD = ("module", "backward", ".")
 _BESIDE = "in another model of the process, perhaps, whose recording lies beside (RUN-2), or in compiled code"
 _UNTRACED = 0.01
 """The same of one whose way to the optimizer is not known: a reduction in a coarse dtype leaves less, too."""
@@ -107,9 +106,8 @@ class Updates:
         differences = self._differences
         if differences.precisions or not self._settled.returned_agrees:
             return False
-        pairs = differences.alignment.pairs
-        roots = [pair for pair in pairs if (pair.a.kind, pair.a.phase, pair.a.module) == _ROOTS_BACKWARD]
-        unmade = [rows for pair in roots for rows in pair.inputs if differences.a.producer[rows[0]] < 0]
+        back = [rows for pair in differences.alignment.pairs if pair.is_root("backward") for rows in pair.inputs]
+        unmade = [rows for rows in back if differences.a.producer[rows[0]] < 0]
         return any(differences.change_of[rows[0]] > self._unseen(*rows) for rows in unmade)
 
     def edited_elsewhere(self, pair: Pair) -> bool:

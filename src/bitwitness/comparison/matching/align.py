@@ -41,6 +41,10 @@ class Pair:
         """Whether a backward starts from it."""
         return self.a.kind == "saved" and self.a.op == "loss"
 
+    def is_root(self, phase: str) -> bool:
+        """Return whether it is a call of the model itself, in the forward or the backward."""
+        return (self.a.kind, self.a.phase, self.a.module) == ("module", phase, ".")
+
 
 @dataclass(slots=True)
 class Group:
@@ -241,9 +245,8 @@ def _pair(a: StepFrame, b: StepFrame, x: Node, y: Node) -> Pair:
     pair = Pair(x, y, _by_slot(a, b, x.inputs, y.inputs), _by_slot(a, b, x.outputs, y.outputs))
     if x.op != y.op and len(pair.inputs) > 1:  # another tool's name for it, which may take its inputs in another order
         pair.inputs = _by_shape(a, b, x.inputs, y.inputs)
-    if (
-        x.op != y.op and x.kind == "module"
-    ):  # another class, of whose results some may have nothing to do with the other's
+    # Another class, of whose results some may have nothing to do with the other's:
+    if x.op != y.op and x.kind == "module":
         pair.outputs = [(i, j) for i, j in pair.outputs if a.count[i] == b.count[j]] or pair.outputs
     if x.kind == "op":
         pair.inputs = in_order(a, b, x, y, pair.inputs)

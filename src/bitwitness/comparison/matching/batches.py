@@ -67,11 +67,11 @@ def counts_in_parts(differences: Differences, pair: Pair, row: int) -> bool:
     a, change_of = differences.a, differences.change_of
     if not a.is_part or not a.text("name", row).startswith("input ") or roundoff(a.text("dtype", row)):
         return False
-    gradients = [
-        p for p in differences.alignment.pairs if p.a.kind == "gradient" and not differences.returns_another(p)
-    ]
-    alike = all(change_of[out] <= _ALIKE for one in gradients for out, _ in one.outputs)
-    return alike and all(change_of[out] <= differences.noise_limit() for out, _ in pair.outputs)
+    if any(change_of[out] > differences.noise_limit() for out, _ in pair.outputs):
+        return False
+    gradients = (one for one in differences.alignment.pairs if one.a.kind == "gradient")
+    told = (one for one in gradients if not differences.returns_another(one))
+    return all(change_of[out] <= _ALIKE for one in told for out, _ in one.outputs)
 
 
 def _are_dealt_otherwise(a: StepFrame, b: StepFrame, pairs: Sequence[tuple[int, int]]) -> bool:

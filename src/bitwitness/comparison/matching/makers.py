@@ -110,15 +110,19 @@ class Makers:
             number = int(self._frames[side].producer[row])
             cast = self._lone[side].get(number)
             if cast is not None and cast.op in CASTS and cast.inputs:
-                number = int(self._frames[side].producer[cast.inputs[0]])
+                number = self._read_by(cast, side)
             pair = self.made[side].get(number)
             found.append(-1 if pair is None else pair.a.number)
         return found[0] if found[0] == found[1] else -1
 
     def behind_cast(self, cast: Node, *, first: bool) -> Node | None:
         """Return the node that made what a cast of one run reads, if that run alone has it, too."""
-        made = self._lone[not first].get(int(self._frames[not first].producer[cast.inputs[0]])) if cast.inputs else None
+        made = self._lone[not first].get(self._read_by(cast, int(not first)))
         return None if made is None or made.op in CASTS else made
+
+    def _read_by(self, node: Node, side: int) -> int:
+        """Return the number of the node that made what another reads first; -1 where nobody is known to have."""
+        return int(self._frames[side].producer[node.inputs[0]]) if node.inputs else -1
 
     def has_lone(self, kind: str, op: str) -> bool:
         """Return whether one run alone has such a node."""

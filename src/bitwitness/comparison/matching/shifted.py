@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 
 import numpy as np
 
@@ -34,9 +35,10 @@ def shift_between(a: Source, b: Source, rank: int) -> tuple[int, str]:
     if not steps_a or not steps_b:
         return 0, ""
     common = sorted(set(steps_a) & set(steps_b))
-    here = _agreeing(_weights(a, rank, common[0]), _weights(b, rank, common[0])) if common else 0.0
+    known = cache(partial(_known, (a, b), rank))
+    here = _agreeing(*(known(side, common[0])[0] for side in (0, 1))) if common else 0.0
     if here == 1.0:
-        share, shift = 1.0, _unmoved(a, b, rank, common)
+        share, shift = 1.0, _unmoved(common, known)
     else:
         # A resume that has forgotten some of its weights is one, too, where nothing else agrees as well (what is frozen does).
         share, shift = max(_shifts(a, b, rank, steps_a, steps_b), key=lambda one: one[0], default=(0.0, 0))
@@ -48,27 +50,28 @@ def shift_between(a: Source, b: Source, rank: int) -> tuple[int, str]:
     return shift, f"step {first} of run {later} starts from the weights{some} of step {first + ahead} of run {earlier}"
 
 
-def _unmoved(a: Source, b: Source, rank: int, common: list[int]) -> int:
+def _known(sources: tuple[Source, Source], rank: int, side: int, step: int) -> tuple[Fingerprint, Fingerprint]:
+    """Return what a step's weights are known by, as it finds them, and what the model is given in it."""
+    frame = StepFrame(sources[side].table(rank, step))
+    return _weights_of(frame), _given(frame)
+
+
+def _unmoved(common: list[int], known: Callable[[int, int], tuple[Fingerprint, Fingerprint]]) -> int:
     """Return by how many steps A is ahead where weights do not tell: a warm-up's first step, say, moves none.
 
-    Then the batches tell, of the few steps before the weights move: those that both were given the same in, and from there on.
+    Then the batches tell, of the few steps before the weights move: those that both were given the same in.
     """
-    first, seen = common[0], {}
-
-    def at(source: Source, step: int) -> tuple[Fingerprint, Fingerprint]:
-        if (source.path, step) not in seen:
-            frame = StepFrame(source.table(rank, step))
-            seen[source.path, step] = _weights_of(frame), _given(frame)
-        return seen[source.path, step]
-
-    if at(a, first)[1] == at(b, first)[1]:
+    first = common[0]
+    weights, given = zip(known(0, first), known(1, first), strict=True)
+    if given[0] == given[1]:
         return 0
     found, moved = 0, False
     for step in common[1:_STILL]:
-        still = [at(source, step)[0] == at(source, first)[0] for source in (a, b)]
+        now = known(0, step), known(1, step)
+        still = [now[side][0] == weights[side] for side in (0, 1)]
         moved |= not all(still)
-        for there, one, other, ahead in ((still[0], a, b, step - first), (still[1], b, a, first - step)):
-            if not found and there and at(one, step)[1] == at(other, first)[1]:
+        for side, ahead in ((0, step - first), (1, first - step)):
+            if not found and still[side] and now[side][1] == given[1 - side]:
                 found = ahead
         if not any(still):
             break

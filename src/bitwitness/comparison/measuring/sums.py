@@ -1,4 +1,4 @@
-"""Biases' gradients that are sums of many numbers, of which nothing is left but rounding, where modules alone were recorded.
+"""Gradients that are sums of many numbers, as biases' and norms' are: how much of them rounding explains, perhaps all.
 
 A bias before a batch norm, or before a softmax over positions, gets the sum of what comes back to its module's result, which
 is zero in exact numbers. What rounding leaves of such a sum is relative to its terms, and not to other gradients (Higham,
@@ -22,7 +22,7 @@ _MOST = 0.5  # of which the half is another gradient
 _BIAS = "bias"
 
 
-class BiasSums:
+class GradientSums:
     """Knows what comes back to the results of modules.
 
     Parameters

@@ -62,7 +62,7 @@ def wrong_norm(differences: Differences, values: KeptValues | None, rank: int, s
 def _of_modules(differences: Differences, rank: int, step: int) -> Iterator[Suspect]:
     """Yield modules, and what comes back to the model's result of a loss of which no operators tell."""
     yield from _suspects(differences, rank, step)
-    returned = [rows for pair in differences.alignment.pairs if _is_root(pair, "forward") for rows in pair.outputs]
+    returned = [rows for pair in differences.alignment.pairs if pair.is_root("forward") for rows in pair.outputs]
     if not returned:
         return
     changes = (
@@ -72,7 +72,7 @@ def _of_modules(differences: Differences, rank: int, step: int) -> Iterator[Susp
     unit = differences.slack * differences.roundoff_inside
     explained = _LEAST_BACK * unit + _OF_INPUTS * changes[1] + _OF_CHANGE_BACK * changes[0]
     for pair in differences.alignment.pairs:
-        for rows in pair.inputs if _is_root(pair, "backward") else ():
+        for rows in pair.inputs if pair.is_root("backward") else ():
             away = abs(_ratio(differences, *rows) - 1.0)
             if differences.a.count[rows[0]] >= _ELEMENTS and explained < away < math.inf:
                 times = f"its norm is {_ratio(differences, *rows):.4g} times as large in run B"
@@ -84,10 +84,6 @@ def _of_modules(differences: Differences, rank: int, step: int) -> Iterator[Susp
                     pair, differences.a, rows[0], rank=rank, step=step, reason="loss", text=text, change=away,
                     explained=explained,
                 )  # fmt: skip
-
-
-def _is_root(pair: Pair, phase: str) -> bool:
-    return (pair.a.kind, pair.a.phase, pair.a.module) == ("module", phase, ".")
 
 
 def _suspects(differences: Differences, rank: int, step: int) -> Iterator[Suspect]:

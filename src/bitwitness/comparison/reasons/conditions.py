@@ -51,18 +51,18 @@ def without_forward(differences: Differences, rank: int, step: int) -> list[Susp
     if before is None or not _has_forward(before[lacking]) or "AB"[lacking] in differences.earlier.cut_short:
         return []
     node = next((node for node in forwards if (node.kind, node.module) == ("module", ".")), forwards[0])
-    frame, run = (differences.a, "B") if computed[0] else (differences.b, "A")
+    frame = (differences.b, differences.a)[lacking]
     found = Suspect(
         site=f"{node.site}.out0",
         rank=rank,
         step=step,
         reason="missing",
-        text=f"run {run} has no forward in training mode in this step: was it in evaluation mode?",
+        text=f"run {'AB'[lacking]} has no forward in training mode in this step: was it in evaluation mode?",
         score=math.inf,
         change=math.inf,
         explained=NEGLIGIBLE,
         order=(step, -1),
-        side="ab"[run == "A"],
+        side="ba"[lacking],
         stack=int(frame.stack[node.rows[0]]),
         micro=node.micro,
         lone=node,

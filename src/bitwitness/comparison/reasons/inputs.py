@@ -44,7 +44,7 @@ class Reasons:
         self.a, self.b = differences.a, differences.b
         pairs = differences.alignment.pairs
         state = [pair for pair in pairs if pair.a.kind in ("parameter", "buffer")]
-        given = [pair for pair in pairs if (pair.a.kind, pair.a.phase, pair.a.module) == ("module", "forward", ".")]
+        given = [pair for pair in pairs if pair.is_root("forward")]
         self._begun_rows = self._by_name(rows for pair in state for rows in pair.outputs)
         self._begun = {name: differences.change_of[row] for name, (row, _) in self._begun_rows.items()}
         self._begun_weights = {pair.a.parameter for pair in state if pair.a.kind == "parameter"}

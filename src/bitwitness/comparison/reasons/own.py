@@ -89,8 +89,7 @@ class OwnReasons:
         return None if self._readers.follows(pair, explained) else self._computed_wrongly(pair)
 
     def _computed_wrongly(self, pair: Pair) -> Reason:
-        beside = self._readers.words(pair) if (pair.a.kind, pair.a.phase) == ("module", "backward") else ""
-        return Reason("computed", self._computed(pair) + self._overflow(pair) + beside)
+        return Reason("computed", self._computed(pair) + self._overflow(pair) + self._readers.words(pair))
 
     @cached_property
     def _readers(self) -> Readers:

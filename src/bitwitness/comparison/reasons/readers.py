@@ -30,7 +30,7 @@ class Readers:
         self._differences = differences
         self._shown: dict[int, list[Pair]] = defaultdict(list)
         for pair in differences.alignment.pairs:
-            if (pair.a.kind, pair.a.phase) == ("module", "backward"):
+            if _goes_back(pair):
                 for value in {int(differences.a.value[row]) for row, _ in pair.outputs}:
                     self._shown[value].append(pair)
 
@@ -43,7 +43,7 @@ class Readers:
             What is explained of its change.
 
         """
-        if (pair.a.kind, pair.a.phase) != ("module", "backward"):
+        if not _goes_back(pair):
             return False
         if self._differences.earlier.parted:
             return True
@@ -63,7 +63,7 @@ class Readers:
 
     def words(self, pair: Pair) -> str:
         """Return what is added where other modules show the same gradient; empty where none does."""
-        found = self._others(pair, [row for row, _ in pair.outputs])
+        found = self._others(pair, [row for row, _ in pair.outputs]) if _goes_back(pair) else ()
         others = list(dict.fromkeys(other.a.site.partition("#")[0] for other in found))
         if not others:
             return ""
@@ -78,6 +78,10 @@ class Readers:
         values = {int(self._differences.a.value[row]) for row in rows}
         found = (other for value in values for other in self._shown[value])
         return [other for other in found if other is not pair and not _is_around(pair.a.module, other.a.module)]
+
+
+def _goes_back(pair: Pair) -> bool:
+    return (pair.a.kind, pair.a.phase) == ("module", "backward")
 
 
 def _is_around(one: str, other: str) -> bool:

@@ -17,7 +17,6 @@ from bitwitness.comparison.precisions.otherwise import computing
 from bitwitness.comparison.rewriting.outcome import leaves_nothing_of, outcome_of
 from bitwitness.comparison.suspect import Exceeding
 
-_RETURNED = ("module", "forward", ".")
 _AGREE = 200.0
 """Unit roundoffs by which a module's results may differ: what some dozen operators' roundings leave."""
 _NOISE = 4.0
@@ -177,7 +176,7 @@ class SettledModules:
     @cached_property
     def returned_agrees(self) -> bool:
         """Whether all that the model returned agrees, whatever becomes of it inside; where nobody saw it, all modules'."""
-        pairs = [p for p in self._differences.alignment.pairs if (p.a.kind, p.a.phase, p.a.module) == _RETURNED]
+        pairs = [pair for pair in self._differences.alignment.pairs if pair.is_root("forward")]
         return self.forward_agrees or (any(map(self._says_enough, pairs)) and all(map(self.agrees, pairs)))
 
     @property
